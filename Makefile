@@ -1,0 +1,40 @@
+# Everything runs in .venv, made on first use by scripts/setup_env.sh with pip and constraints.txt.
+PY := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help env env-parity env-aot quickstart test parity aot lint types clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+env:  ## set up .venv
+	@sh scripts/setup_env.sh .venv
+
+env-parity:
+	@sh scripts/setup_env.sh .venv-parity
+
+env-aot:
+	@sh scripts/setup_env.sh .venv-aot
+
+quickstart: env  ## fine-tune the packaged model on the packaged data, on CPU, in about three minutes
+	@$(PY) -m jaxtune.train quickstart
+
+test: env  ## tests on CPU (no torch, no GPU)
+	$(PY) -m pytest tests -q -n 2 --ignore=tests/parity --ignore=tests/gpu $(PYTEST_ARGS)
+
+parity: env-parity  ## checks against torch, transformers, peft and bitsandbytes (3 GB environment)
+	.venv-parity/bin/python -m pytest tests/parity -q $(PYTEST_ARGS)
+
+aot: env-aot  ## compile the GPU programs without a GPU
+	.venv-aot/bin/python -m pytest tests/gpu/aot -q $(PYTEST_ARGS)
+
+lint: env  ## ruff
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+types: env  ## pyright
+	@$(PY) -m pyright
+
+clean:  ## remove environments, caches and builds
+	rm -rf .venv .venv-parity .venv-aot build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+#!/bin/sh
+# setup_env.sh FOLDER: make or refresh the environment FOLDER (.venv, .venv-parity or .venv-aot) with pip.
+# Nothing happens when it is up to date: a stamp holds what it was made from.
+set -eu
+cd "$(dirname "$0")/.."
+folder=$1
+python=$(sh scripts/find_python.sh)
+
+key=$( { echo "$PWD $("$python" -c 'import sys; print(sys.executable, sys.version)')"
+         cat pyproject.toml constraints.txt "$0"; } | cksum)
+stamp="$folder/.jaxtune-stamp"
+[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && exit 0
+
+pip() { "$folder/bin/python" -m pip --disable-pip-version-check install --quiet --retries 10 "$@"; }
+
+echo "jaxtune: setting up $folder with $python"
+rm -f "$stamp"
+"$python" -m venv --clear "$folder"
+pip --constraint constraints.txt --editable '.[test]'
+case "$folder" in
+*-parity)
+    # torch for CPU use, with the peers that the golden files come from.
+    pip --constraint constraints.txt torch peft bitsandbytes
+    ;;
+*-aot)
+    # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.
+    jax_version=$("$folder/bin/python" -c 'import jax; print(jax.__version__)')
+    pip --no-deps "jax-cuda13-plugin==$jax_version" "jax-cuda13-pjrt==$jax_version"
+    ;;
+esac
+echo "$key" > "$stamp"
