@@ -9,13 +9,15 @@ python=$(sh scripts/find_python.sh)
 key=$( { echo "$PWD $("$python" -c 'import sys; print(sys.executable, sys.version)')"
          cat pyproject.toml constraints.txt "$0"; } | cksum)
 stamp="$folder/.jaxtune-stamp"
-[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && exit 0
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then exit 0; fi
 
+version() { "$1" -c 'import sys; print(sys.version)' 2>/dev/null || true; }
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check install --quiet --retries 10 "$@"; }
 
 echo "jaxtune: setting up $folder with $python"
 rm -f "$stamp"
-"$python" -m venv --clear "$folder"
+# An environment of the same interpreter is kept, with whatever else was installed into it.
+if [ "$(version "$folder/bin/python")" != "$(version "$python")" ]; then "$python" -m venv --clear "$folder"; fi
 pip --constraint constraints.txt --editable '.[test]'
 case "$folder" in
 *-parity)
