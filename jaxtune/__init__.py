@@ -1,3 +1,66 @@
-"""Fine-tune open-weight language models in JAX."""
+"""Fine-tune open-weight language models in JAX.
+
+The public names are imported on first use (PEP 562): importing jaxtune costs milliseconds, imports neither jax nor
+transformers, and touches no accelerator.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtune.models.config import DecoderConfig
+    from jaxtune.models.decoder import Decoder
+    from jaxtune.models.generate import generate
+    from jaxtune.models.hf import from_pretrained, save_pretrained
+    from jaxtune.models.lora import get_peft_model, load_adapter, merge_adapter, save_adapter
+    from jaxtune.train.config import TrainConfig
+    from jaxtune.train.loop import Trainer
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "TrainConfig",
+    "Trainer",
+    "__version__",
+    "from_pretrained",
+    "generate",
+    "get_peft_model",
+    "load_adapter",
+    "merge_adapter",
+    "save_adapter",
+    "save_pretrained",
+]
+
+_MODULE_OF = {
+    "Decoder": "jaxtune.models.decoder",
+    "DecoderConfig": "jaxtune.models.config",
+    "TrainConfig": "jaxtune.train.config",
+    "Trainer": "jaxtune.train.loop",
+    "from_pretrained": "jaxtune.models.hf",
+    "generate": "jaxtune.models.generate",
+    "get_peft_model": "jaxtune.models.lora",
+    "load_adapter": "jaxtune.models.lora",
+    "merge_adapter": "jaxtune.models.lora",
+    "save_adapter": "jaxtune.models.lora",
+    "save_pretrained": "jaxtune.models.hf",
+}
+_SUBMODULES = ("compat", "models", "pallas", "profile", "train")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

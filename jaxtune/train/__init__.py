@@ -1,0 +1,22 @@
+"""The application: rows in, a trained model out."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtune.train.config import TrainConfig
+    from jaxtune.train.loop import Trainer
+
+__all__ = ["TrainConfig", "Trainer"]
+
+_MODULE_OF = {"TrainConfig": "jaxtune.train.config", "Trainer": "jaxtune.train.loop"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
