@@ -1,0 +1,103 @@
+"""One frozen dataclass that can say every supported family."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """A rotary base and how it is stretched; field names as in Hugging Face's rope_scaling.
+
+    kind: "default"; "linear" (positions divided by factor); "llama3"; "longrope" (per-dimension factors, the long
+    ones where a batch goes past the original context); "yarn".
+    """
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What one layer does differently from its neighbours. Static: equal specs share one trace.
+
+    window: sliding window in tokens (a query sees itself and window - 1 keys before it), or None for full attention.
+    rotary: which of the model's rotary bases, or None for no position encoding.
+    """
+
+    window: int | None = None
+    rotary: int | None = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and features of a decoder.
+
+    layers: one LayerSpec a layer. rotary: the model's rotary bases, named by LayerSpec.rotary.
+    norm_offset: the norm multiplies by norm_offset + weight in fp32 (1.0 in Gemma, where weights start at 0).
+    pre_norm, post_norm: a norm before, and one on the output of, attention and MLP (Gemma has both, OLMo 2 only post).
+    qk_norm: RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2).
+    fused: q/k/v and gate/up are one matrix each, in the checkpoint and here (Phi-3), so adapters match PEFT's.
+    attention_scale: factor on query . key.
+    embedding_scale: factor on the embedding, cast to the compute dtype first (Gemma).
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerSpec, ...]
+    max_position_embeddings: int
+    attention_scale: float
+    rotary: tuple[RopeConfig, ...] = (RopeConfig(),)
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    tie_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        for index, layer in enumerate(self.layers):
+            if layer.rotary is not None and not 0 <= layer.rotary < len(self.rotary):
+                raise ValueError(f"layer {index} names rotary base {layer.rotary}; there are {len(self.rotary)}")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim

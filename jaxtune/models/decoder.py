@@ -1,0 +1,116 @@
+"""The decoder: embed, layers, norm, head. A plain nnx.Module; jit it, differentiate it, use it in code of your own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.block import Block
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.linear import Linear
+from jaxtune.models.norm import RMSNorm
+from jaxtune.models.rope import rotary_table
+from jaxtune.models.stack import ResidualPlan, run_stack
+from jaxtune.pallas.attention import PackedLayout, packed_layout
+
+
+class Embedding(nnx.Module):
+    """weight [vocab, hidden]."""
+
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = nnx.Param((jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype))
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    Every weight starts as an `nnx.Param` (trainable); adapters turn the base into `Frozen`. Weights are cast to the
+    compute dtype on use, so fp32 masters of bf16 compute need nothing else.
+
+    Args:
+      config: shape and features.
+      key: random initial weights, normal with config.initializer_range (norms one, biases zero).
+      dtype: dtype of weights and of compute: bfloat16, float16 or float32.
+    """
+
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16"):
+        self.config = config
+        self.dtype = jnp.dtype(dtype).name
+        keys = jax.random.split(key, config.num_layers + 2)
+        self.embedding = Embedding(config, keys[0], dtype)
+        self.layers = nnx.List([Block(config, k, dtype) for k in keys[2:]])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
+        size, std = (config.hidden_size, config.vocab_size), config.initializer_range
+        tied = config.tie_embeddings
+        self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
+
+    @property
+    def head_variable(self) -> nnx.Variable:
+        """The [vocab, hidden] tensor that makes logits: the head's own, or the embedding's if tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32[B, T] -> [B, T, hidden] in the compute dtype."""
+        with jax.named_scope("embed"):
+            # Out-of-range ids are refused where data is prepared; here XLA would clamp them in silence.
+            x = self.embedding.weight[...][tokens].astype(self.dtype)
+            if self.config.embedding_scale != 1.0:
+                x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+            return x
+
+    def layout(
+        self,
+        shape: tuple[int, int],
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        max_documents: int | None = None,
+    ) -> PackedLayout:
+        """Document bounds and rotary tables of a batch of `shape` = (rows, length): once for all layers."""
+        with jax.named_scope("layout"):
+            layout = packed_layout(shape, segment_ids, max_documents)
+            positions = layout.positions() if positions is None else positions
+            config = self.config
+            tables = tuple(
+                rotary_table(rope, config.head_dim, config.max_position_embeddings, positions) for rope in config.rotary
+            )
+            return PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
+
+    def hidden_states(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        max_documents: int | None = None,
+        plan: ResidualPlan | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """int32[B, T] -> [B, T, hidden] after the final norm, in the compute dtype: what the loss uses.
+
+        Args:
+          segment_ids: int32[B, T], documents of a packed row; 0 is padding. None: one document a row.
+          positions: int32[B, T]; by default they restart with each document.
+          max_documents: a promise about segment_ids that lets faster attention be chosen; see PackedLayout.
+          plan: what happens to each layer's residuals; everything is kept by default.
+          dropout_key: dropout of the adapters, for training.
+        """
+        layout = self.layout(tokens.shape, segment_ids, positions, max_documents)
+        x = run_stack(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key)
+        with jax.named_scope("final_norm"):
+            return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., hidden] -> float32[..., vocab], soft-capped where the family does that."""
+        precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        head = self.head_variable[...].astype(hidden.dtype)
+        logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """int32[B, T] -> float32[B, T, vocab]; arguments as in hidden_states."""
+        return self.logits(self.hidden_states(tokens, segment_ids, positions))

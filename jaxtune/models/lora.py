@@ -1,0 +1,152 @@
+"""Adapters: which linears get one, and what stays trainable.
+
+Functions return a new module that shares the frozen arrays; the argument is never changed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
+
+# Where a block keeps its linears, and what Hugging Face calls them; the names are the same in every family here.
+_LINEARS = {
+    "attention": ("self_attn", ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")),
+    "mlp": ("mlp", ("gate_proj", "up_proj", "gate_up_proj", "down_proj")),
+}
+_SAVABLE = ("embed_tokens", "lm_head")
+
+
+def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
+    """(Hugging Face module name, linear) of every linear in the layers, in order: model.layers.0.self_attn.q_proj, ..."""
+    for index, layer in enumerate(model.layers):
+        for part, (their_part, names) in _LINEARS.items():
+            module = getattr(layer, part)
+            for name in names:
+                if hasattr(module, name):
+                    yield f"model.layers.{index}.{their_part}.{name}", getattr(module, name)
+
+
+def copy_structure(model):
+    """A new module over the same arrays: its structure and variable types can be changed without touching `model`."""
+    return nnx.merge(*nnx.split(model))
+
+
+def _matches(name: str, target: str) -> bool:
+    """PEFT's rule for lists: the whole name, or its last parts."""
+    return name == target or name.endswith("." + target)
+
+
+def _pattern_value(patterns: Mapping[str, int], name: str, default):
+    """PEFT's rule for rank_pattern and alpha_pattern: a key is a regular expression over the end of the name."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) -> list[str]:
+    """Module names that get an adapter.
+
+    Args:
+      target_modules: "all-linear"; a regular expression over the whole name; or a list of names or last parts.
+    Raises:
+      ValueError: something that matches no linear, with the names there are.
+    """
+    known = sorted({name.rsplit(".", 1)[1] for name in names})
+    if target_modules == "all-linear":
+        return list(names)
+    if isinstance(target_modules, str):
+        chosen = [name for name in names if re.fullmatch(target_modules, name)]
+        if not chosen:
+            raise ValueError(
+                f"target_modules {target_modules!r} matches no linear; it is a regular expression over names such as "
+                f"{names[0]!r}; last parts: {', '.join(known)}"
+            )
+        return chosen
+    for target in target_modules:
+        if not any(_matches(name, target) for name in names):
+            hint = " (put it in modules_to_save to train it whole)" if target in _SAVABLE else ""
+            raise ValueError(
+                f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(known)}{hint}"
+            )
+    return [name for name in names if any(_matches(name, target) for target in target_modules)]
+
+
+def freeze(model: Decoder) -> Decoder:
+    """A model whose tensors are all `Frozen`."""
+    model = copy_structure(model)
+    for _, module in nnx.iter_modules(model):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, nnx.Param):
+                setattr(module, name, Frozen(value.get_value()))
+    return model
+
+
+def get_peft_model(
+    model: Decoder,
+    r: int = 16,
+    lora_alpha: float = 16,
+    target_modules: str | Sequence[str] = "all-linear",
+    lora_dropout: float = 0.0,
+    use_rslora: bool = False,
+    use_dora: bool = False,
+    modules_to_save: Sequence[str] | None = None,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    seed: int = 0,
+) -> Decoder:
+    """Adds LoRA adapters and freezes the rest. Arguments mean what they mean in PEFT's LoraConfig.
+
+    Args:
+      r: rank. lora_alpha: the adapter is scaled by alpha / r, or alpha / sqrt(r) with use_rslora.
+      target_modules: see select_targets; "all-linear" is every linear in the layers.
+      lora_dropout: on the adapters' input, one mask for the linears that share it.
+      use_dora: weight-decomposed adapters (arXiv 2402.09353).
+      modules_to_save: of "embed_tokens", "lm_head": trained whole, in float32 masters; tied heads stay tied.
+      rank_pattern, alpha_pattern: {regular expression over the end of a module name: value}.
+      seed: of the random start of A; B starts at zero.
+    Returns:
+      a new model; it shares every base array with `model`.
+    Raises:
+      ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; adapters there already.
+    """
+    if not isinstance(r, int) or r < 1:
+        raise ValueError(f"r = {r}: the rank must be a positive integer")
+    if not 0.0 <= lora_dropout < 1.0:
+        raise ValueError(f"lora_dropout = {lora_dropout}: must be at least 0 and below 1")
+    if any(linear.lora is not None for _, linear in linears(model)):
+        raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
+    model = freeze(model)
+    modules = dict(linears(model))
+    chosen = select_targets(list(modules), target_modules)
+    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
+    for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        for pattern in patterns:
+            if not any(_pattern_value({pattern: 1}, name, 0) for name in chosen):
+                raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
+    keys = jax.random.split(jax.random.key(seed), len(chosen))
+    for name, key in zip(chosen, keys, strict=True):
+        linear = modules[name]
+        rank = _pattern_value(ranks, name, r)
+        alpha = _pattern_value(alphas, name, lora_alpha)
+        scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
+        out_size, in_size = linear.sizes
+        linear.lora = Lora(in_size, out_size, rank, scale, lora_dropout, use_dora, key)
+        if use_dora:
+            lora = linear.lora
+            lora.magnitude.set_value(row_norm(linear.weight[...], lora.a[...], lora.b[...], scale))
+    for name in modules_to_save or ():
+        if name not in _SAVABLE:
+            raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {', '.join(_SAVABLE)}")
+        holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
+        if isinstance(holder.weight, Frozen):
+            holder.weight = nnx.Param(holder.weight.get_value().astype(jnp.float32))
+    return model

@@ -1,0 +1,29 @@
+"""RMSNorm."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight in fp32 statistics.
+
+    With an offset (Gemma) the product is taken in fp32 before the cast; without, the cast comes first (Llama), so that
+    both round as their reference does.
+    """
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32):
+        self.eps = eps
+        self.offset = offset
+        self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size] -> [..., size], same dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        weight = self.weight[...]
+        if self.offset:
+            return (wide * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
+        return wide.astype(x.dtype) * weight.astype(x.dtype)

@@ -1,0 +1,82 @@
+"""Rotary position embedding: tables once per batch, applied in fp32. The halves of a head are rotated against each
+other (GPT-NeoX order, as in Hugging Face checkpoints), not even against odd."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.models.config import RopeConfig
+
+
+def _frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[np.ndarray, np.ndarray | None, float]:
+    """(inverse frequencies float32[rotary_dim / 2], those for long batches or None, factor on cos and sin).
+
+    Formulas as in transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
+    LongRoPE (arXiv 2402.13753), yarn from arXiv 2309.00071.
+    """
+    dim = int(head_dim * rope.partial_rotary_factor)
+    base = 1.0 / (rope.theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim))
+    original = rope.original_max_position_embeddings or max_positions
+    if rope.kind == "default":
+        return base, None, 1.0
+    if rope.kind == "linear":
+        return base / rope.factor, None, 1.0
+    if rope.kind == "llama3":
+        wavelength = 2 * np.pi / base
+        low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
+        smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        mixed = (1 - smooth) * base / rope.factor + smooth * base
+        scaled = np.where(wavelength > low, base / rope.factor, base)
+        return np.where((wavelength <= low) & (wavelength >= high), mixed, scaled), None, 1.0
+    if rope.kind == "longrope":
+        factor = max_positions / original
+        scale = rope.attention_factor
+        if scale is None:
+            scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        short = base / np.asarray(rope.short_factor, np.float32)
+        return short, base / np.asarray(rope.long_factor, np.float32), scale
+    if rope.kind == "yarn":
+        scale = rope.attention_factor
+        if scale is None:
+            scale = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
+
+        def turns_to_dim(turns):
+            return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low, high = turns_to_dim(rope.beta_fast), turns_to_dim(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
+        return base / rope.factor * ramp + base * (1 - ramp), None, scale
+    raise ValueError(f"rope kind {rope.kind!r} is unknown")
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array):
+    """(cos, sin), each float32[B, T, rotary_dim / 2], for int32[B, T] positions."""
+    short, long, scale = _frequencies(rope, head_dim, max_positions)
+    frequencies = jnp.asarray(short, jnp.float32)
+    if long is not None:
+        # The batch decides, as in Hugging Face: past the original context every token takes the long factors.
+        is_long = positions.max() + 1 > (rope.original_max_position_embeddings or max_positions)
+        frequencies = jnp.where(is_long, jnp.asarray(long, jnp.float32), frequencies)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, table) -> jax.Array:
+    """Rotates x [B, T, heads, D] by (cos, sin); dimensions past the table's pass through."""
+    if table is None:
+        return x
+    cos, sin = (part[:, :, None, :] for part in table)
+    half = cos.shape[-1]
+    first = x[..., :half].astype(jnp.float32)
+    second = x[..., half : 2 * half].astype(jnp.float32)
+    parts = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
+    if x.shape[-1] > 2 * half:
+        parts.append(x[..., 2 * half :])
+    return jnp.concatenate(parts, axis=-1)

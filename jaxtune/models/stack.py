@@ -1,0 +1,280 @@
+"""Runs the layers, and decides what happens to every residual between forward and backward.
+
+A layer is a chain of segments between named residuals. Each residual has a fate: kept in device memory, offloaded to
+pinned host memory and brought back one layer ahead of its use, or dropped and recomputed by running earlier segments
+again. The backward is written by hand (a custom_vjp around the whole stack): it calls jax.vjp on a segment at its
+saved inputs, where the unused product is dead code and disappears, and the attention's own backward with its saved
+output and log-sum-exp.
+
+The layers are unrolled in the one jitted step. On an H200, 8B shape, a scan costs 7 % for copying residuals into
+stacked buffers, and slices of one stacked host buffer do not overlap with compute; separate buffers do.
+The layer functions are module-level and jitted, so layers of one kind are traced once; XLA still compiles each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.lax import optimization_barrier
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.pallas.attention import PackedLayout, attention_backward, attention_forward
+
+Fate = Literal["keep", "offload", "recompute"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A piece of a layer between named residuals; `name` is its method on Block, except for "attend"."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+SEGMENTS = (
+    Segment("project", ("layer_input",), ("query", "key", "value")),
+    Segment("attend", ("query", "key", "value"), ("attention_out", "lse")),
+    Segment("mix", ("attention_out", "layer_input"), ("mid",)),
+    Segment("expand", ("mid",), ("gate", "up")),
+    Segment("contract", ("gate", "up", "mid"), ("layer_output",)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """The fate of each residual of one layer. layer_input must be kept or offloaded: nothing can recompute it."""
+
+    layer_input: Fate = "keep"
+    query: Fate = "keep"
+    key: Fate = "keep"
+    value: Fate = "keep"
+    attention_out: Fate = "keep"
+    lse: Fate = "keep"
+    mid: Fate = "keep"
+    gate: Fate = "keep"
+    up: Fate = "keep"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            fate = getattr(self, field.name)
+            if fate not in ("keep", "offload", "recompute"):
+                raise ValueError(f"residual {field.name}: fate {fate!r} is not one of keep, offload, recompute")
+        if self.layer_input == "recompute":
+            raise ValueError("residual layer_input: it can be kept or offloaded, but nothing can recompute it")
+
+    def named(self, fate: Fate) -> tuple[str, ...]:
+        return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name) == fate)
+
+
+KEEP = LayerPlan()
+RECOMPUTE = LayerPlan(
+    **dict.fromkeys(("query", "key", "value", "attention_out", "lse", "mid", "gate", "up"), "recompute")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualPlan:
+    """One LayerPlan a layer. Static: a program is compiled for one plan."""
+
+    layers: tuple[LayerPlan, ...]
+
+    @classmethod
+    def uniform(cls, layer: LayerPlan, num_layers: int) -> ResidualPlan:
+        return cls((layer,) * num_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a program of the stack is specialised on."""
+
+    graphs: tuple[nnx.GraphDef, ...]
+    specs: tuple[LayerSpec, ...]
+    plans: tuple[LayerPlan, ...]
+
+
+def _attention_options(block, spec: LayerSpec) -> dict:
+    config = block.attention.config
+    return dict(scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap)
+
+
+def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
+    """Outputs of one segment, as a tuple. `keys` are one dropout key a segment, or None."""
+    with jax.named_scope(segment.name):
+        if segment.name == "attend":
+            return attention_forward(*values, layout, **_attention_options(block, spec))
+        key = None if keys is None else keys[SEGMENTS.index(segment)]
+        if segment.name == "project":
+            rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
+            return block.project(*values, rotary, key)
+        out = getattr(block, segment.name)(*values, key=key)
+        return out if isinstance(out, tuple) else (out,)
+
+
+def _segment_keys(key):
+    return None if key is None else jax.random.split(key, len(SEGMENTS))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def layer_forward(graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key):
+    """(layer_output, {name: residual} for the wanted names) of one layer."""
+    with jax.named_scope("layer"):
+        block = nnx.merge(graph, trainable, frozen)
+        keys = _segment_keys(key)
+        env = {"layer_input": layer_input}
+        for segment in SEGMENTS:
+            outputs = _run(segment, block, spec, layout, keys, [env[name] for name in segment.inputs])
+            env.update(zip(segment.outputs, outputs, strict=True))
+        return env["layer_output"], {name: env[name] for name in wanted}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key):
+    """(gradient of the trainable tensors, gradient of layer_input) of one layer, from its saved residuals."""
+    keys = _segment_keys(key)
+    env = dict(saved)
+    with jax.named_scope("layer"):
+        with jax.named_scope("recompute"):
+            block = nnx.merge(graph, trainable, frozen)
+            for segment in SEGMENTS[:-1]:
+                if any(name not in env for name in segment.outputs):
+                    outputs = _run(segment, block, spec, layout, keys, [env[name] for name in segment.inputs])
+                    env = {**dict(zip(segment.outputs, outputs, strict=True)), **env}
+        with jax.named_scope("backward"):
+            grads = {"layer_output": doutput}
+            total = None
+
+            def accumulate(name, value):
+                grads[name] = grads[name] + value if name in grads else value
+
+            for segment in reversed(SEGMENTS):
+                inputs = [env[name] for name in segment.inputs]
+                if segment.name == "attend":
+                    with jax.named_scope(segment.name):
+                        dquery, dkey, dvalue, _ = attention_backward(
+                            *inputs,
+                            env["attention_out"],
+                            env["lse"],
+                            grads["attention_out"],
+                            layout,
+                            **_attention_options(block, spec),
+                        )
+                    for name, value in zip(segment.inputs, (dquery, dkey, dvalue), strict=True):
+                        accumulate(name, value)
+                    continue
+
+                def run(trainable, *values, segment=segment):
+                    return tuple(_run(segment, nnx.merge(graph, trainable, frozen), spec, layout, keys, values))
+
+                _, pullback = jax.vjp(run, trainable, *inputs)
+                dtrainable, *dinputs = pullback(tuple(grads[name] for name in segment.outputs))
+                total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
+                for name, value in zip(segment.inputs, dinputs, strict=True):
+                    accumulate(name, value)
+        return total, grads["layer_input"]
+
+
+def _to_host(values):
+    return {name: jax.device_put(value, jax.memory.Space.Host) for name, value in values.items()}
+
+
+def _to_device(values):
+    return {name: jax.device_put(value, jax.memory.Space.Device) for name, value in values.items()}
+
+
+def _layer_key(keys, index):
+    return None if keys is None else keys[index]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stack(static: _Static, trainables, frozens, x, layout, keys):
+    for index, (graph, spec) in enumerate(zip(static.graphs, static.specs, strict=True)):
+        x, _ = layer_forward(graph, spec, (), trainables[index], frozens[index], x, layout, _layer_key(keys, index))
+    return x
+
+
+def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
+    kept, hosted = [], []
+    storing = {}  # stores of the layer before: they must be done when this layer is
+    for index, (graph, spec, plan) in enumerate(zip(static.graphs, static.specs, static.plans, strict=True)):
+        keep, offload = plan.named("keep"), plan.named("offload")
+        wanted = keep + offload
+        x, residuals = layer_forward(
+            graph, spec, wanted, trainables[index], frozens[index], x, layout, _layer_key(keys, index)
+        )
+        if storing:
+            # Without this XLA sinks every store into the backward, and nothing is saved.
+            hosted[index - 1], x = optimization_barrier((storing, x))
+        storing = _to_host({name: residuals[name] for name in offload})
+        kept.append({name: residuals[name] for name in keep})
+        hosted.append(storing)
+    if storing:
+        hosted[-1], x = optimization_barrier((storing, x))
+    return x, (trainables, frozens, kept, hosted, layout, keys)
+
+
+def _stack_bwd(static: _Static, residuals, dx):
+    trainables, frozens, kept, hosted, layout, keys = residuals
+    last = len(kept) - 1
+    gradients = [None] * len(kept)
+
+    def fetch(index, after):
+        """Starts bringing a layer's offloaded residuals back; not before `after` exists, or all would come at once."""
+        if not hosted[index]:
+            return {}, after
+        source, after = optimization_barrier((hosted[index], after))
+        return _to_device(source), after
+
+    arriving, dx = fetch(last, dx)
+    for index in range(last, -1, -1):
+        saved = {**kept[index], **arriving}
+        if index:
+            arriving, dx = fetch(index - 1, dx)
+        # Ties this layer's work to its gradient: otherwise XLA shares recomputed values with the forward and keeps them.
+        saved, dx = optimization_barrier((saved, dx))
+        gradients[index], dx = layer_backward(
+            static.graphs[index],
+            static.specs[index],
+            trainables[index],
+            frozens[index],
+            saved,
+            dx,
+            layout,
+            _layer_key(keys, index),
+        )
+    return tuple(gradients), None, dx, None, None
+
+
+_stack.defvjp(_stack_fwd, _stack_bwd)
+
+
+def run_stack(
+    layers,
+    specs: tuple[LayerSpec, ...],
+    x: jax.Array,
+    layout: PackedLayout,
+    plan: ResidualPlan | None = None,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Runs the layers over x [B, T, hidden].
+
+    Differentiable with respect to x and to the layers' `nnx.Param`s; `Frozen` tensors get no cotangent.
+
+    Args:
+      layers: Blocks. specs: one LayerSpec each.
+      layout: with the rotary tables that the specs name.
+      plan: fates of the residuals; everything is kept by default.
+      dropout_key: draws the adapters' dropout masks; None means no dropout.
+    """
+    plan = plan or ResidualPlan.uniform(KEEP, len(layers))
+    if len(plan.layers) != len(layers):
+        raise ValueError(f"the residual plan has {len(plan.layers)} layers, the model {len(layers)}")
+    splits = [nnx.split(layer, nnx.Param, ...) for layer in layers]
+    static = _Static(tuple(s[0] for s in splits), specs, plan.layers)
+    keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
+    return _stack(static, tuple(s[1] for s in splits), tuple(s[2] for s in splits), x, layout, keys)

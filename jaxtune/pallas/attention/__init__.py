@@ -1,0 +1,13 @@
+"""Packed causal attention: pay only for what a token can see."""
+
+from jaxtune.pallas.attention.api import attention, attention_backward, attention_forward, decode_attention
+from jaxtune.pallas.attention.layout import PackedLayout, packed_layout
+
+__all__ = [
+    "PackedLayout",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "decode_attention",
+    "packed_layout",
+]

@@ -1,0 +1,143 @@
+"""Packed causal attention: the public functions. Shapes are [B, T, heads, D] with grouped key/value heads."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.attention import cudnn, reference
+from jaxtune.pallas.attention.layout import PackedLayout
+
+IMPLEMENTATIONS = {"cudnn": cudnn, "reference": reference}
+
+
+def _pick(query, key, value, layout, implementation, **options):
+    rows, length, heads, dim = query.shape
+    if key.shape != value.shape or key.shape[:2] != (rows, length) or key.shape[3] != dim:
+        raise ValueError(f"attention: query {query.shape}, key {key.shape}, value {value.shape} do not fit together")
+    if heads % key.shape[2]:
+        raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
+    table = {
+        "cudnn": functools.partial(cudnn.refusal, query, layout, **options),
+        "reference": lambda: None,
+    }
+    return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
+
+
+def _over_mesh(function, arrays, layout, outputs):
+    """Runs function(*arrays, layout) on each device's rows: a kernel has no partitioning rule of its own.
+
+    The batch is divided over the mesh axis `data`, if the mesh in force has one. `outputs` says how many results
+    have the rows in front.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes:
+        return function(*arrays, layout)
+    rows = P("data")
+    return jax.shard_map(
+        function,
+        in_specs=(*(rows for _ in arrays), jax.tree.map(lambda _: rows, layout)),
+        out_specs=(rows,) * outputs,
+        axis_names={"data"},
+        check_vma=False,
+    )(*arrays, layout)
+
+
+def attention_forward(
+    query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None, implementation=None
+):
+    """Attention and its log-sum-exp, for code that keeps residuals itself.
+
+    Args:
+      query: [B, T, heads, D] bfloat16, float16 or float32.
+      key, value: [B, T, kv_heads, D], heads a multiple of kv_heads.
+      layout: document bounds; causal within a document.
+      scale: factor on query . key.
+      window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window), or None.
+      soft_cap: cap * tanh(score / cap), or None (Gemma 2).
+      sinks: float[heads], one extra logit a head that carries no value, or None (gpt-oss).
+      implementation: "cudnn", "reference", or None for the first that supports the call.
+    Returns:
+      (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T] natural log). Padding gives out = 0; its lse
+      means nothing.
+    """
+    options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
+    chosen = _pick(query, key, value, layout, implementation, **options)
+    function = functools.partial(chosen.forward, scale=scale, **options)
+    return _over_mesh(function, (query, key, value), layout, 2)
+
+
+def attention_backward(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    dout,
+    layout: PackedLayout,
+    *,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    implementation=None,
+):
+    """Gradients of attention from its saved output and log-sum-exp.
+
+    Returns:
+      (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
+    """
+    options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
+    chosen = _pick(query, key, value, layout, implementation, **options)
+    function = functools.partial(chosen.backward, scale=scale, **options)
+    if sinks is not None:
+        return function(query, key, value, out, lse, dout, layout)
+    gradients = _over_mesh(lambda *a: function(*a)[:3], (query, key, value, out, lse, dout), layout, 3)
+    return (*gradients, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(query, key, value, sinks, layout, static):
+    return attention_forward(query, key, value, layout, sinks=sinks, **dict(static))[0]
+
+
+def _attention_fwd(query, key, value, sinks, layout, static):
+    out, lse = attention_forward(query, key, value, layout, sinks=sinks, **dict(static))
+    return out, (query, key, value, sinks, layout, out, lse)
+
+
+def _attention_bwd(static, residuals, dout):
+    query, key, value, sinks, layout, out, lse = residuals
+    gradients = attention_backward(query, key, value, out, lse, dout, layout, sinks=sinks, **dict(static))
+    return (*gradients, None)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def attention(
+    query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None, implementation=None
+):
+    """Differentiable packed attention; arguments as in attention_forward. Returns out [B, T, heads, D]."""
+    static = (("scale", scale), ("window", window), ("soft_cap", soft_cap), ("implementation", implementation))
+    return _attention(query, key, value, sinks, layout, static)
+
+
+def decode_attention(query, key_cache, value_cache, lengths, *, scale, window=None, soft_cap=None, sinks=None):
+    """Attention of new tokens over a key/value cache, for generation.
+
+    Args:
+      query: [B, N, heads, D], the last N tokens of each row (N = 1 while decoding).
+      key_cache, value_cache: [B, capacity, kv_heads, D]; entries at and past lengths are ignored.
+      lengths: int32[B], tokens in the cache with the new ones.
+    Returns:
+      [B, N, heads, D] in query's dtype.
+    """
+    lengths = jnp.asarray(lengths, jnp.int32)
+    return reference.decode(
+        query, key_cache, value_cache, lengths, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )

@@ -1,0 +1,131 @@
+"""Attention through cuDNN, where that is exact.
+
+cuDNN has no segment ids; it has a packed ("THD") path that takes the starts and lengths of at most n documents a
+row. Measured on an H200 with cuDNN 9.19: exact up to 32 documents a row, its dq wrong at 64. So it serves rows that
+are one document, and packed rows for which the layout promises at most 32.
+The call is private to JAX (jax._src.cudnn): this file is the only place that knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from jaxtune.pallas.attention.layout import PackedLayout
+
+MAX_DOCUMENTS = 32
+
+
+def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
+    """Why cuDNN cannot serve this call exactly, or None if it can."""
+    from jaxtune.pallas.dispatch import compute_capability
+
+    capability = compute_capability()
+    if capability is None:
+        return "no NVIDIA GPU"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {query.dtype} (cuDNN attention takes bfloat16 and float16)"
+    dim = query.shape[-1]
+    if dim % 8 or dim > (256 if capability >= (9, 0) else 128):
+        return f"head dim {dim}"
+    if soft_cap is not None:
+        return "soft cap"
+    if sinks is not None:
+        return "sinks"
+    if layout.max_documents is None:
+        return "no promise of max_documents in the layout (cuDNN does not see segment ids)"
+    if layout.max_documents > MAX_DOCUMENTS:
+        return f"up to {layout.max_documents} documents a row (its dq is wrong beyond {MAX_DOCUMENTS})"
+    if layout.max_documents > 1 and capability < (9, 0):
+        return "packed rows need compute capability 9.0"
+    return None
+
+
+def _documents(layout: PackedLayout):
+    """lengths int32[B, M], offsets int32[B, M + 1] (starts; unused entries -1), as the THD path wants them."""
+    rows, length = layout.doc_start.shape
+    count = max(2, layout.max_documents)  # cuDNN takes the packed path from two on
+    index = jnp.arange(length, dtype=jnp.int32)
+    first = (layout.doc_start == index) & (layout.doc_end > index)
+    slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, count)  # past the end: dropped
+    row = jnp.broadcast_to(jnp.arange(rows)[:, None], slot.shape)
+    empty = jnp.full((rows, count), -1, jnp.int32)
+    starts = empty.at[row, slot].set(jnp.broadcast_to(index, slot.shape), mode="drop")
+    ends = empty.at[row, slot].set(layout.doc_end, mode="drop")
+    lengths = jnp.where(starts >= 0, ends - starts, -1)
+    return lengths, jnp.concatenate([starts, jnp.full((rows, 1), -1, jnp.int32)], axis=1)
+
+
+def _stat_index(layout: PackedLayout):
+    """For each token the (document, offset) of its entry in cuDNN's statistics [B * M, heads, T].
+
+    JAX hands cuDNN the documents of all rows one after the other, so a document's number counts from row 0 on.
+    """
+    index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
+    first = (layout.doc_start == index) & (layout.doc_end > index)
+    number = jnp.cumsum(first.reshape(-1)).reshape(first.shape) - 1
+    return jnp.maximum(number, 0), index - layout.doc_start
+
+
+def _call_arguments(layout, query, scale, window):
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    unused = jnp.zeros(0, query.dtype)
+    if layout.max_documents == 1:
+        mask, arrays = MaskType.CAUSAL, (unused, unused, unused, unused)
+    else:
+        lengths, offsets = _documents(layout)
+        mask, arrays = MaskType.PADDING_CAUSAL, (lengths, lengths, offsets, offsets)
+    static = dict(
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=mask,
+        layout=AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+    )
+    return (unused, *arrays, unused, unused), static
+
+
+def _real(layout, array):
+    """Zeroes padding: cuDNN leaves those rows unwritten."""
+    if layout.full:
+        return array
+    real = jnp.arange(array.shape[1]) < layout.doc_end
+    return jnp.where(real[:, :, None, None], array, 0)
+
+
+def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.attention_forward."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    arrays, static = _call_arguments(layout, query, scale, window)
+    out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
+    if layout.max_documents == 1:
+        return _real(layout, out), stats
+    document, offset = _stat_index(layout)
+    lse = jnp.moveaxis(stats[document, :, offset], 2, 1)
+    return _real(layout, out), lse
+
+
+def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.attention_backward."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    arrays, static = _call_arguments(layout, query, scale, window)
+    if layout.max_documents == 1:
+        stats = lse
+    else:
+        rows, heads, length = lse.shape
+        document, offset = _stat_index(layout)
+        real = jnp.arange(length) < layout.doc_end
+        document = jnp.where(real, document, rows * max(2, layout.max_documents))
+        stats = jnp.zeros((rows * max(2, layout.max_documents), heads, length), jnp.float32)
+        stats = stats.at[document, :, offset].set(jnp.moveaxis(lse, 1, 2), mode="drop")
+    dquery, dkey, dvalue = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        query, key, value, *arrays, stats, out, _real(layout, dout), **static
+    )
+    clean = functools.partial(_real, layout)
+    return clean(dquery), clean(dkey), clean(dvalue), None

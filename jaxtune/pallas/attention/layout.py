@@ -1,0 +1,66 @@
+"""PackedLayout: which keys each query of a batch may see, computed once per batch and handed to every layer.
+
+Visibility is by contiguous run of a segment id. An id that returns later in the row is a new document, 0 is
+padding anywhere, and no ids at all means one document a row. The layout knows no block size and no window: every
+kernel derives its visible and masked blocks from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedLayout:
+    """Document bounds of every token.
+
+    Attributes:
+      doc_start: int32[B, T], index in the row of the first token of this token's document.
+      doc_end: int32[B, T], one past the last token of this token's document. Padding has doc_start = doc_end = its
+        own index: an empty range, so that it sees nothing and nothing sees it.
+      rotary: one (cos, sin) pair of float32[B, T, rotary_dim / 2] for each rotary base of the model.
+      max_documents: a static promise about every row, or None for no promise. n: at most n documents a row; 1 also
+        says that the one document starts at index 0, so that padding can only follow it.
+      full: a static promise that every row is one document without padding.
+    """
+
+    doc_start: jax.Array
+    doc_end: jax.Array
+    rotary: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    max_documents: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    full: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    def positions(self) -> jax.Array:
+        """int32[B, T]: index of each token within its document; 0 on padding."""
+        index = jnp.arange(self.doc_start.shape[1], dtype=jnp.int32)
+        return index - self.doc_start
+
+
+def packed_layout(
+    shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
+) -> PackedLayout:
+    """Builds the layout of a batch of `shape` = (rows, length); static shapes, no host sync, usable inside jit.
+
+    Args:
+      segment_ids: int[B, T], 0 is padding, or None for one document a row.
+      max_documents: see PackedLayout; not checked here, because that would wait for the device.
+    """
+    rows, length = shape
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    if segment_ids is None:
+        zeros = jnp.zeros((rows, length), jnp.int32)
+        return PackedLayout(zeros, zeros + length, max_documents=1, full=True)
+    if segment_ids.shape != tuple(shape):
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}, the tokens {tuple(shape)}: they must agree")
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    edge = jnp.ones((rows, 1), bool)
+    first = jnp.concatenate([edge, changes], axis=1)
+    last = jnp.concatenate([changes, edge], axis=1)
+    start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+    end = jax.lax.cummin(jnp.where(last, index + 1, length), axis=1, reverse=True)
+    padding = segment_ids == 0
+    return PackedLayout(jnp.where(padding, index, start), jnp.where(padding, index, end), max_documents=max_documents)

@@ -1,0 +1,196 @@
+"""Attention in plain jnp: the definition. Right on every device, fp32 softmax, memory bounded by query chunks.
+
+score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
+doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head that carries no value
+(gpt-oss). lse is the natural logarithm of the softmax denominator, sink included. Rows that see nothing give 0.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Scores of one query chunk, in elements: 256 MB of fp32. One chunk covers everything of ordinary test size.
+_MAX_SCORES = 1 << 26
+_MASKED = -1e30  # finite, so that a row without visible keys stays free of inf - inf
+
+
+def _precision(dtype):
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def _scores(query, key, scale, soft_cap):
+    """query [B, Q, K, G, D], key [B, T, K, D] -> (capped scores, derivative of the cap or None), fp32 [B, K, G, Q, T]."""
+    scores = jnp.einsum(
+        "bqkgd,btkd->bkgqt", query, key, preferred_element_type=jnp.float32, precision=_precision(query.dtype)
+    )
+    scores = scores * scale
+    if soft_cap is None:
+        return scores, None
+    capped = jnp.tanh(scores / soft_cap)
+    return capped * soft_cap, 1.0 - capped * capped
+
+
+def _visible(start, end, first, length, window):
+    """bool[B, 1, 1, Q, T] for the queries first, first + 1, ...; start, end are int32[B, Q]."""
+    queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
+    keys = jnp.arange(length, dtype=jnp.int32)
+    visible = (keys >= start[..., None]) & (keys <= queries[:, None]) & (queries < end)[..., None]
+    if window is not None:
+        visible &= queries[:, None] - keys < window
+    return visible[:, None, None]
+
+
+def _chunked(length, per_query):
+    """(chunk, padded length): how many queries at a time keep the scores within _MAX_SCORES."""
+    chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
+    count = -(-length // chunk)
+    chunk = -(-length // count)
+    return chunk, chunk * count
+
+
+def _split(array, chunk, padded):
+    """[B, T, ...] -> [n, B, chunk, ...]"""
+    pad = [(0, 0)] * array.ndim
+    pad[1] = (0, padded - array.shape[1])
+    array = jnp.pad(array, pad)
+    return jnp.moveaxis(array.reshape(array.shape[0], -1, chunk, *array.shape[2:]), 1, 0)
+
+
+def _join(array, length):
+    """[n, B, chunk, ...] -> [B, T, ...]"""
+    array = jnp.moveaxis(array, 0, 1)
+    return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
+
+
+def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.attention_forward."""
+    rows, length, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
+    chunk, padded = _chunked(length, rows * heads * length)
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
+
+    def one(carry, item):
+        first, q, start, end = item
+        scores, _ = _scores(q, key, scale, soft_cap)
+        visible = _visible(start, end, first, length, window)
+        scores = jnp.where(visible, scores, _MASKED)
+        top = scores.max(-1)
+        if sink is not None:
+            top = jnp.maximum(top, sink)
+        weights = jnp.where(visible, jnp.exp(scores - top[..., None]), 0.0)
+        total = weights.sum(-1)
+        if sink is not None:
+            total = total + jnp.exp(sink - top)
+        safe = jnp.maximum(total, 1e-30)
+        out = jnp.einsum(
+            "bkgqt,btkd->bqkgd",
+            (weights / safe[..., None]).astype(value.dtype),
+            value,
+            preferred_element_type=jnp.float32,
+            precision=_precision(value.dtype),
+        )
+        return carry, (out.astype(query.dtype), jnp.moveaxis(top + jnp.log(safe), 3, 1))
+
+    firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
+    items = (
+        firsts,
+        _split(grouped, chunk, padded),
+        _split(layout.doc_start, chunk, padded),
+        _split(layout.doc_end, chunk, padded),
+    )
+    if len(firsts) == 1:
+        _, (out, lse) = one(None, jax.tree.map(lambda a: a[0], items))
+        out, lse = out[:, :length], lse[:, :length]
+    else:
+        _, (out, lse) = jax.lax.scan(one, None, items)
+        out, lse = _join(out, length), _join(lse, length)
+    return out.reshape(query.shape), jnp.moveaxis(lse.reshape(rows, length, heads), 2, 1)
+
+
+def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.attention_backward."""
+    rows, length, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    group = heads // kv_heads
+
+    def fold(array):
+        return array.reshape(rows, length, kv_heads, group, dim)
+
+    real = jnp.arange(length) < layout.doc_end
+    dout = jnp.where(real[:, :, None, None], dout, 0)
+    delta = jnp.einsum("bqkgd,bqkgd->bqkg", fold(out).astype(jnp.float32), fold(dout).astype(jnp.float32))
+    stats = jnp.moveaxis(lse, 1, 2).reshape(rows, length, kv_heads, group)
+    chunk, padded = _chunked(length, rows * heads * length)
+    precision = _precision(query.dtype)
+
+    def one(carry, item):
+        dkey, dvalue = carry
+        first, q, do, stat, delt, start, end = item
+        scores, dcap = _scores(q, key, scale, soft_cap)
+        visible = _visible(start, end, first, length, window)
+        stat, delt = jnp.moveaxis(stat, 1, 3)[..., None], jnp.moveaxis(delt, 1, 3)[..., None]
+        weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores, _MASKED) - stat), 0.0)
+        dweights = jnp.einsum("bqkgd,btkd->bkgqt", do, value, preferred_element_type=jnp.float32, precision=precision)
+        dscores = weights * (dweights - delt)
+        if dcap is not None:
+            dscores = dscores * dcap
+        dscores = (dscores * scale).astype(query.dtype)
+        dq = jnp.einsum("bkgqt,btkd->bqkgd", dscores, key, preferred_element_type=jnp.float32, precision=precision)
+        dkey = dkey + jnp.einsum(
+            "bkgqt,bqkgd->btkd", dscores, q, preferred_element_type=jnp.float32, precision=precision
+        )
+        dvalue = dvalue + jnp.einsum(
+            "bkgqt,bqkgd->btkd",
+            weights.astype(value.dtype),
+            do,
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        return (dkey, dvalue), dq.astype(query.dtype)
+
+    firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
+    items = (firsts,) + tuple(
+        _split(a, chunk, padded) for a in (fold(query), fold(dout), stats, delta, layout.doc_start, layout.doc_end)
+    )
+    zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
+    if len(firsts) == 1:
+        (dkey, dvalue), dquery = one(zeros, jax.tree.map(lambda a: a[0], items))
+        dquery = dquery[:, :length]
+    else:
+        (dkey, dvalue), dquery = jax.lax.scan(one, zeros, items)
+        dquery = _join(dquery, length)
+    dsinks = None
+    if sinks is not None:
+        share = jnp.exp(sinks.astype(jnp.float32) - jnp.moveaxis(lse, 1, 2))  # [B, T, heads]
+        share = jnp.where(real[..., None], share, 0.0)
+        dsinks = -(share * delta.reshape(rows, length, heads)).sum((0, 1)).astype(sinks.dtype)
+    return dquery.reshape(query.shape), dkey.astype(key.dtype), dvalue.astype(value.dtype), dsinks
+
+
+def decode(query, key_cache, value_cache, lengths, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.decode_attention."""
+    rows, new, heads, dim = query.shape
+    kv_heads, capacity = key_cache.shape[2], key_cache.shape[1]
+    grouped = query.reshape(rows, new, kv_heads, heads // kv_heads, dim)
+    scores, _ = _scores(grouped, key_cache, scale, soft_cap)
+    last = lengths[:, None] - new + jnp.arange(new)  # index of each new token in the cache
+    keys = jnp.arange(capacity)
+    visible = keys <= last[..., None]
+    if window is not None:
+        visible &= last[..., None] - keys < window
+    scores = jnp.where(visible[:, None, None], scores, _MASKED)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1), -1)[..., :-1]
+    else:
+        weights = jax.nn.softmax(scores, -1)
+    out = jnp.einsum(
+        "bkgqt,btkd->bqkgd",
+        weights.astype(value_cache.dtype),
+        value_cache,
+        preferred_element_type=jnp.float32,
+        precision=_precision(query.dtype),
+    )
+    return out.reshape(query.shape).astype(query.dtype)

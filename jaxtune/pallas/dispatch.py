@@ -1,0 +1,73 @@
+"""Picks an implementation of an op, and says why it refused the others.
+
+Each op keeps an ordered table {name: implementation}, the fastest first and `reference` last. An explicit
+`implementation=` never falls back; None takes the first that supports the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+
+# op -> (chosen implementation, {refused implementation: why}) of the latest choice; read by tests and `jaxtune info`.
+record: dict[str, tuple[str, dict[str, str]]] = {}
+
+
+@functools.cache
+def _device_capability(platform: str) -> tuple[int, int] | None:
+    if platform != "gpu":
+        return None
+    text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
+    if not text:
+        return None
+    major, minor = str(text).split(".")
+    return int(major), int(minor)
+
+
+_target: tuple[int, int] | None = None
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """(major, minor) of the NVIDIA GPU to lower for, or None: the machine's, unless `compile_for` names another."""
+    return _target if _target is not None else _device_capability(jax.default_backend())
+
+
+@contextlib.contextmanager
+def compile_for(capability: tuple[int, int]):
+    """Choose implementations as if the machine had a GPU of this compute capability: to compile where there is none."""
+    global _target
+    before, _target = _target, capability
+    try:
+        yield
+    finally:
+        _target = before
+
+
+def choose(op: str, table: Mapping[str, Callable[[], str | None]], implementation: str | None) -> str:
+    """Name of the implementation to run.
+
+    Args:
+      table: name -> function giving the reason of a refusal, or None where it supports the call.
+      implementation: an explicit name, or None for the first that supports the call.
+    Raises:
+      ValueError: the explicit name is unknown or refuses the call.
+    """
+    if implementation is not None:
+        if implementation not in table:
+            raise ValueError(f"{op}: no implementation {implementation!r}; there are {', '.join(table)}")
+        reason = table[implementation]()
+        if reason is not None:
+            raise ValueError(f"{op}: implementation {implementation!r} cannot serve this call: {reason}")
+        record[op] = (implementation, {})
+        return implementation
+    refused: dict[str, str] = {}
+    for name, refuse in table.items():
+        reason = refuse()
+        if reason is None:
+            record[op] = (name, refused)
+            return name
+        refused[name] = reason
+    raise ValueError(f"{op}: no implementation supports this call: {refused}")

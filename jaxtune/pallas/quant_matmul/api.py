@@ -1,0 +1,58 @@
+"""The one function that multiplies by a linear's weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from jaxtune.pallas.quant_matmul import reference
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoraWeights:
+    """A low-rank addition to a weight [out, in].
+
+    Attributes:
+      a: [r, in], b: [out, r]; cast to x's dtype on use.
+      scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
+      row_scale: float32[out] or None; multiplies the output before the bias (DoRA's magnitude over the row norms).
+    """
+
+    a: jax.Array
+    b: jax.Array
+    row_scale: jax.Array | None = None
+    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
+
+
+def quant_matmul(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    loras: Sequence[LoraWeights | None] | None = None,
+    biases: Sequence[jax.Array | None] | None = None,
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Multiplies x by one to n weights that share it, with their adapters and biases.
+
+    Args:
+      x: [..., in], the compute dtype; weights in another dtype are cast to it.
+      weights: each [out_i, in].
+      loras, biases: one entry a weight (float[out_i]), or None for none at all.
+      dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
+        each module); no dropout without a key.
+    Returns:
+      one [..., out_i] in x's dtype for each weight.
+    """
+    count = len(weights)
+    loras = tuple(loras) if loras is not None else (None,) * count
+    biases = tuple(biases) if biases is not None else (None,) * count
+    if len(loras) != count or len(biases) != count:
+        raise ValueError(f"quant_matmul: {count} weights, {len(loras)} loras, {len(biases)} biases: counts must agree")
+    for weight in weights:
+        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(f"quant_matmul: weight {weight.shape} does not fit x {x.shape}: want [out, {x.shape[-1]}]")
+    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key)
