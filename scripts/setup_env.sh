@@ -12,7 +12,7 @@ stamp="$folder/.jaxtune-stamp"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then exit 0; fi
 
 version() { "$1" -c 'import sys; print(sys.version)' 2>/dev/null || true; }
-pip() { "$folder/bin/python" -m pip --disable-pip-version-check install --quiet --retries 10 "$@"; }
+pip() { "$folder/bin/python" -m pip --disable-pip-version-check install -qq --retries 10 "$@"; }
 
 echo "jaxtune: setting up $folder with $python"
 rm -f "$stamp"

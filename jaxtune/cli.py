@@ -1,0 +1,223 @@
+"""The console command: thin functions over the Python API.
+
+A mistake of the user (a ValueError, a missing file or module) is one clear line on stderr and exit code 2;
+JAXTUNE_TRACEBACK=1 shows where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+USER_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else USER_ERROR
+    name, *rest = arguments
+    if name not in _COMMANDS:
+        near = difflib.get_close_matches(name, _COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(_COMMANDS)}"
+        return _fail(f"unknown command {name!r}; {hint}")
+    try:
+        return _COMMANDS[name](rest) or 0
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        if os.environ.get("JAXTUNE_TRACEBACK") == "1":
+            raise
+        return _fail(str(error))
+
+
+def _fail(message: str) -> int:
+    for line in message.splitlines():
+        print(f"jaxtune: error: {line}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in _COMMANDS.items()]
+    return "usage: jaxtune COMMAND ...\n\n" + "\n".join(lines) + "\n\n'jaxtune COMMAND --help' says more."
+
+
+def _parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
+
+
+def train(arguments: Sequence[str]) -> int | None:
+    """Fine-tune a model, or train one from scratch, as a recipe says."""
+    parser = argparse.ArgumentParser(prog="python -m jaxtune.train", allow_abbrev=False, add_help=False)
+    parser.add_argument("recipe", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    options = parser.parse_intermixed_args(arguments)
+    if options.help:
+        _print_train_help()
+        return 0
+    if options.recipe is None or "=" in options.recipe:
+        from jaxtune.train.config_file import packaged_recipes
+
+        raise ValueError(f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}")
+    from jaxtune.train.config_file import load_config
+
+    config = load_config(options.recipe, options.overrides)
+    from jaxtune.train.app import run
+
+    return run(config, check=options.check, plan=options.plan)
+
+
+def _print_train_help() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jaxtune.train.config_file import config_keys, packaged_recipes, recipe_summary
+
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(
+        "usage: python -m jaxtune.train RECIPE [key.sub=value ...] [--check | --plan]\n\n"
+        "RECIPE is a YAML file or the name of a packaged recipe. Overrides win over it; their values are YAML.\n\n"
+        "  --check   read config, tokenizer and data, show what would be trained and one packed row, then stop\n"
+        "  --plan    show the memory plan, then stop\n"
+        "  --help    show this\n",
+        markup=False,
+    )
+    recipes = Table(title="Packaged recipes", title_justify="left", box=None, show_header=False)
+    for name, path in packaged_recipes().items():
+        recipes.add_row(name, recipe_summary(path))
+    console.print(recipes)
+    keys = Table("key", "type", "default", "meaning", title="\nKeys", title_justify="left", box=None)
+    for key in config_keys():
+        keys.add_row(key.name, *(text.replace("[", r"\[") for text in (key.type, key.default, key.help)))
+    console.print(keys)
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """Answer prompts with a model or an adapter."""
+    parser = _parser("generate", generate.__doc__)
+    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
+    parser.add_argument("--raw", action="store_true", help="give the prompt as it is, not as a user's chat message")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) takes the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
+    options = parser.parse_args(arguments)
+
+    import jaxtune
+
+    model, tokenizer = _load(options.model, options.dtype)
+    if options.raw or not getattr(tokenizer, "chat_template", None):
+        prompts = [tokenizer(prompt)["input_ids"] for prompt in options.prompt]
+    else:
+        chats = [[{"role": "user", "content": prompt}] for prompt in options.prompt]
+        prompts = [
+            tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+            for chat in chats
+        ]
+    answers = jaxtune.generate(
+        model, prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed
+    )
+    for prompt, answer in zip(options.prompt, answers, strict=True):
+        if len(options.prompt) > 1:
+            print(f"--- {prompt}")
+        print(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Loss (and exact match) of a recipe's model on its held-out rows."""
+    parser = _parser("evaluate", evaluate.__doc__)
+    parser.add_argument("recipe", help="YAML file (a run's own is in its output folder) or packaged recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
+    options = parser.parse_args(arguments)
+
+    from jaxtune.train.config_file import load_config
+
+    config = load_config(options.recipe, options.overrides)
+    from jaxtune.train.app import evaluate as evaluate_config
+
+    print(json.dumps(evaluate_config(config), indent=2))
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Merge an adapter into its base and save the whole model as a Hugging Face folder."""
+    parser = _parser("export", export.__doc__)
+    parser.add_argument("adapter", help="PEFT adapter folder; it names its base model")
+    parser.add_argument("output", help="folder to write")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
+    options = parser.parse_args(arguments)
+    if _base_of(options.adapter) is None:
+        raise ValueError(f"{options.adapter} is not an adapter folder: it has no adapter_config.json")
+
+    import jaxtune
+
+    model, tokenizer = _load(options.adapter, options.dtype)
+    jaxtune.save_pretrained(jaxtune.merge_adapter(model), options.output, tokenizer=tokenizer)
+    print(f"merged model: {options.output}")
+
+
+def info(arguments: Sequence[str]) -> None:
+    """Versions, devices and packaged recipes."""
+    _parser("info", info.__doc__).parse_args(arguments)
+    import platform
+    from importlib import metadata
+
+    import jax
+
+    from jaxtune import __version__
+    from jaxtune.train.config_file import packaged_recipes, recipe_summary
+
+    print(f"jaxtune          {__version__}")
+    print(f"python           {platform.python_version()}")
+    for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "jax-triton"):
+        try:
+            print(f"{name:<17}{metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name:<17}not installed")
+    print("\ndevices")
+    for device in jax.devices():
+        memory_bytes = (device.memory_stats() or {}).get("bytes_limit")
+        print(f"  {device.device_kind}" + (f", {memory_bytes / 1e9:.1f} GB" if memory_bytes else ""))
+    print("\nrecipes")
+    for name, path in packaged_recipes().items():
+        print(f"  {name:<12} {recipe_summary(path)}")
+
+
+def _base_of(folder: str) -> str | None:
+    """The base model that an adapter folder names; None if the folder holds no adapter."""
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        return None
+    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
+    return base
+
+
+def _load(name: str, dtype: str):
+    """Model and tokenizer of a model folder, a hub name or an adapter folder."""
+    import jaxtune
+
+    base = _base_of(name)
+    model, tokenizer = jaxtune.from_pretrained(base or name, dtype=dtype)
+    return (jaxtune.load_adapter(model, name) if base else model), tokenizer
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
+    "train": train,
+    "generate": generate,
+    "evaluate": evaluate,
+    "export": export,
+    "info": info,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,364 @@
+"""The configuration of a run: its schema, defaults and help text in one place, as frozen dataclasses.
+
+Each class checks in `__post_init__` what types cannot say, so that a config built in Python is checked as one from YAML
+is. `jaxtune.train.config_file` reads and writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict
+
+DEFAULT_OUTPUT = "runs/{recipe}"
+_STRICT = ConfigDict(extra="forbid")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key, the value and the fix."""
+
+
+def _require(condition: bool, key: str, value: object, fix: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key} = {value!r}: {fix}")
+
+
+def _positive(key: str, value: float | None) -> None:
+    _require(value is None or (value > 0 and math.isfinite(value)), key, value, "must be greater than 0")
+
+
+def _not_negative(key: str, value: float | None) -> None:
+    _require(value is None or (value >= 0 and math.isfinite(value)), key, value, "must be 0 or more")
+
+
+def _fraction(key: str, value: float | None, below_one: bool = False) -> None:
+    inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
+    _require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where the model comes from: exactly one of `path` and `from_config`."""
+
+    __pydantic_config__ = _STRICT
+
+    path: Annotated[str | None, "Folder of a Hugging Face checkpoint, or its hub name."] = None
+    from_config: Annotated[str | None, "A config.json: random weights, for pretraining from scratch."] = None
+    tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
+    revision: Annotated[str | None, "Branch, tag or commit of a hub name."] = None
+    load_in: Annotated[str | None, "Format that the frozen weights are kept in; default: their own."] = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.from_config is not None:
+            raise ConfigError("model.path and model.from_config are both set: keep one")
+        if self.path is None and self.from_config is None:
+            raise ConfigError("model.path is missing: set it to a model folder or hub name (or model.from_config)")
+        if self.from_config is not None:
+            _require(self.tokenizer is not None, "model.tokenizer", None, "model.from_config needs a tokenizer folder")
+            _require(self.revision is None, "model.revision", self.revision, "belongs to model.path; remove it")
+            _require(
+                self.load_in is None, "model.load_in", self.load_in, "a model from scratch is not quantised; remove it"
+            )
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """A LoRA adapter; the names and meanings are PEFT's."""
+
+    __pydantic_config__ = _STRICT
+
+    r: Annotated[int, "Rank."] = 16
+    lora_alpha: Annotated[float, "Scale: the update is multiplied by lora_alpha / r."] = 16
+    target_modules: Annotated[
+        str | tuple[str, ...], "'all-linear', a list of module names, or a regular expression on full names."
+    ] = "all-linear"
+    lora_dropout: Annotated[float, "Dropout on the adapter's input."] = 0.0
+    use_rslora: Annotated[bool, "Scale by lora_alpha / sqrt(r) instead."] = False
+    use_dora: Annotated[bool, "Train a magnitude per output beside the direction (DoRA)."] = False
+    modules_to_save: Annotated[tuple[str, ...] | None, "Modules trained in full and saved, e.g. [lm_head]."] = None
+    rank_pattern: Annotated[dict[str, int] | None, "Ranks of single modules: name or pattern to r."] = None
+    alpha_pattern: Annotated[dict[str, float] | None, "Alphas of single modules: name or pattern to alpha."] = None
+    path: Annotated[str | None, "Start from this PEFT adapter folder, with the settings it holds."] = None
+
+    def __post_init__(self) -> None:
+        _positive("adapter.r", self.r)
+        _positive("adapter.lora_alpha", self.lora_alpha)
+        _fraction("adapter.lora_dropout", self.lora_dropout, below_one=True)
+        _require(
+            len(self.target_modules) > 0, "adapter.target_modules", self.target_modules, "name at least one module"
+        )
+        for name, rank in (self.rank_pattern or {}).items():
+            _positive(f"adapter.rank_pattern.{name}", rank)
+        for name, alpha in (self.alpha_pattern or {}).items():
+            _positive(f"adapter.alpha_pattern.{name}", alpha)
+        if self.path is not None:
+            for setting in dataclasses.fields(self):
+                value = getattr(self, setting.name)
+                changed = setting.name != "path" and value != setting.default
+                _require(
+                    not changed, f"adapter.{setting.name}", value, "adapter.path brings its own settings; remove it"
+                )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Rows, and how they become tokens."""
+
+    __pydantic_config__ = _STRICT
+
+    train: Annotated[str, "Training rows: a JSONL, JSON, Parquet or CSV file, or a `datasets` folder or name."]
+    eval: Annotated[str | None, "Held-out rows, in the same formats."] = None
+    eval_rows: Annotated[int, "Without data.eval: this many rows are taken out of data.train for evaluation."] = 0
+    format: Annotated[str, "Format of the rows; 'auto' reads it from their columns."] = "auto"
+    template: Annotated[str | None, "Name or file of a chat template; default: the tokenizer's own."] = None
+    train_on: Annotated[Literal["responses", "all"], "Tokens that count in the loss."] = "responses"
+    instruction_part: Annotated[str | None, "Text that opens a user turn: masks by markers, not by the template."] = (
+        None
+    )
+    response_part: Annotated[str | None, "Text that opens an assistant turn; goes with data.instruction_part."] = None
+    last_response_only: Annotated[bool, "Train on the last response of a conversation only."] = False
+    length: Annotated[int, "Tokens in a row."] = 2048
+    packing: Annotated[bool, "Fill rows with several whole documents; false: one padded document a row."] = True
+    overflow: Annotated[Literal["truncate", "split", "error"], "Documents longer than data.length."] = "truncate"
+    on_bad_row: Annotated[Literal["error", "skip"], "Rows that cannot be used; they are reported as file:line."] = (
+        "error"
+    )
+    max_rows: Annotated[int | None, "Read no more than this many rows."] = None
+    cache_dir: Annotated[str | None, "Folder of the token cache; default: in the user's cache folder."] = None
+    num_workers: Annotated[int | None, "Processes that tokenise; default: one for each CPU core."] = None
+
+    def __post_init__(self) -> None:
+        _require(self.length >= 2, "data.length", self.length, "must be 2 or more")
+        _not_negative("data.eval_rows", self.eval_rows)
+        _positive("data.max_rows", self.max_rows)
+        _positive("data.num_workers", self.num_workers)
+        if self.eval is not None:
+            _require(
+                self.eval_rows == 0, "data.eval_rows", self.eval_rows, "takes rows out of data.train; unset data.eval"
+            )
+        for key, other in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
+            if getattr(self, key) is not None:
+                _require(getattr(self, other) is not None, f"data.{other}", None, f"data.{key} needs it: set both")
+                _require(getattr(self, key) != "", f"data.{key}", "", "must not be empty")
+                _require(
+                    self.train_on == "responses", f"data.{key}", getattr(self, key), "needs data.train_on=responses"
+                )
+        if self.last_response_only:
+            _require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer."""
+
+    __pydantic_config__ = _STRICT
+
+    name: Annotated[Literal["adamw", "adafactor", "sgd"], "Optimizer."] = "adamw"
+    learning_rate: Annotated[float, "Peak learning rate."] = 2e-4
+    weight_decay: Annotated[float, "Decoupled weight decay; never on norms and biases."] = 0.0
+    beta1: Annotated[float, "Decay of the first moment (adamw)."] = 0.9
+    beta2: Annotated[float, "Decay of the second moment (adamw)."] = 0.999
+    eps: Annotated[float, "Added to the root of the second moment (adamw)."] = 1e-8
+    momentum: Annotated[float, "Momentum (sgd)."] = 0.9
+
+    def __post_init__(self) -> None:
+        _positive("optim.learning_rate", self.learning_rate)
+        _not_negative("optim.weight_decay", self.weight_decay)
+        _fraction("optim.beta1", self.beta1, below_one=True)
+        _fraction("optim.beta2", self.beta2, below_one=True)
+        _positive("optim.eps", self.eps)
+        _fraction("optim.momentum", self.momentum, below_one=True)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the steps of the run."""
+
+    __pydantic_config__ = _STRICT
+
+    name: Annotated[Literal["linear", "cosine", "constant"], "Shape after the warm-up."] = "linear"
+    warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
+    warmup_ratio: Annotated[float | None, "The same as a share of all steps."] = None
+    min_ratio: Annotated[float, "Last learning rate as a share of the peak (linear, cosine)."] = 0.0
+
+    def __post_init__(self) -> None:
+        _not_negative("schedule.warmup_steps", self.warmup_steps)
+        _fraction("schedule.warmup_ratio", self.warmup_ratio, below_one=True)
+        _fraction("schedule.min_ratio", self.min_ratio)
+        if self.warmup_ratio is not None:
+            _require(
+                self.warmup_steps == 0, "schedule.warmup_steps", self.warmup_steps, "unset it or schedule.warmup_ratio"
+            )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What happens to the residuals of the layers between forward and backward."""
+
+    __pydantic_config__ = _STRICT
+
+    residuals: Annotated[
+        Literal["keep", "recompute"], "Keep them in device memory, or only each layer's input and recompute the rest."
+    ] = "keep"
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices by axis."""
+
+    __pydantic_config__ = _STRICT
+
+    data: Annotated[int, "Devices that share the rows of a step."] = 1
+
+    def __post_init__(self) -> None:
+        _positive("mesh.data", self.data)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run saves to go on from."""
+
+    __pydantic_config__ = _STRICT
+
+    every_steps: Annotated[int | None, "Save every this many steps."] = None
+    every_minutes: Annotated[float | None, "Save when this much time has passed since the last one."] = 30.0
+    keep: Annotated[int, "Checkpoints kept; older ones are deleted."] = 2
+    resume: Annotated[Literal["auto", "never"], "Go on from the last checkpoint in the output folder, if any."] = "auto"
+
+    def __post_init__(self) -> None:
+        _positive("checkpoint.every_steps", self.every_steps)
+        _positive("checkpoint.every_minutes", self.every_minutes)
+        _positive("checkpoint.keep", self.keep)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """When the held-out rows are evaluated, and how."""
+
+    __pydantic_config__ = _STRICT
+
+    every_steps: Annotated[int | None, "Evaluate every this many steps."] = None
+    at_start: Annotated[bool, "Evaluate before the first step."] = False
+    at_end: Annotated[bool, "Evaluate after the last step."] = True
+    exact_match_rows: Annotated[int, "Rows answered by greedy generation and compared word for word; 0: none."] = 0
+    max_new_tokens: Annotated[int, "Longest generated answer."] = 64
+    sample_rows: Annotated[int, "Answers shown as samples."] = 3
+
+    def __post_init__(self) -> None:
+        _positive("evaluation.every_steps", self.every_steps)
+        _not_negative("evaluation.exact_match_rows", self.exact_match_rows)
+        _positive("evaluation.max_new_tokens", self.max_new_tokens)
+        _not_negative("evaluation.sample_rows", self.sample_rows)
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """When a run stops by itself."""
+
+    __pydantic_config__ = _STRICT
+
+    max_nonfinite_in_row: Annotated[
+        int, "Stop after this many non-finite steps in a row; their updates are skipped."
+    ] = 5
+
+    def __post_init__(self) -> None:
+        _positive("guards.max_nonfinite_in_row", self.max_nonfinite_in_row)
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Where the numbers go beside metrics.jsonl."""
+
+    __pydantic_config__ = _STRICT
+
+    tensorboard: Annotated[bool, "Write TensorBoard files (pip install 'jaxtune[tensorboard]')."] = False
+    wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install 'jaxtune[wandb]')."] = None
+    log_every: Annotated[int, "Steps between two lines of metrics."] = 1
+
+    def __post_init__(self) -> None:
+        _positive("metrics.log_every", self.log_every)
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of some steps."""
+
+    __pydantic_config__ = _STRICT
+
+    steps: Annotated[int, "Steps to trace; 0: none."] = 0
+    start: Annotated[int, "First traced step."] = 5
+
+    def __post_init__(self) -> None:
+        _not_negative("profile.steps", self.steps)
+        _positive("profile.start", self.start)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What the output folder holds at the end."""
+
+    __pydantic_config__ = _STRICT
+
+    merged: Annotated[bool, "The whole model, adapter merged in, as a Hugging Face folder."] = True
+    adapter: Annotated[bool, "The adapter, as a PEFT folder."] = True
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    __pydantic_config__ = _STRICT
+
+    model: ModelConfig
+    data: DataConfig
+    adapter: Annotated[AdapterConfig | None, "LoRA adapter; null trains all parameters."] = None
+    steps: Annotated[int | None, "Optimizer steps to run; this or epochs."] = None
+    epochs: Annotated[float | None, "Passes over the data; 1 when steps is not set either."] = None
+    rows_per_step: Annotated[int, "Rows of data.length tokens in an optimizer step, over all devices."] = 8
+    micro_batches: Annotated[int, "Parts that the rows of a step are computed in, one after the other."] = 1
+    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; trained state is fp32 always."] = "bf16"
+    seed: Annotated[int, "Seed of the adapter's start, the order of the rows and dropout."] = 0
+    deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
+    max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    memory: MemoryConfig = MemoryConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    guards: GuardConfig = GuardConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
+    export: ExportConfig = ExportConfig()
+    output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "epochs", 1.0)
+        # A config built in Python has no recipe.
+        object.__setattr__(self, "output", self.output.replace("{recipe}", "default"))
+        for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm"):
+            _positive(key, getattr(self, key))
+        _not_negative("seed", self.seed)
+        _require(self.output != "", "output", "", "must name a folder")
+
+        rows, parts, devices = self.rows_per_step, self.micro_batches, self.mesh.data
+        _require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
+        _require(
+            (rows // parts) % devices == 0, "mesh.data", devices,
+            f"must divide the {rows // parts} rows of a micro-batch (rows_per_step / micro_batches)",
+        )  # fmt: skip
+
+        if self.model.from_config is not None and self.adapter is not None:
+            raise ConfigError(
+                "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
+            )
+        has_eval = self.data.eval is not None or self.data.eval_rows > 0
+        for key in ("every_steps", "at_start", "exact_match_rows"):
+            value = getattr(self.evaluation, key)
+            _require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
