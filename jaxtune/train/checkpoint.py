@@ -15,16 +15,12 @@ accidents, run at 4 GB/s a core where SHA-256 runs at 1.7, and every byte is rea
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import fcntl
 import json
 import logging
 import os
 import re
 import shutil
-import socket
 import threading
-import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +31,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.train.folder_lock import FolderLock
+
 logger = logging.getLogger(__name__)
 
-ARRAYS, META, MANIFEST, LOCK = "arrays", "meta.json", "manifest.json", "run.lock"
+ARRAYS, META, MANIFEST = "arrays", "meta.json", "manifest.json"
 FORMAT = 1
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _SAVE_TIMEOUT_SECONDS = 4 * 3600
@@ -51,7 +49,7 @@ class Checkpointer:
     """Writes and reads the checkpoints of one run; holds the folder's lock until `close`.
 
     Args:
-      folder: made if missing. Raises CheckpointError if it cannot be written or another run holds it.
+      folder: made if missing. Raises ValueError if it cannot be written or another run holds it.
       keep: number of newest complete checkpoints that stay (at least 1).
     """
 
@@ -64,7 +62,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._damaged: set[int] = set()
-        self._orbax = None
+        self._orbax: Any = None  # made at the first save: importing Orbax takes half a second
         self._remove_leftovers()
 
     def __enter__(self) -> Checkpointer:
@@ -109,8 +107,8 @@ class Checkpointer:
         free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes < need_bytes:
             raise CheckpointError(
-                f"no room to save step {step}: it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} free; "
-                "free some space or write to another disk"
+                f"no room to save step {step}: it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} "
+                "free; free some space or write to another disk"
             )
         temporary = self.folder / f".tmp_{_name(step)}"
         try:
@@ -274,7 +272,9 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
     arrays, described = {}, {}
     for name, x in _named_leaves(state).items():
-        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        if isinstance(x, np.generic):
+            x = np.asarray(x)
+        if not isinstance(x, jax.Array | np.ndarray):
             raise CheckpointError(f"state[{name}] is a {type(x).__name__}, not an array; plain values belong into meta")
         described[name] = {"shape": list(x.shape), "dtype": str(x.dtype)}
         if x.size == 0:
@@ -452,76 +452,6 @@ def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[s
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(f"{path} does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
-
-
-# ---- one run a folder
-
-
-class FolderLock:
-    """Keeps a second run out of a folder: an exclusive `flock` on `run.lock`, which the kernel drops when we die.
-
-    The file says who holds it (pid, host, start time). Makes the folder if it is missing. Raises CheckpointError.
-    """
-
-    _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
-
-    def __init__(self, folder: Path):
-        self.path = folder / LOCK
-        self._descriptor: int | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            while True:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                if self._lock(descriptor) and _same_file(descriptor, self.path):
-                    break
-                os.close(descriptor)  # the holder removed the file between our open and our lock
-            stale = os.read(descriptor, 4096).decode(errors="replace").strip()
-            if stale:
-                logger.warning("taking over %s from a run that died: %s", self.path, stale)
-            started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
-        except OSError as error:
-            raise CheckpointError(f"cannot write to {folder}: {error.strerror}; choose another output folder") from None
-        self._descriptor = descriptor
-        FolderLock._held.add(self)
-
-    def _lock(self, descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 4096).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{self.path.parent} is in use by another run ({owner}); stop it or choose another output folder"
-            ) from None
-        except OSError as error:
-            logger.warning("%s: this file system has no locks (%s); nothing keeps a second run out", self.path, error)
-        return True
-
-    def release(self) -> None:
-        if self._descriptor is None:
-            return
-        self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
-        self._descriptor = None
-
-    def _forget_in_child(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-# A forked data worker shares the lock: without this it would keep the folder locked after the run was killed.
-os.register_at_fork(after_in_child=lambda: [lock._forget_in_child() for lock in FolderLock._held])
 
 
 # ---- when to save, and whether a checkpoint belongs to this run

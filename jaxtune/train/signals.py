@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from typing import Any
 
 # EX_TEMPFAIL of sysexits.h. A scheduler may start the same command again.
 EXIT_SAVED = 75
@@ -23,7 +25,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self.signal_name: str | None = None
-        self._old: dict[int, object] = {}
+        self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
@@ -50,7 +52,5 @@ class StopSignal:
 
 def _write(text: str) -> None:
     # Not print: the handler may interrupt a print, and buffered streams cannot be entered twice.
-    try:
+    with contextlib.suppress(OSError):  # the terminal is gone; the signal still counts
         os.write(2, text.encode())
-    except OSError:
-        pass  # the terminal is gone; the signal still counts

@@ -1,4 +1,4 @@
-"""Checkpoints without faults: what comes back, where, and when. Faults are in tests/faults/test_checkpoint_faults.py."""
+"""Checkpoints without faults: what comes back, where, and when. The faults have tests/faults."""
 
 import functools
 import json
@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtune.train.checkpoint import Checkpointer, CheckpointError, SavePolicy, compare_meta, require_compatible
 
-DTYPES = (
-    "bool int4 int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32 "
-    "float8_e4m3fn float8_e5m2 float8_e8m0fnu complex64"
-).split()
+DTYPES = [
+    *("bool", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64"),
+]
 
 
 def bits(x) -> bytes:
@@ -232,7 +232,7 @@ def test_refuses_what_it_cannot_store(checkpointer, state, message):
 
 
 def test_refuses_meta_that_is_not_json(checkpointer):
-    with pytest.raises(CheckpointError, match="meta of step 1 is not JSON-able: .*ndarray"):
+    with pytest.raises(CheckpointError, match=r"meta of step 1 is not JSON-able: .*ndarray"):
         checkpointer.save(1, {"x": jnp.ones(2)}, {"a": np.ones(2)})
 
 
