@@ -1,7 +1,7 @@
 """The console command: thin functions over the Python API.
 
-A mistake of the user (a ValueError, a missing file or module) is one clear line on stderr and exit code 2;
-JAXTUNE_TRACEBACK=1 shows where it came from.
+A mistake of the user is one clear line on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows where it came from. Any
+other exception is a fault of ours or of a library and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import difflib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,10 +31,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"unknown command {name!r}; {hint}")
     try:
         return _COMMANDS[name](rest) or 0
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        if os.environ.get("JAXTUNE_TRACEBACK") == "1":
+    except (ValueError, OSError) as error:
+        if os.environ.get("JAXTUNE_TRACEBACK") == "1" or not _is_user_error(error):
             raise
         return _fail(str(error))
+
+
+def _is_user_error(error: Exception) -> bool:
+    """Whether jaxtune itself raised the ValueError (with a message for the user), or the system refused a file."""
+    if isinstance(error, OSError):
+        return error.filename is not None
+    raised_in = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        raised_in = frame.f_code.co_filename
+    return Path(raised_in).is_relative_to(Path(__file__).parent)
 
 
 def _fail(message: str) -> int:

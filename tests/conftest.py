@@ -1,0 +1,35 @@
+"""Settings that every test shares. They must be in the environment before jax is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    # Eight virtual devices, so that meshes can be tested without any accelerator.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
+
+# The same examples on every run: a test that fails here fails everywhere.
+hypothesis.settings.register_profile("jaxtune", derandomize=True, database=None, deadline=None, max_examples=30)
+hypothesis.settings.load_profile("jaxtune")
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """The folder of real models, tokenizers and datasets that nobody here made."""
+    folder = os.environ.get("JAXTUNE_TEST_DATA")
+    if not folder:
+        pytest.skip("JAXTUNE_TEST_DATA is not set: it names the unpacked folder of real test data")
+    path = Path(folder)
+    if not path.is_dir():
+        pytest.fail(f"JAXTUNE_TEST_DATA={folder} is not a folder")
+    return path

@@ -1,0 +1,193 @@
+"""The rules of the house, read from the syntax trees and files of the project itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxtune
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted((ROOT / "jaxtune").rglob("*.py"))
+MAX_LINES = 700
+
+# What each room may import of ours; imports go one way.
+MAY_IMPORT = {
+    "pallas": ("jaxtune.pallas",),
+    "models": ("jaxtune.pallas", "jaxtune.models"),
+    "train": ("jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.__version__"),
+    "profile": ("jaxtune.profile",),
+}
+# The kernels are usable alone: jax, numpy and a kernel language, nothing else.
+NOT_IN_PALLAS = {
+    "transformers", "tokenizers", "datasets", "huggingface_hub", "safetensors", "flax", "optax", "orbax", "pydantic",
+    "torch",
+}  # fmt: skip
+# Slow or optional: imported inside the functions that use them.
+NOT_AT_TOP = {"transformers", "datasets", "gguf", "torch", "wandb", "tensorboardX", "matplotlib"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool, top_level_only: bool = False) -> Iterator[tuple[str, int]]:
+    """(full dotted name, line) of everything imported: `from a.b import c` gives `a.b.c`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                package = parts[: len(parts) - node.level + (1 if is_package else 0)]
+                base = ".".join([*package, base]).strip(".")
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+        if top_level_only:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
+        yield from imports(node, module, is_package, top_level_only)
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a module imports against the rules, one line each."""
+    tree = ast.parse(source)
+    room = module.split(".")[1] if module.count(".") else ""
+    found = []
+    for name, line in imports(tree, module, is_package):
+        where = f"{module}:{line} imports {name}"
+        ours = within(name, "jaxtune")
+        # A __main__ is the command itself, above the rooms.
+        if ours and room in MAY_IMPORT and not module.endswith("__main__"):
+            if not any(within(name, allowed) for allowed in MAY_IMPORT[room]):
+                found.append(f"{where}: {room} may import {', '.join(MAY_IMPORT[room])} only")
+        if room == "pallas" and name.split(".")[0] in NOT_IN_PALLAS:
+            found.append(f"{where}: kernels know jax only")
+        families = "jaxtune.models.families"
+        if within(module, families) and not is_package and within(name, families):
+            if name != families and not within(name, module):
+                found.append(f"{where}: families never import each other")
+    for name, line in imports(tree, module, is_package, top_level_only=True):
+        if name.split(".")[0] in NOT_AT_TOP:
+            found.append(f"{module}:{line} imports {name} at module level: import it where it is used")
+    return found
+
+
+def test_imports_go_one_way():
+    assert len(MODULES) > 5
+    found = []
+    for path in MODULES:
+        found += violations(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        ("jaxtune.pallas.tuning", "from jaxtune.models import linear", "pallas may import"),
+        ("jaxtune.pallas.tuning", "def f():\n    import jaxtune.train.loop", "pallas may import"),
+        ("jaxtune.pallas.tuning", "from ..models.linear import Linear", "pallas may import"),
+        ("jaxtune.pallas.tuning", "def f():\n    from transformers import AutoModel", "kernels know jax only"),
+        ("jaxtune.models.linear", "import jaxtune.train", "models may import"),
+        ("jaxtune.models.linear", "from jaxtune import Trainer", "models may import"),
+        ("jaxtune.train.loop", "from jaxtune.cli import main", "train may import"),
+        ("jaxtune.profile.table", "from jaxtune.pallas import dispatch", "profile may import"),
+        ("jaxtune.models.families.gemma2", "from jaxtune.models.families.llama import read", "each other"),
+        ("jaxtune.models.families.gemma2", "from . import llama", "each other"),
+        ("jaxtune.models.hf", "try:\n    import transformers\nexcept ImportError:\n    pass", "at module level"),
+        ("jaxtune.train.metrics", "class A:\n    from matplotlib import pyplot", "at module level"),
+    ],
+)  # fmt: skip
+def test_a_wrong_import_is_found(module, source, message):
+    assert [text for text in violations(source, module) if message in text]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("jaxtune.models.linear", "from jaxtune.pallas.quant_matmul.api import quant_matmul"),
+        ("jaxtune.models.hf", "def load():\n    import transformers"),
+        ("jaxtune.models.hf", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
+        ("jaxtune.models.families.gemma2", "from jaxtune.models.config import DecoderConfig"),
+        ("jaxtune.train.loop", "from jaxtune.profile import capture"),
+    ],
+)
+def test_a_right_import_is_not(module, source):
+    assert not violations(source, module)
+
+
+def test_no_file_is_too_long():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert not [f"{path.relative_to(ROOT)}: {lines} lines" for path, lines in lengths.items() if lines > MAX_LINES]
+
+
+IMPORT_JAXTUNE = """
+import sys, time
+start = time.perf_counter()
+import jaxtune
+print(time.perf_counter() - start)
+print(" ".join(sorted({"jax", "jaxlib", "numpy", "transformers"} & set(sys.modules))))
+"""
+
+
+def test_import_is_quick_and_touches_no_accelerator():
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORT_JAXTUNE], cwd=ROOT, capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    outputs = [run.stdout.split("\n") for run in runs]
+    assert min(float(seconds) for seconds, *_ in outputs) < 0.3
+    assert outputs[0][1] == ""  # without jax no backend can have started
+
+
+def test_public_names_resolve():
+    for name in jaxtune.__all__:
+        assert getattr(jaxtune, name) is not None
+    for name, module in jaxtune._MODULE_OF.items():
+        assert getattr(jaxtune, name) is getattr(importlib.import_module(module), name)
+    assert set(jaxtune.__all__) == {*jaxtune._MODULE_OF, "__version__"}
+    with pytest.raises(AttributeError, match="no_such_name"):
+        jaxtune.no_such_name  # noqa: B018
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.}/])/(root|work|tmp|home|Users|mnt|opt)/\w")
+REGISTRY = re.compile(r"pypi\.|pythonhosted|npmjs|anaconda\.|index-url|find-links|https?://[\w.]*mirror")
+TEXT = {".py", ".toml", ".txt", ".yaml", ".yml", ".md", ".sh", ".json", ".jsonl", ""}
+
+
+def project_files() -> list[Path]:
+    folders = [ROOT / name for name in ("jaxtune", "tests", "scripts", "benchmarks", ".ci")]
+    files = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.glob("*"))
+    return [path for path in files if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts]
+
+
+def test_no_machine_path_and_no_registry_in_any_file():
+    files = [path for path in project_files() if path != Path(__file__).resolve()]
+    assert ROOT / "Makefile" in files and ROOT / ".ci" / "run" in files
+    found = []
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for match in (MACHINE_PATH.search(line), REGISTRY.search(line)):
+                if match:
+                    found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert not found, "\n".join(found)
+
+
+def test_the_patterns_find_what_they_are_for():
+    assert MACHINE_PATH.search('open("/root/data.json")') and MACHINE_PATH.search("cd /work/main")
+    assert not MACHINE_PATH.search("a/work/b") and not MACHINE_PATH.search("${HOME}/work/x")
+    assert REGISTRY.search("https://pypi.org/simple") and REGISTRY.search("--extra-index-url x")
