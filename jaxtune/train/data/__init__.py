@@ -1,0 +1,229 @@
+"""The data room: rows to tokens, tokens to packed rows, packed rows to batches.
+
+`prepare` does it all for one set of rows. The files, in the order in which data flows through them:
+`reading.py` (files and data sets), `formats.py` (the five forms of rows), `templates.py` and `markers.py`
+(text, tokens, and which of them are trained on), `workers.py` and `cache.py` (many rows, once), `packing.py`
+(documents into rows of fixed length), `batches.py` (a step's number to its batch), `preview.py` (to look at).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxtune.train.data.batches import Batch, Batches
+from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
+from jaxtune.train.data.packing import OVERFLOW_POLICIES, Documents, Overflow, PackedRows, PackingReport
+from jaxtune.train.data.reading import Source, open_sources, read_rows
+from jaxtune.train.data.templates import PACKAGED_TEMPLATES, resolve_template
+from jaxtune.train.data.workers import Chunk, encode_rows
+
+__all__ = ["Batch", "Batches", "PackedRows", "PackingReport", "Summary", "TokenDataset", "prepare"]
+
+ON_BAD_ROW = ("error", "skip")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDataset:
+    """Tokenised rows, ready to be packed and batched.
+
+    documents: one for each usable row. summary: what became of the rows. cached: whether they came from the
+    token cache. length, packing, overflow: how they are packed.
+    """
+
+    documents: Documents
+    summary: Summary
+    length: int
+    packing: bool = True
+    overflow: Overflow = "truncate"
+    cached: bool = False
+
+    @functools.cached_property
+    def rows(self) -> PackedRows:
+        """The packed rows, planned when first asked for."""
+        rows = PackedRows(self.documents, self.length, overflow=self.overflow, packing=self.packing)
+        if not rows.report.trained_tokens:
+            raise ValueError(
+                f"no trained token lies within data.length={self.length} of any document; raise data.length"
+            )
+        return rows
+
+    @property
+    def report(self) -> PackingReport:
+        """What packing did."""
+        return self.rows.report
+
+    def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
+        """Batches of `rows_per_step` packed rows; see `batches.Batches`."""
+        return Batches(self.rows, rows_per_step, seed=seed, shuffle=shuffle)
+
+    def split(self, eval_rows: int) -> tuple[TokenDataset, TokenDataset]:
+        """(train, eval), with `eval_rows` documents for evaluation, chosen by a hash of their tokens.
+
+        Neither the order of the rows nor a seed plays a part, and equal documents never stand on both sides:
+        those that would are left out of the training rows.
+        """
+        count = len(self.documents)
+        if not 0 < eval_rows < count:
+            raise ValueError(f"data.eval_rows={eval_rows} must lie between 1 and {count - 1}, one less than the rows")
+        hashes = np.empty(count, np.uint64)
+        for index in range(count):
+            start, length = self.documents.starts[index], self.documents.lengths[index]
+            data = self.documents.tokens[start : start + length].tobytes()
+            hashes[index] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
+        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
+        if not rest.size:
+            raise ValueError("all training rows equal rows held out for evaluation; lower data.eval_rows")
+        return tuple(dataclasses.replace(self, documents=self.documents.select(indices)) for indices in (rest, chosen))  # type: ignore[return-value]
+
+
+def prepare(
+    source: Any,
+    tokenizer: Any,
+    *,
+    length: int,
+    format: str = "auto",
+    template: str | None = None,
+    train_on: Literal["responses", "all"] = "responses",
+    instruction_part: str | None = None,
+    response_part: str | None = None,
+    last_response_only: bool = False,
+    packing: bool = True,
+    overflow: Overflow = "truncate",
+    on_bad_row: Literal["error", "skip"] = "error",
+    max_rows: int | None = None,
+    cache_dir: str | Path | None = None,
+    num_workers: int | None = None,
+    vocab_size: int | None = None,
+    say: Callable[[str], None] = print,
+) -> TokenDataset:
+    """Reads, templates and tokenises rows, or opens what an earlier run made of them.
+
+    Args:
+        source: a path, a data set's name, a list of them, a `datasets.Dataset`, or a list of dicts; see
+            `reading.open_sources`.
+        tokenizer: a fast Hugging Face tokenizer.
+        length: slots in a packed row.
+        format: the form of the rows, "auto" by their columns; see `formats.COLUMNS`.
+        template: the chat template: None or "tokenizer" (its own), "chatml", "alpaca", or the path of a .jinja
+            file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed by its completion.
+        train_on: "responses", or "all" tokens.
+        instruction_part, response_part: marker strings that find responses where structure does not.
+        last_response_only: of a conversation, train the last response alone.
+        packing: False gives every document a row of its own.
+        overflow: documents longer than a row are cut ("truncate"), laid out in pieces ("split"), or refused
+            ("error").
+        on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
+        max_rows: read no more rows than these.
+        cache_dir: where token caches are kept; None is JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. Rows given as
+            a list are not cached.
+        num_workers: processes that tokenise; None decides, 0 works in this one.
+        vocab_size: rows of the model's embedding; a token id beyond it is refused.
+        say: is given the few lines worth telling.
+
+    Raises:
+        ValueError: the data cannot be trained on; the message names the key, the place or the token, and the fix.
+    """
+    if on_bad_row not in ON_BAD_ROW:
+        raise ValueError(f"data.on_bad_row must be one of {', '.join(ON_BAD_ROW)}, got {on_bad_row!r}")
+    if overflow not in OVERFLOW_POLICIES:
+        raise ValueError(f"data.overflow must be one of {', '.join(OVERFLOW_POLICIES)}, got {overflow!r}")
+    if template is not None:
+        resolve_template(tokenizer, template)
+    options = {
+        "template": template,
+        "train_on": train_on,
+        "instruction_part": instruction_part,
+        "response_part": response_part,
+        "last_response_only": last_response_only,
+    }
+    sources = open_sources(source)
+
+    def chunks() -> Iterator[Chunk]:
+        rows = read_rows(sources, format, max_rows)
+        encoded = encode_rows(rows, tokenizer, options, num_workers)
+        encoded = _with_progress(encoded, _row_count(sources, max_rows))
+        return _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
+
+    # A template's text, not its path, decides what becomes of the rows.
+    key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
+    if template is not None:
+        key_options["template_text"] = resolve_template(tokenizer, template)
+    key = cache_key(sources, tokenizer, key_options)
+    if key is None:
+        documents, summary = collect(chunks())
+        cached = False
+    else:
+        folder = Path(cache_dir).expanduser() if cache_dir is not None else default_folder()
+        documents, summary, cached = open_or_build(folder / key, chunks, say)
+    _refuse_unusable(documents, summary, tokenizer, options, vocab_size, ", ".join(source.name for source in sources))
+    return TokenDataset(documents, summary, length, packing, overflow, cached)
+
+
+def _row_count(sources: list[Source], max_rows: int | None) -> int | None:
+    counts = [source.rows for source in sources]
+    if any(count is None for count in counts):
+        return max_rows
+    total = sum(count for count in counts if count is not None)
+    return total if max_rows is None else min(total, max_rows)
+
+
+def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    for chunk in chunks:
+        if chunk.problems:
+            place, reason = chunk.problems[0]
+            raise ValueError(f"{place}: {reason} (data.on_bad_row: skip leaves such rows out and counts them)")
+        yield chunk
+
+
+def _with_progress(chunks: Iterable[Chunk], total: int | None) -> Iterator[Chunk]:
+    """A progress bar where somebody watches a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        for chunk in chunks:
+            yield chunk
+            progress.advance(task, chunk.rows)
+
+
+def _refuse_unusable(
+    documents: Documents, summary: Summary, tokenizer: Any, options: dict[str, Any], vocab_size: int | None, name: str
+) -> None:
+    """The guards on a whole set of rows."""
+    if not summary.documents:
+        if not summary.rows:
+            raise ValueError(f"{name}: there are no rows")
+        if summary.bad_rows:
+            raise ValueError(f"{name}: none of {summary.rows:,} rows is usable; first {summary.offenders[0]}")
+        where = f"no token of any of {summary.rows:,} rows is trained on"
+        if options["response_part"] is not None:
+            raise ValueError(
+                f"{name}: {where}: data.response_part={options['response_part']!r} begins no response in them; "
+                "give the marker as it stands in the text, or leave both markers out"
+            )
+        raise ValueError(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
+    if not summary.ended:
+        tail = documents[0]
+        shown = tokenizer.decode(tail.tokens[tail.mask.nonzero()[0][-12:]])
+        raise ValueError(
+            f"{name}: no response trains a token that ends the turn, so the model would never stop; the first one "
+            f"ends with {shown!r}. Use a template that ends a response with a special token of this tokenizer "
+            f"(data.template: {' or '.join(PACKAGED_TEMPLATES)}, or a .jinja file)"
+        )
+    if vocab_size is not None and summary.max_token >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(summary.max_token)
+        raise ValueError(
+            f"{name}: token id {summary.max_token} ({token!r}) is beyond the model's vocabulary of {vocab_size}; "
+            "the tokenizer belongs to another model, or tokens were added without resizing the embedding"
+        )

@@ -1,0 +1,142 @@
+"""Batches of packed rows, in an order that one integer describes.
+
+`Batch` is what the train step eats. `Batches` is a map from a global step to a `Batch`: the order of an
+epoch is a permutation computed from (seed, epoch) alone, so the data cursor of a run is its step number,
+and resuming reads nothing that was read before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Packed rows. Every field is `[rows, length]`, a numpy or a jax array; the class is a JAX pytree.
+
+    tokens: int32, token ids; 0 on padding.
+    targets: int32, the next token of the same document; 0 where there is none.
+    weights: float32, 1 where the target of that slot is trained on; 0 on prompts, padding and the last token
+        of a document.
+    segment_ids: int32, 1..n within a row, one number a document; 0 is padding.
+    positions: int32, restarts at 0 in every document; 0 on padding.
+    """
+
+    tokens: jax.Array | np.ndarray
+    targets: jax.Array | np.ndarray
+    weights: jax.Array | np.ndarray
+    segment_ids: jax.Array | np.ndarray
+    positions: jax.Array | np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, length: int) -> Batch:
+        """`rows` rows of padding, as fresh numpy arrays."""
+        shape = (rows, length)
+        return cls(
+            tokens=np.zeros(shape, np.int32),
+            targets=np.zeros(shape, np.int32),
+            weights=np.zeros(shape, np.float32),
+            segment_ids=np.zeros(shape, np.int32),
+            positions=np.zeros(shape, np.int32),
+        )
+
+
+class Rows(Protocol):
+    """Rows that can be built on demand, such as `packing.PackedRows`."""
+
+    length: int
+    max_documents: int
+
+    def __len__(self) -> int: ...
+
+    def fill(self, batch: Batch, slot: int, row: int) -> None:
+        """Writes row number `row` into row `slot` of an empty batch."""
+        ...
+
+    def sources(self, row: int) -> list[str]:
+        """Where the documents of a row came from, as `file:line`."""
+        ...
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of an epoch: int64[rows], a permutation that depends on nothing but its arguments.
+
+    Philox's raw stream is fixed by its key for good (numpy promises that for bit generators, not for
+    `Generator.permutation`), so the order also survives a newer numpy.
+    """
+    keys = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(rows)
+    return np.argsort(keys, kind="stable")
+
+
+class Batches:
+    """`batch_at(step)` for every step of a run, each of exactly `rows_per_step` rows.
+
+    Step `s` is batch `s % steps_per_epoch` of epoch `s // steps_per_epoch`. An epoch holds every row once; its
+    last batch is filled up with empty rows, so that the shape never changes.
+
+    Args:
+        rows: the packed rows.
+        rows_per_step: rows in a batch.
+        seed: with the epoch's number, decides the order; a non-negative integer.
+        shuffle: False keeps the order of the plan in every epoch (evaluation).
+    """
+
+    def __init__(self, rows: Rows, rows_per_step: int, *, seed: int = 0, shuffle: bool = True):
+        if rows_per_step < 1:
+            raise ValueError(f"rows_per_step must be at least 1, got {rows_per_step}")
+        if not len(rows):
+            raise ValueError("there are no rows to make batches of")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        self.rows = rows
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+        self.shuffle = shuffle
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def length(self) -> int:
+        """Slots in a row."""
+        return self.rows.length
+
+    @property
+    def max_documents(self) -> int:
+        """The largest number of documents in any row of the set: static, whatever the step."""
+        return self.rows.max_documents
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.rows) // self.rows_per_step)
+
+    def rows_at(self, step: int) -> np.ndarray:
+        """int64[at most rows_per_step]: the numbers of the rows that step `step` trains on."""
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        epoch, index = divmod(int(step), self.steps_per_epoch)
+        order = self._epoch(epoch)
+        return order[index * self.rows_per_step : (index + 1) * self.rows_per_step]
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of a global step (counted from 0), as numpy arrays `[rows_per_step, length]`."""
+        batch = Batch.empty(self.rows_per_step, self.length)
+        for slot, row in enumerate(self.rows_at(step)):
+            self.rows.fill(batch, slot, int(row))
+        return batch
+
+    def sources_at(self, step: int) -> list[str]:
+        """Where the documents of a step came from (`file:line`), in the order of the batch: for messages."""
+        return [source for row in self.rows_at(step) for source in self.rows.sources(int(row))]
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            epoch = 0
+        if self._order is None or self._order[0] != epoch:
+            count = len(self.rows)
+            order = epoch_order(count, self.seed, epoch) if self.shuffle else np.arange(count)
+            self._order = (epoch, order)
+        return self._order[1]

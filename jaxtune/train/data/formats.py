@@ -1,0 +1,271 @@
+"""The five forms of rows: text, Alpaca, prompt and completion, messages, ShareGPT.
+
+`normalize` turns a row's columns into an `Example`, the one shape that `templates.py` knows, or says why it
+cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# The columns of each form, most specific first: the order in which `format: auto` tries them. Every group needs
+# one of its names; the first name that is there is taken.
+COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",),),
+    "sharegpt": (("conversations", "conversation"),),
+    "alpaca": (("instruction",), ("output", "response")),
+    "prompt_completion": (("prompt", "question"), ("completion", "response", "answer")),
+    "text": (("text",),),
+}
+FORMATS = ("auto", *COLUMNS)
+
+# ShareGPT's speakers, as the data sets of that form name them, and the chat roles they stand for.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "tool": "tool",
+    "function": "tool",
+}
+
+# The wording with which Stanford's Alpaca was trained (github.com/tatsu-lab/stanford_alpaca), which models
+# and data sets of that form expect.
+ALPACA_PREAMBLE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+)
+ALPACA_PREAMBLE_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+
+
+class RowError(ValueError):
+    """One row cannot be used. The message says why; who catches it knows the place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A row in the shape the templates know. Set are `text`; or `messages` (and `tools`); or all but `text`:
+    a prompt with its completion can be trained on as it stands or as a conversation.
+
+    messages: role and content, content a string; perhaps tool_calls and reasoning_content.
+    """
+
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+def detect_format(columns: Iterable[str], file: str) -> str:
+    """The form (a key of `COLUMNS`) of rows with these columns."""
+    columns = list(columns)
+    if {"chosen", "rejected"} <= set(columns):
+        raise ValueError(f"{file}: columns chosen and rejected are preference data, which this trainer does not take")
+    for format, groups in COLUMNS.items():
+        if all(any(name in columns for name in group) for group in groups):
+            return format
+    known = "; ".join(
+        f"{format}: {' + '.join('|'.join(group) for group in groups)}" for format, groups in COLUMNS.items()
+    )
+    raise ValueError(f"{file}: columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
+
+
+def normalize(value: Mapping[str, Any], format: str) -> Example:
+    """The `Example` of a row of the given form. Raises `RowError` with the reason where it cannot be one."""
+    if format == "text":
+        text = _text(value, ("text",))
+        _not_empty(text, "text")
+        return Example(text=text)
+    if format == "alpaca":
+        instruction = _text(value, COLUMNS["alpaca"][0])
+        context = _text(value, ("input", "context"), required=False)
+        output = _text(value, COLUMNS["alpaca"][1])
+        _not_empty(instruction, "instruction")
+        _not_empty(output, "response")
+        asked = f"{instruction}\n\n{context}" if context.strip() else instruction
+        system = _text(value, ("system",), required=False)
+        return Example(
+            prompt=(f"{system}\n\n" if system.strip() else "") + _alpaca_prompt(instruction, context),
+            completion=output,
+            messages=_exchange(system, asked, output),
+        )
+    if format == "prompt_completion":
+        prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
+        _not_empty(completion, "response")
+        messages = _exchange("", prompt, completion)
+        if value.get("prompt") is None:  # a question says nothing of how its answer begins: only a template can
+            return Example(messages=messages)
+        return Example(prompt=prompt, completion=completion, messages=messages)
+    if format == "messages":
+        return _conversation(value, _column(value, COLUMNS["messages"][0]), _message)
+    return _conversation(value, _column(value, COLUMNS["sharegpt"][0]), _sharegpt_message)
+
+
+def _alpaca_prompt(instruction: str, context: str) -> str:
+    if context.strip():
+        body = f"{ALPACA_PREAMBLE_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}"
+    else:
+        body = f"{ALPACA_PREAMBLE}\n\n### Instruction:\n{instruction}"
+    return f"{body}\n\n### Response:\n"
+
+
+def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
+    first = [{"role": "system", "content": system}] if system.strip() else []
+    return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
+    for name in names:
+        if value.get(name) is not None:
+            return value[name]
+    if required:
+        raise RowError(f"no column {' or '.join(names)}; it has {', '.join(map(str, value)) or 'none'}")
+    return None
+
+
+def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
+    found = _column(value, names, required)
+    if found is None:
+        return ""
+    if not isinstance(found, str):
+        raise RowError(f"column {next(n for n in names if value.get(n) is not None)} is not text but {_kind(found)}")
+    _check_unicode(found)
+    return found
+
+
+def _check_unicode(text: str) -> None:
+    # JSON can spell half of a surrogate pair ("\ud83d"); no tokenizer can encode it.
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise RowError("not valid Unicode: half of a surrogate pair")
+
+
+def _not_empty(text: str, what: str) -> None:
+    if not text.strip():
+        raise RowError(f"empty {what}")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
+    if isinstance(turns, str) or not isinstance(turns, Iterable):
+        raise RowError(f"the conversation is not a list of turns but {_kind(turns)}")
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, Mapping):
+            raise RowError(f"a turn is not an object but {_kind(turn)}")
+        messages.append(read(turn))
+    if not messages:
+        raise RowError("empty conversation")
+    for message in messages:
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            _not_empty(message["content"], "response")
+    system = _text(value, ("system",), required=False)
+    if system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return Example(messages=messages, tools=_tools(value.get("tools")))
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    role = turn.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")
+    # Tables (Parquet, datasets) fill the columns that a message does not have with None.
+    message = {name: part for name, part in turn.items() if part is not None}
+    content = message.pop("content", None)
+    if content is None and not message.get("tool_calls"):
+        raise RowError(f"a message of the role {role} has no content")
+    if isinstance(content, str | None):
+        message["content"] = content or ""
+    elif isinstance(content, Iterable) and not isinstance(content, Mapping):
+        message |= _joined_parts(content)
+    else:
+        raise RowError(f"content is neither text nor a list of parts but {_kind(content)}")
+    _check_unicode(message["content"])
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    return message
+
+
+def _joined_parts(parts: Iterable[Any]) -> dict[str, Any]:
+    texts, reasoning, calls = [], [], []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+        text = (part.get("text") or part.get("value") or "") if isinstance(part, Mapping) else ""
+        target = {"text": texts, "reasoning": reasoning, "tool_call": calls}.get(str(kind))
+        if target is None or not isinstance(text, str):
+            raise RowError(f"a part of the type {kind} in content; only text can be trained on")
+        target.append(text)
+    message: dict[str, Any] = {"content": "".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    return message
+
+
+def _sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
+        return _message(turn)
+    speaker, content = turn.get("from"), turn.get("value")
+    if not isinstance(speaker, str) or not isinstance(content, str):
+        raise RowError(f"a turn needs `from` and `value` as text; it has {', '.join(map(str, turn)) or 'nothing'}")
+    role = ROLES.get(speaker.lower())
+    if role is None:
+        raise RowError(f"unknown speaker {speaker!r}; known: {', '.join(ROLES)}")
+    _check_unicode(content)
+    if speaker.lower() in ("function_call", "tool_call"):
+        return {"role": role, "content": "", "tool_calls": [_tool_call(content)]}
+    return {"role": role, "content": content}
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A call as chat templates take it: {type, function: {name, arguments: object}}."""
+    if isinstance(call, str):
+        try:
+            call = json.loads(call)
+        except ValueError:
+            raise RowError("a tool call is not JSON") from None
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowError("a tool call has no name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise RowError(f"the arguments of the tool call {function['name']} are not JSON") from None
+    rest = {name: part for name, part in call.items() if name in ("id",) and part is not None}
+    return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Tool schemas, given as a list or as its JSON, each in the {type: function, function: ...} wrapping."""
+    if isinstance(tools, str):
+        if not tools.strip():
+            return None
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise RowError("column tools is not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError("column tools is not a list of objects")
+    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]

@@ -1,0 +1,182 @@
+"""Responses found by marker strings: what lies between a response marker and the end of that turn.
+
+The rules are those of Unsloth's `train_on_responses_only`: they work on token ids, so they also serve rows that
+somebody else tokenised. A marker is looked for by its stable core, the tokens that come out the same whatever
+stands next to it; the tokens at its edges may merge with their neighbours and are optional.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+# What may stand next to a marker in real text, to learn which of its tokens are stable.
+_BEFORE_SPACE = ("a", ".", "1", '"', "\n")
+_BEFORE_TEXT = ("\n", "\n\n", "a")
+_AFTER_SPACE = ("a", "A", "1", " a", "\n", '"', "é")
+_AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of the special tokens, those that only templates write."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))
+
+
+class _Marker:
+    """A marker as token ids: its stable core, and the raw pieces of the optional edges on both sides."""
+
+    def __init__(self, tokenizer: Any, text: str, key: str):
+        if not text or not text.strip():
+            raise ValueError(f"data.{key} is empty: give the string that begins such a turn")
+        contexts = [
+            (before, after)
+            for before in (_BEFORE_SPACE if text[0].isspace() else _BEFORE_TEXT)
+            for after in (_AFTER_SPACE if text[-1].isspace() else _AFTER_TEXT)
+        ]
+        encoded = []  # per context: (start, end, id) of the tokens that lie wholly inside the marker
+        for before, after in contexts:
+            output = tokenizer(before + text + after, add_special_tokens=False, return_offsets_mapping=True)
+            low, high = len(before), len(before) + len(text)
+            tokens = zip(output["offset_mapping"], output["input_ids"], strict=True)
+            encoded.append([(a - low, b - low, i) for (a, b), i in tokens if low <= a and b <= high])
+        stable = set(encoded[0]).intersection(*encoded[1:])
+        run = max(_runs([token for token in encoded[0] if token in stable], encoded[0]), key=len, default=[])
+        if not run or not text[run[0][0] : run[-1][1]].strip():
+            raise ValueError(
+                f"data.{key}={text!r} has no token that is the same in every context; give a longer marker, "
+                "with the line breaks and special tokens around it"
+            )
+        self.text = text
+        self.core = np.array([token[2] for token in run], np.int32)
+        start, end = run[0][0], run[-1][1]
+        self.lead = self._edge(tokenizer, encoded, 0, start)
+        self.trail = self._edge(tokenizer, encoded, end, len(text))
+
+    @staticmethod
+    def _edge(tokenizer: Any, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
+        """The raw pieces that spell `text[start:end]`, from a context in which whole tokens do."""
+        for tokens in encoded:
+            inside = [token for token in tokens if start <= token[0] and token[1] <= end and token[0] < token[1]]
+            if inside and inside[0][0] == start and inside[-1][1] == end:
+                return "".join(tokenizer.convert_ids_to_tokens([token[2] for token in inside]))
+        return ""
+
+    def find(self, tokens: np.ndarray) -> np.ndarray:
+        """int64[n]: where the core begins."""
+        return _find(tokens, self.core)
+
+
+def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """int64[n]: where the sequence `wanted` begins in `tokens`."""
+    at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
+    for shift in range(1, len(wanted)):
+        at = at[tokens[at + shift] == wanted[shift]]
+    return at
+
+
+def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Groups of kept tokens that are neighbours in `tokens`."""
+    chosen, runs = set(kept), [[]]
+    for token in tokens:
+        if token in chosen:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return runs
+
+
+def _is_blank(pieces: str) -> bool:
+    """Whether raw pieces spell white space only: in byte-level BPE's alphabet, or SentencePiece's."""
+    return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
+
+
+class Markers:
+    """Finds responses by an instruction marker and a response marker.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        instruction_part: the string that begins a user's turn, such as "<|im_start|>user\\n".
+        response_part: the string that begins a response, such as "<|im_start|>assistant\\n".
+
+    Raises:
+        ValueError: a marker is missing, empty, or has no stable token.
+    """
+
+    def __init__(self, tokenizer: Any, instruction_part: str | None, response_part: str | None):
+        if instruction_part is None or response_part is None:
+            missing = "instruction_part" if instruction_part is None else "response_part"
+            raise ValueError(f"data.{missing} is missing: markers come in pairs, give both or neither")
+        self.tokenizer = tokenizer
+        self.instruction = _Marker(tokenizer, instruction_part, "instruction_part")
+        self.response = _Marker(tokenizer, response_part, "response_part")
+        self.opener = self._shared_special_prefix(instruction_part, response_part)
+
+    def _shared_special_prefix(self, instruction_part: str, response_part: str) -> np.ndarray:
+        """The special tokens with which both markers begin: they open the turns of other roles too."""
+        special = special_ids(self.tokenizer)
+        parts = (instruction_part, response_part)
+        both = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
+        shared = []
+        for first, second in zip(*both, strict=False):
+            if first != second or first not in special:
+                break
+            shared.append(first)
+        return np.array(shared, np.int32)
+
+    def spans(self, tokens: np.ndarray) -> list[tuple[int, int]]:
+        """The responses in `tokens` (int32[n]) as (start, end).
+
+        A response ends with the first EOS (which belongs to it), or before the first BOS, opener of another
+        turn, response marker or instruction marker, or at the end of the row.
+        """
+        tokens = np.asarray(tokens, np.int32)
+        responses = self.response.find(tokens)
+        if not len(responses):
+            return []
+        stops = [len(tokens)]
+        for marker in (self.response, self.instruction):
+            stops += [self._before(tokens, int(at), marker.lead) for at in marker.find(tokens)]
+        if len(self.opener):
+            stops += _find(tokens, self.opener).tolist()
+        if self.tokenizer.bos_token_id is not None and self.tokenizer.bos_token_id != self.tokenizer.eos_token_id:
+            stops += np.flatnonzero(tokens == self.tokenizer.bos_token_id).tolist()
+        if self.tokenizer.eos_token_id is not None:
+            stops += (np.flatnonzero(tokens == self.tokenizer.eos_token_id) + 1).tolist()
+        ordered = np.array(sorted(stops))
+        spans = []
+        for at in responses:
+            start = self._after(tokens, int(at) + len(self.response.core), self.response.trail)
+            end = int(ordered[np.searchsorted(ordered, start)])
+            if start < end:
+                spans.append((start, end))
+        return spans
+
+    def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
+        """Steps over the marker's optional tail.
+
+        A token that holds the tail and more (":" and a line break) belongs to the marker, unless the tail is
+        only white space: then it is the first word of the response, which brought its space along.
+        """
+        rest = trail
+        while rest and at < len(tokens):
+            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at]))
+            if piece == rest or (piece.startswith(rest) and not _is_blank(rest)):
+                return at + 1
+            if not rest.startswith(piece):
+                break
+            rest = rest[len(piece) :]
+            at += 1
+        return at
+
+    def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
+        """Steps back over the marker's optional head; a token that also holds text before it is left alone."""
+        rest = lead
+        while rest and at > 0:
+            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at - 1]))
+            if not rest.endswith(piece):
+                break
+            rest = rest[: -len(piece)]
+            at -= 1
+        return at

@@ -1,0 +1,346 @@
+"""Packing: whole documents into rows of a fixed length, best fit decreasing.
+
+Two halves. The plan says which piece of which document lies in which row; it is made from lengths alone, so
+it costs little even for millions of documents. Rows are then built from the plan on demand, from arrays in
+memory or from the memory-mapped token cache. A document never crosses a row, and a row's documents never see
+each other: that is the business of `Batch.segment_ids`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxtune.train.data.batches import Batch
+
+Overflow = Literal["truncate", "split", "error"]
+OVERFLOW_POLICIES = ("truncate", "split", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Tokens of one document: `tokens` int32[n]; `mask` bool[n], True where the token is trained on."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Many documents in flat arrays, which may be memory-mapped files. A selection shares the flat arrays.
+
+    tokens: int32[total]. mask: bool or uint8[total], nonzero where trained on. starts, lengths: int64[n].
+    trained: int64[n], trained targets of each document (its first token is never a target).
+    origins: int64[n, 2] or None: index into `files`, and the line or row number in it.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    trained: np.ndarray
+    origins: np.ndarray | None = None
+    files: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Document:
+        start, length = self.starts[index], self.lengths[index]
+        return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
+
+    def source(self, index: int) -> str:
+        """Where a document came from, as `file:line`."""
+        if self.origins is None:
+            return f"document {index}"
+        file, line = self.origins[index]
+        return f"{self.files[file]}:{line}"
+
+    def select(self, indices: np.ndarray) -> Documents:
+        """The documents at `indices` (int[n]), in that order."""
+        return dataclasses.replace(
+            self,
+            starts=self.starts[indices],
+            lengths=self.lengths[indices],
+            trained=self.trained[indices],
+            origins=None if self.origins is None else self.origins[indices],
+        )
+
+    @classmethod
+    def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
+        """From `Document`s, or plain sequences of ints, of which every token is trained on."""
+        tokens, masks = [], []
+        for index, document in enumerate(documents):
+            if isinstance(document, Document):
+                ids, mask = np.asarray(document.tokens), np.asarray(document.mask).astype(bool)
+            else:
+                ids = np.asarray(document)
+                mask = np.ones(ids.shape, bool)
+            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+                raise ValueError(f"document {index}: tokens must be integers [n], got {ids.dtype} {list(ids.shape)}")
+            if mask.shape != ids.shape:
+                raise ValueError(f"document {index}: {ids.size} tokens but a mask of shape {list(mask.shape)}")
+            tokens.append(ids.astype(np.int32))
+            masks.append(mask)
+        lengths = np.array([ids.size for ids in tokens], np.int64)
+        return cls(
+            tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+            mask=np.concatenate(masks) if masks else np.zeros(0, bool),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            trained=np.array([mask[1:].sum() for mask in masks], np.int64),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingReport:
+    """What packing did. Counts of documents, rows, tokens and slots (tokens and padding).
+
+    documents: given. rows: made. tokens: real tokens in the rows. slots: rows x length. trained_tokens: sum of
+    the weights. truncated: documents cut at `length`, `cut_tokens` the tokens that fell away with the cut.
+    split: documents laid out as several pieces. dropped: documents left out: empty ones, and those whose cut
+    took every token that was trained on. max_documents: the most documents (or pieces) in any row.
+    """
+
+    documents: int
+    rows: int
+    tokens: int
+    slots: int
+    trained_tokens: int
+    truncated: int
+    cut_tokens: int
+    split: int
+    dropped: int
+    max_documents: int
+
+    @property
+    def fill(self) -> float:
+        """Real tokens over slots, 0 to 1."""
+        return self.tokens / self.slots if self.slots else 0.0
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.documents:,} documents in {self.rows:,} rows, {self.tokens:,} tokens in {self.slots:,} slots "
+            f"(fill {self.fill:.3f}), {self.trained_tokens:,} trained"
+        )
+        if self.truncated:
+            text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
+        if self.split:
+            text += f"; {self.split:,} documents split"
+        if self.dropped:
+            text += f"; {self.dropped:,} documents dropped"
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which pieces lie in which row. Row `r` holds the pieces `row_starts[r]:row_starts[r + 1]`, in order.
+
+    row_starts: int64[rows + 1]. document: int64[pieces], index of the document. offset, count: int64[pieces],
+    the tokens `offset:offset + count` of it.
+    """
+
+    length: int
+    row_starts: np.ndarray
+    document: np.ndarray
+    offset: np.ndarray
+    count: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_starts) - 1
+
+    @property
+    def max_documents(self) -> int:
+        return int(np.diff(self.row_starts).max(initial=0))
+
+
+def plan_rows(
+    lengths: np.ndarray,
+    length: int,
+    *,
+    overflow: Overflow = "truncate",
+    packing: bool = True,
+    name: Callable[[int], str] = "document {}".format,
+) -> Plan:
+    """Plans rows of `length` slots for documents of `lengths` (int[n]); documents of length 0 get no place.
+
+    Best fit decreasing: longest first, each piece into the fullest row that still has room. Ties go by the
+    document's index, so the plan is deterministic; within a row, pieces stand in the order of their documents.
+    `packing=False` gives every piece a row of its own. Documents longer than a row are cut ("truncate"), laid
+    out as several pieces ("split"), or refused ("error"); `name` gives the name of a document in that message.
+    """
+    if length < 2:
+        raise ValueError(f"length must be at least 2 (one token and its target), got {length}")
+    if overflow not in OVERFLOW_POLICIES:
+        raise ValueError(f"overflow must be one of {', '.join(OVERFLOW_POLICIES)}, got {overflow!r}")
+    lengths = np.asarray(lengths, np.int64)
+    document, offset, count = _pieces(lengths, length, overflow, name)
+    if packing:
+        row, rows = _best_fit_decreasing(count, length)
+    else:
+        row, rows = np.arange(len(count)), len(count)
+    order = np.argsort(row, kind="stable")  # pieces are in document order already
+    row_starts = np.zeros(rows + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=rows), out=row_starts[1:])
+    return Plan(length, row_starts, document[order], offset[order], count[order])
+
+
+def _pieces(
+    lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(document, offset, count) of every piece, in document order."""
+    if overflow == "error":
+        too_long = np.flatnonzero(lengths > length)
+        if too_long.size:
+            first = int(too_long[0])
+            raise ValueError(
+                f"{too_long.size} documents are longer than data.length={length}, first {name(first)} with "
+                f"{lengths[first]} tokens; raise data.length, or set data.overflow to truncate or split"
+            )
+    if overflow == "split":
+        parts = -(-lengths // length)
+        document = np.repeat(np.arange(len(lengths)), parts)
+        offset = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * length
+        return document, offset, np.minimum(lengths[document] - offset, length)
+    document = np.flatnonzero(lengths)
+    return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
+
+
+def _best_fit_decreasing(count: np.ndarray, length: int) -> tuple[np.ndarray, int]:
+    """The row of every piece (int64[pieces]) and the number of rows.
+
+    Open rows are kept in one stack per remaining capacity. A Python integer has a bit set for every capacity
+    with an open row, so the fullest row with room for `c` tokens is its lowest set bit at or above `c`: no
+    search over rows.
+    """
+    order = np.argsort(-count, kind="stable")
+    row_of = np.empty(len(count), np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(length + 1)]
+    occupied = 0
+    rows = 0
+    for piece, needed in zip(order.tolist(), count[order].tolist(), strict=True):
+        candidates = occupied >> needed
+        if candidates:
+            capacity = needed + (candidates & -candidates).bit_length() - 1
+            stack = open_rows[capacity]
+            row = stack.pop()
+            if not stack:
+                occupied ^= 1 << capacity
+        else:
+            capacity, row = length, rows
+            rows += 1
+        row_of[piece] = row
+        left = capacity - needed
+        if left:
+            open_rows[left].append(row)
+            occupied |= 1 << left
+    return row_of, rows
+
+
+class PackedRows:
+    """Rows of a plan, built from their documents when asked for. See `batches.Rows`.
+
+    Args:
+        documents: the documents; flat arrays, perhaps memory-mapped.
+        length: slots in a row.
+        overflow: what happens to documents longer than a row: "truncate", "split" or "error".
+        packing: False gives every document a row of its own.
+    """
+
+    def __init__(
+        self, documents: Documents, length: int, *, overflow: Overflow = "truncate", packing: bool = True
+    ) -> None:
+        lengths = np.asarray(documents.lengths)
+        too_long = np.flatnonzero(lengths > length)
+        trained = np.array(documents.trained)
+        truncated = cut_tokens = 0
+        if overflow == "truncate" and too_long.size:
+            lengths = lengths.copy()
+            for index in too_long:
+                kept = int(np.count_nonzero(documents[index].mask[1:length]))
+                if trained[index] and not kept:
+                    lengths[index] = 0  # nothing is left to learn from: it would cost a place and teach nothing
+                else:
+                    truncated += 1
+                    cut_tokens += int(lengths[index]) - length
+                trained[index] = kept
+        self.documents = documents
+        self.length = length
+        self.plan = plan_rows(lengths, length, overflow=overflow, packing=packing, name=documents.source)
+        if overflow == "split":
+            # The first token of every later piece has nobody to predict it.
+            for index in too_long:
+                trained[index] -= int(np.count_nonzero(documents[index].mask[length::length]))
+        self.max_documents = self.plan.max_documents
+        self.report = PackingReport(
+            documents=len(documents),
+            rows=self.plan.rows,
+            tokens=int(self.plan.count.sum()),
+            slots=self.plan.rows * length,
+            trained_tokens=int(trained.sum()),
+            truncated=truncated,
+            cut_tokens=cut_tokens,
+            split=len(too_long) if overflow == "split" else 0,
+            dropped=int(np.count_nonzero(lengths == 0)),
+            max_documents=self.max_documents,
+        )
+
+    def __len__(self) -> int:
+        return self.plan.rows
+
+    def fill(self, batch: Batch, slot: int, row: int) -> None:
+        """Writes row number `row` into row `slot` of an empty numpy batch."""
+        plan, documents = self.plan, self.documents
+        at = 0
+        pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
+        for segment, piece in enumerate(pieces, start=1):
+            count = int(plan.count[piece])
+            start = int(documents.starts[plan.document[piece]] + plan.offset[piece])
+            tokens = documents.tokens[start : start + count]
+            end = at + count
+            batch.tokens[slot, at:end] = tokens
+            batch.targets[slot, at : end - 1] = tokens[1:]
+            batch.weights[slot, at : end - 1] = documents.mask[start + 1 : start + count] != 0
+            batch.segment_ids[slot, at:end] = segment
+            batch.positions[slot, at:end] = np.arange(count)
+            at = end
+
+    def sources(self, row: int) -> list[str]:
+        """Where the documents of a row came from, as `file:line`."""
+        plan = self.plan
+        pieces = slice(plan.row_starts[row], plan.row_starts[row + 1])
+        return [self.documents.source(int(index)) for index in plan.document[pieces]]
+
+    def batch(self) -> Batch:
+        """Every row at once, in the order of the plan: numpy arrays `[rows, length]`."""
+        batch = Batch.empty(len(self), self.length)
+        for row in range(len(self)):
+            self.fill(batch, row, row)
+        return batch
+
+
+def pack(
+    documents: Iterable[Document | Sequence[int]], length: int, overflow: Overflow = "truncate", *, packing: bool = True
+) -> tuple[Batch, PackingReport]:
+    """Packs documents into rows of `length` slots by best fit decreasing, deterministically.
+
+    Args:
+        documents: `Document`s, or plain sequences of ints, of which every token is trained on.
+        length: slots in a row.
+        overflow: documents longer than a row are cut ("truncate"), laid out as several pieces ("split"), or
+            refused ("error").
+        packing: False gives every document a row of its own (padded mode).
+
+    Returns:
+        The packed rows (numpy arrays `[rows, length]`) and a report with every count.
+
+    Raises:
+        ValueError: a document is longer than a row and `overflow` is "error"; tokens that are not integers; a
+            mask of another length than its tokens.
+    """
+    rows = PackedRows(Documents.gather(documents), length, overflow=overflow, packing=packing)
+    return rows.batch(), rows.report

@@ -1,0 +1,271 @@
+"""Rows from wherever people have them: files, folders, Hugging Face datasets, lists of dicts.
+
+Reading yields a `Row` with its place (file and line), so that every complaint can name it. A row that cannot
+be read is yielded too, with the reason; what becomes of it is the caller's policy.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtune.train.data.formats import FORMATS, detect_format
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row as read: `value` is its columns, or None with the reason in `error`.
+
+    number: the line in the file (JSONL, JSON, CSV) or the row (Parquet, datasets, lists), from 1.
+    format: the form of its file, a key of `formats.COLUMNS`.
+    """
+
+    file: str
+    number: int
+    value: Mapping[str, Any] | None
+    format: str = ""
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One file or data set.
+
+    name: how it is called in messages. read: yields its rows. identity: a string that changes when its rows do;
+    None where there is none (lists in memory). rows: how many there are, None if unknown before reading.
+    """
+
+    name: str
+    read: Callable[[], Iterator[Row]]
+    identity: Callable[[], str] | None = None
+    rows: int | None = None
+
+
+def open_sources(source: Any) -> list[Source]:
+    """Finds the data behind `source`, and reads nothing yet.
+
+    Args:
+        source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
+            `datasets.save_to_disk`, a data set's name (`name`, `name:config` or `name:config:split`; the split is
+            `train` unless said), a list of any of these, a `datasets.Dataset`, or a list of dicts.
+
+    Raises:
+        ValueError: there is no such file or data set, or it is of no known kind.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source).expanduser()
+        if path.is_file():
+            return [_file_source(path)]
+        if path.is_dir():
+            return [_dataset_source(_load_from_disk(path), str(source))] if _is_saved(path) else _folder(path)
+        if path.suffix.lower() in SUFFIXES or str(source).startswith((".", "/", "~")):
+            raise ValueError(f"no such data file or folder: {source}")
+        return [_dataset_source(_load_named(str(source)), str(source))]
+    if hasattr(source, "column_names") and hasattr(source, "features"):  # a datasets.Dataset
+        return [_dataset_source(source, "dataset")]
+    if isinstance(source, Iterable) and not isinstance(source, Mapping):
+        parts = list(source)
+        if parts and all(isinstance(part, str | os.PathLike) for part in parts):
+            return [found for part in parts for found in open_sources(part)]
+        return [Source("rows", lambda: _read_list(parts), rows=len(parts))]
+    raise ValueError(
+        f"data must be a path, a data set's name, a list of them, or a list of dicts, got {type(source).__name__}"
+    )
+
+
+def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | None = None) -> Iterator[Row]:
+    """The rows of all sources, in order.
+
+    Args:
+        sources: from `open_sources`.
+        format: a form of `formats.FORMATS`; "auto" decides for each source by the columns of its first good row.
+        max_rows: stop after so many rows in all.
+
+    Raises:
+        ValueError: "auto" does not know the columns.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"data.format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"data.max_rows must be at least 1, got {max_rows}")
+    rows = itertools.chain.from_iterable(_with_format(source.read(), format) for source in sources)
+    return itertools.islice(rows, max_rows)
+
+
+def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
+    for row in rows:
+        if row.value is not None:
+            if format == "auto":
+                format = detect_format(row.value, row.file)
+            row = dataclasses.replace(row, format=format)
+        yield row
+
+
+# --- sources
+
+
+def _folder(folder: Path) -> list[Source]:
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise ValueError(f"the folder {folder} holds no data file ({', '.join(SUFFIXES)})")
+    return [_file_source(file) for file in files]
+
+
+def _file_source(file: Path) -> Source:
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
+    reader = readers.get(file.suffix.lower())
+    if reader is None:
+        raise ValueError(f"{file}: cannot read {file.suffix or 'a file without suffix'}; known: {', '.join(SUFFIXES)}")
+    return Source(str(file), lambda: reader(file), lambda: _file_identity(file))
+
+
+def _file_identity(file: Path) -> str:
+    """Name and content: the name stands in every message about a row, so it belongs to what is cached."""
+    with open(file, "rb") as stream:
+        return f"{file} {hashlib.file_digest(stream, 'blake2b').hexdigest()}"
+
+
+def _dataset_source(dataset: Any, name: str) -> Source:
+    # `datasets` keeps a fingerprint of everything that made a data set.
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    return Source(
+        name,
+        lambda: _read_dataset(dataset, name),
+        (lambda: f"{name} {fingerprint}") if fingerprint else None,
+        len(dataset) if hasattr(dataset, "__len__") else None,
+    )
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _load_from_disk(folder: Path) -> Any:
+    from datasets import DatasetDict, load_from_disk
+
+    dataset = load_from_disk(str(folder))
+    if isinstance(dataset, DatasetDict):
+        if "train" not in dataset:
+            raise ValueError(f"{folder} has no split `train` but {', '.join(dataset)}; name one of its subfolders")
+        dataset = dataset["train"]
+    return dataset
+
+
+def _load_named(name: str) -> Any:
+    from datasets import load_dataset
+
+    path, config, split = [*name.split(":"), "", ""][:3]
+    try:
+        return load_dataset(path, config or None, split=split or "train")
+    except Exception as error:  # the hub's client raises many kinds
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{name!r} is no file or folder, and as a data set it cannot be loaded: {reason}") from None
+
+
+# --- kinds of files
+
+
+def _object(file: str, number: int, value: Any) -> Row:
+    if isinstance(value, Mapping):
+        return Row(file, number, value)
+    return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with open(file, "rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            try:
+                yield _object(str(file), number, json.loads(line.decode("utf-8")))
+            except UnicodeDecodeError as error:
+                yield Row(str(file), number, None, error=f"not UTF-8 (byte {error.start} of the line)")
+            except ValueError as error:
+                yield Row(str(file), number, None, error=f"bad JSON: {error}")
+
+
+def _read_json(file: Path) -> Iterator[Row]:
+    """A JSON array of objects, or lines of objects under the suffix .json."""
+    data = file.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if not data.lstrip().startswith(b"["):
+        yield from _read_jsonl(file)
+        return
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        yield Row(str(file), line, None, error="not UTF-8; a JSON array with such bytes cannot be read further")
+        return
+    decoder = json.JSONDecoder()
+    at, line, counted = text.index("[") + 1, 1, 0
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        line, counted = line + text.count("\n", counted, at), at
+        if at < len(text) and text[at] == "]":
+            return
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except ValueError as error:
+            yield Row(str(file), line, None, error=f"bad JSON, the array cannot be read further: {error}")
+            return
+        yield _object(str(file), line, value)
+
+
+def _read_csv(file: Path) -> Iterator[Row]:
+    # Bytes that are not UTF-8 become lone surrogates, so that only their row is lost.
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        reader = csv.reader(stream, strict=True)
+        columns: list[str] | None = None
+        while True:
+            number = reader.line_num + 1
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Row(str(file), number, None, error=f"bad CSV: {error}")
+                continue
+            if columns is None:
+                columns = values
+            elif not values:
+                continue
+            elif len(values) != len(columns):
+                yield Row(str(file), number, None, error=f"{len(values)} fields, the header has {len(columns)}")
+            elif any("\udc80" <= char <= "\udcff" for value in values if not value.isascii() for char in value):
+                yield Row(str(file), number, None, error="not UTF-8")
+            else:
+                yield Row(str(file), number, dict(zip(columns, values, strict=True)))
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    try:
+        numbers = itertools.count(1)
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                for value in batch.to_pylist():
+                    yield Row(str(file), next(numbers), value)
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: not a readable Parquet file: {error}") from None
+
+
+def _read_list(values: list[Any]) -> Iterator[Row]:
+    return (_object("rows", number, value) for number, value in enumerate(values, start=1))
+
+
+def _read_dataset(dataset: Any, name: str) -> Iterator[Row]:
+    return (_object(name, number, value) for number, value in enumerate(dataset, start=1))
