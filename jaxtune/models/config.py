@@ -11,7 +11,8 @@ class RopeConfig:
     """A rotary base and how it is stretched; field names as in Hugging Face's rope_scaling.
 
     kind: "default"; "linear" (positions divided by factor); "llama3"; "longrope" (per-dimension factors, the long
-    ones where a batch goes past the original context); "yarn".
+    ones where a batch goes past the original context); "yarn". attention_factor multiplies cos and sin; None is the
+    kind's own formula in factor (longrope, yarn).
     """
 
     theta: float = 10000.0
@@ -101,3 +102,18 @@ class DecoderConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a model's weights came from; kept with the model so that it can be saved as it was found.
+
+    path: folder, or folder of the local Hugging Face cache. config: config.json as text.
+    generation_config: generation_config.json as text, or None.
+    fingerprint: of the weights, 64 hex digits: adapters store it to refuse another base. None: weights made here.
+    """
+
+    path: str
+    config: str
+    generation_config: str | None = None
+    fingerprint: str | None = None

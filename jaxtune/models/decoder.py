@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.block import Block
-from jaxtune.models.config import DecoderConfig
+from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotary_table
@@ -38,6 +38,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16"):
         self.config = config
         self.dtype = jnp.dtype(dtype).name
+        self.source: Source | None = None  # set by hf.py
         keys = jax.random.split(key, config.num_layers + 2)
         self.embedding = Embedding(config, keys[0], dtype)
         self.layers = nnx.List([Block(config, k, dtype) for k in keys[2:]])

@@ -33,10 +33,9 @@ def _frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[n
         scaled = np.where(wavelength > low, base / rope.factor, base)
         return np.where((wavelength <= low) & (wavelength >= high), mixed, scaled), None, 1.0
     if rope.kind == "longrope":
-        factor = max_positions / original
         scale = rope.attention_factor
         if scale is None:
-            scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+            scale = 1.0 if rope.factor <= 1.0 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
         short = base / np.asarray(rope.short_factor, np.float32)
         return short, base / np.asarray(rope.long_factor, np.float32), scale
     if rope.kind == "yarn":

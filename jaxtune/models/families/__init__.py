@@ -1,0 +1,1 @@
+"""Model families, one file each. They share common.py and never import each other."""

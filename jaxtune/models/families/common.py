@@ -1,0 +1,236 @@
+"""What the family files share: reading a Hugging Face config with clear refusals, and naming tensors.
+
+A family module has
+
+  from_hf(hf: dict) -> DecoderConfig     from a config.json, in the spelling of transformers 4 or 5
+  to_hf(config) -> dict                  what transformers needs to load the model
+  NORMS: dict[str, str]                  name of a Block's norm -> its name in the checkpoint
+
+Our weights are stored as Hugging Face stores them ([out, in]), so tensors map one to one without a transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
+_ROPE_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
+# Present and true, each changes the mathematics in a way that no family here speaks.
+_UNSUPPORTED = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "use_mrope",
+    "use_bidirectional_attention",
+    "is_encoder_decoder",
+    "add_cross_attention",
+)
+
+LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+GEMMA_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def require(hf: Mapping[str, Any], key: str) -> Any:
+    """hf[key], or an error that names the key."""
+    if hf.get(key) is None:
+        raise ValueError(f"config.json of a {hf.get('model_type')!r} model lacks {key!r}")
+    return hf[key]
+
+
+def activation(hf: Mapping[str, Any], key: str = "hidden_act") -> str:
+    """Our name of the activation that `key` names."""
+    name = require(hf, key)
+    if name not in ACTIVATIONS:
+        raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def layer_windows(hf: Mapping[str, Any], default: Sequence[str]) -> list[int | None]:
+    """The sliding window of each layer, from layer_types (or `default`) and sliding_window.
+
+    A window at least as long as the context is full attention, and said so: full attention has faster kernels.
+    """
+    kinds = hf.get("layer_types") or list(default)
+    count = require(hf, "num_hidden_layers")
+    if len(kinds) != count:
+        raise ValueError(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {count}")
+    for kind in set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"config.json: layer_types {kind!r} is not supported; supported: full_attention, sliding_attention"
+        )
+    window = hf.get("sliding_window")
+    if "sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"config.json: layer_types has sliding_attention, but sliding_window is {window!r}")
+    if window is not None and window >= require(hf, "max_position_embeddings"):
+        window = None
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
+    """Rotary parameters as one flat dict, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
+
+    layer_type: which entry, where rope_parameters holds one dict for each kind of layer.
+    """
+    both = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if layer_type is not None and isinstance(both.get(layer_type), Mapping):
+        both = both[layer_type]
+    given = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
+    given |= {key: value for key, value in both.items() if value is not None}
+    given["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+    return given
+
+
+def rope_config(hf: Mapping[str, Any], given: Mapping[str, Any]) -> RopeConfig:
+    """RopeConfig from rope_parameters' dict; defaults as in transformers' modeling_rope_utils."""
+    kind = given["rope_type"]
+    if kind not in _ROPE_KINDS:
+        raise ValueError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}")
+    positions = require(hf, "max_position_embeddings")
+    rope: dict[str, Any] = {"theta": float(given.get("rope_theta", 10000.0)), "kind": kind}
+    rope["partial_rotary_factor"] = float(given.get("partial_rotary_factor", 1.0))
+    dim = int(head_dim(hf) * rope["partial_rotary_factor"])
+    if dim % 2:
+        raise ValueError(
+            f"config.json: the rotary dimension (head_dim x partial_rotary_factor) is {dim}, an odd number"
+        )
+    if kind == "default":
+        return RopeConfig(**rope)
+
+    def number(key):
+        if given.get(key) is None:
+            raise ValueError(f"config.json: rope_type {kind!r} needs {key!r} beside it")
+        return float(given[key])
+
+    if kind == "linear":
+        return RopeConfig(**rope, factor=number("factor"))
+    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or positions
+    rope["original_max_position_embeddings"] = int(original)
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        return RopeConfig(**rope, factor=number("factor"), low_freq_factor=low, high_freq_factor=high)
+    rope["factor"] = float(given.get("factor") or positions / original)
+    rope["attention_factor"] = given.get("attention_factor")
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            values = given.get(key)
+            if not isinstance(values, list | tuple) or len(values) != dim // 2:
+                found = len(values) if isinstance(values, list | tuple) else values
+                raise ValueError(f"config.json: longrope's {key} must be {dim // 2} numbers, not {found}")
+            rope[key] = tuple(float(value) for value in values)
+        return RopeConfig(**rope)
+    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+    if rope["attention_factor"] is None and mscale and mscale_all and rope["factor"] > 1:
+        log = 0.1 * math.log(rope["factor"])
+        rope["attention_factor"] = (mscale * log + 1) / (mscale_all * log + 1)
+    betas = {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key)}
+    return RopeConfig(**rope, **betas, truncate=given.get("truncate", True))
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """head_dim, or hidden_size / num_attention_heads where the config leaves it out."""
+    return hf.get("head_dim") or require(hf, "hidden_size") // require(hf, "num_attention_heads")
+
+
+def decoder_config(hf: Mapping[str, Any], **features) -> DecoderConfig:
+    """The part of from_hf that all families share; `features` are the family's own fields of DecoderConfig."""
+    for key in _UNSUPPORTED:
+        if hf.get(key):
+            raise ValueError(
+                f"config.json: {key} = {hf[key]!r} is not supported for model_type {hf.get('model_type')!r}"
+            )
+    heads, dim = require(hf, "num_attention_heads"), head_dim(hf)
+    layers = features.pop("layers", None) or (LayerSpec(),) * require(hf, "num_hidden_layers")
+    fields = dict(
+        family=require(hf, "model_type"),
+        vocab_size=require(hf, "vocab_size"),
+        hidden_size=require(hf, "hidden_size"),
+        intermediate_size=require(hf, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=dim,
+        layers=layers,
+        max_position_embeddings=require(hf, "max_position_embeddings"),
+        attention_scale=dim**-0.5,
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        initializer_range=hf.get("initializer_range", 0.02),
+    )
+    if "rotary" not in features:
+        features["rotary"] = (rope_config(hf, rope_parameters(hf)),)
+    if "activation" not in features:
+        features["activation"] = activation(hf)
+    return DecoderConfig(**(fields | features))
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    """rope_scaling of a RopeConfig; None for the default kind."""
+    if rope.kind == "default":
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "linear":
+        return scaling
+    scaling["original_max_position_embeddings"] = rope.original_max_position_embeddings
+    if rope.kind == "llama3":
+        return scaling | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    if rope.kind == "longrope":
+        return scaling | {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+    return scaling | {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+
+
+def hf_config(config: DecoderConfig, architecture: str, **features) -> dict[str, Any]:
+    """The part of to_hf that all families share, in the spelling that transformers 4 and 5 both read."""
+    rope = config.rotary[0]
+    return {
+        "architectures": [architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": _HF_ACTIVATIONS[config.activation],
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope_to_hf(rope),
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        # A Hugging Face class brings token ids of its own where a config has none, and some lie past a small vocabulary.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    } | features
+
+
+def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """sliding_window and layer_types of a config."""
+    windows = {layer.window for layer in config.layers} - {None}
+    if len(windows) > 1:
+        raise ValueError(f"layers have different windows {sorted(windows)}: Hugging Face configs hold one")
+    kinds = ["full_attention" if layer.window is None else "sliding_attention" for layer in config.layers]
+    return {"sliding_window": windows.pop() if windows else None, "layer_types": kinds}
+
+
+def tensor_name(path: Sequence[str | int], norms: Mapping[str, str]) -> str:
+    """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ..."""
+    if path[0] == "layers":
+        _, index, part, *rest = path
+        part = {"attention": "self_attn", "mlp": "mlp", **norms}[str(part)]
+        return ".".join(("model.layers", str(index), part, *map(str, rest)))
+    return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[str(path[0])] + f".{path[1]}"

@@ -1,0 +1,421 @@
+"""Hugging Face folders in and out, one tensor at a time: the model is never in memory twice."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtune.models import shards
+from jaxtune.models.config import DecoderConfig, Source
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.families.common import tensor_name
+from jaxtune.models.registry import config_from_hf, family
+
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+# Host memory of tensors on their way to the device, unless one alone is larger.
+IN_FLIGHT_BYTES = 1 << 30
+_THREADS = 8
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
+# Buffers that older versions of transformers saved with the weights; they follow from the config.
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+def _dtype_name(dtype) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in COMPUTE_DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(COMPUTE_DTYPES)}")
+    return name
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+# ---- finding the files
+
+
+def _complete(folder: Path) -> bool:
+    """Whether a cached snapshot holds a config and every shard of its weights."""
+    if not (folder / "config.json").exists():
+        return False
+    if (folder / _WEIGHTS).exists():
+        return True
+    index = folder / _INDEX
+    return index.exists() and all((folder / name).exists() for name in set(_read_json(index)["weight_map"].values()))
+
+
+def resolve_folder(path: str | os.PathLike) -> Path:
+    """A local folder, or the cached (or then downloaded) snapshot of a Hugging Face hub name.
+
+    Raises:
+      ValueError: neither; one line that says what was tried.
+    """
+    name = os.fspath(path)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ValueError(f"{name} is a file; give the folder that holds config.json and the weights")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", name) or name.startswith("."):
+        raise ValueError(f"{name}: there is no such folder (and it is not a hub name like org/model)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError):
+        snapshot = Path(snapshot_download(name, local_files_only=True))
+        if _complete(snapshot):
+            return snapshot
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status is not None:
+            raise ValueError(
+                f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
+            ) from None
+        reason = error
+    except Exception as error:  # no network shows as errors of several libraries
+        reason = error
+    raise ValueError(
+        f"{name}: no folder of that name, not whole in the local Hugging Face cache, and the hub cannot be reached "
+        f"({type(reason).__name__}); download it once while online, or give a folder"
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder."""
+    file = folder / "config.json"
+    if not file.exists():
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(f"{folder} holds an adapter, not a model: load its base model, then load_adapter")
+        raise ValueError(f"{folder}: there is no config.json in it")
+    return _read_json(file)
+
+
+def _weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
+    """Every tensor of a folder's safetensors files, checked against the index."""
+    single, index = folder / _WEIGHTS, folder / _INDEX
+    if single.exists():
+        entries = shards.read_header(single)
+    elif index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: has no weight_map")
+        entries = {}
+        for name in sorted(set(weight_map.values())):
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{index}: {name!r} is not the name of a file in the same folder")
+            if not (folder / name).exists():
+                raise ValueError(f"{folder / name}: missing, though {_INDEX} names it; fetch it again")
+            found = shards.read_header(folder / name)
+            twice = sorted(set(found) & set(entries))
+            if twice:
+                raise ValueError(f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}")
+            entries |= found
+        for tensor, name in weight_map.items():
+            if tensor not in entries or entries[tensor].file.name != name:
+                raise ValueError(f"{index}: says that {tensor} is in {name}, but it is not")
+    else:
+        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        if pickles:
+            raise ValueError(
+                f"{folder}: its weights are a pickle ({pickles[0]}), which can run code when opened and is refused; "
+                "convert it to safetensors (save_pretrained of transformers does)"
+            )
+        raise ValueError(f"{folder}: there is no {_WEIGHTS} or {_INDEX} in it")
+    return {name: entry for name, entry in entries.items() if not _IGNORED.search(name)}
+
+
+def _listed(names) -> str:
+    names = sorted(names)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _same_content(first: shards.TensorEntry, second: shards.TensorEntry) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))
+
+
+def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
+    """The entry of every wanted tensor.
+
+    Raises:
+      ValueError: tensors that are missing, unexpected or of another shape, all in one list.
+    """
+    entries = dict(entries)
+    if tied and "lm_head.weight" in entries:
+        head = entries.pop("lm_head.weight")
+        embedding = entries.setdefault("model.embed_tokens.weight", head)
+        if embedding is not head and not _same_content(embedding, head):
+            raise ValueError(
+                f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+                'model.embed_tokens.weight; set "tie_word_embeddings": false in config.json to keep both'
+            )
+    problems = []
+    if missing := set(wanted) - set(entries):
+        problems.append(f"missing: {_listed(missing)}")
+    if unexpected := set(entries) - set(wanted):
+        problems.append(f"unexpected: {_listed(unexpected)}")
+    shapes = [
+        f"{name} {list(entries[name].shape)} (expected {list(shape)})"
+        for name, shape in wanted.items()
+        if name in entries and entries[name].shape != shape
+    ]
+    if shapes:
+        problems.append(f"of another shape: {_listed(shapes)}")
+    if problems:
+        raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
+    for name in wanted:
+        shards.check_entry(entries[name])
+    return {name: entries[name] for name in wanted}
+
+
+# ---- loading
+
+
+def _stream(entries: Mapping[str, shards.TensorEntry], dtype: str) -> tuple[dict[str, jax.Array], str]:
+    """({name: array on the default device in dtype}, fingerprint). Reads and transfers run in a few threads.
+
+    The fingerprint covers names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
+    checkpoint is cut into other shards.
+    """
+
+    def load(entry):
+        host = shards.read_tensor(entry)
+        digest = shards.tensor_digest(entry.name, host)
+        # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
+        array = jax.device_put(host).astype(dtype)
+        return jax.block_until_ready(array), digest
+
+    arrays, digests = {}, {}
+    waiting: deque = deque()
+    in_flight = 0
+
+    def collect():
+        nonlocal in_flight
+        entry, future = waiting.popleft()
+        arrays[entry.name], digests[entry.name] = future.result()
+        in_flight -= entry.size_bytes
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
+        for entry in sorted(entries.values(), key=lambda e: (e.file, e.offset)):
+            while waiting and in_flight + entry.size_bytes > IN_FLIGHT_BYTES:
+                collect()
+            waiting.append((entry, pool.submit(load, entry)))
+            in_flight += entry.size_bytes
+        while waiting:
+            collect()
+    fingerprint = hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+    return arrays, fingerprint
+
+
+def _abstract(config: DecoderConfig, dtype: str):
+    """(graph, [(path, variable of shape only)]) of a Decoder, without allocating it."""
+    model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype))
+    graph, state = nnx.split(model)
+    return graph, list(nnx.to_flat_state(state))
+
+
+def _load_tokenizer(folder: Path):
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def from_pretrained(
+    path: str | os.PathLike, dtype="bfloat16", load_in: str | None = None, max_length: int | None = None
+) -> tuple[Decoder, Any]:
+    """Loads a causal language model in Hugging Face's format.
+
+    Args:
+      path: folder with config.json and safetensors, or a hub name (the local cache comes first).
+      dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it.
+      load_in: None only: weights are kept in `dtype`.
+      max_length: tokens of the longest row you mean to use; refused if the model has no positions for it.
+    Returns:
+      (model, tokenizer); the tokenizer is None where the folder has no tokenizer files. The model lies on the default
+      device, every weight trainable; model.source says where it came from.
+    Raises:
+      ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
+    """
+    if load_in is not None:
+        raise ValueError(f"load_in {load_in!r} is not supported; supported: None")
+    dtype = _dtype_name(dtype)
+    folder = resolve_folder(path)
+    hf = read_config(folder)
+    config = config_from_hf(hf)
+    if max_length is not None and not 0 < max_length <= config.max_position_embeddings:
+        raise ValueError(
+            f"max_length {max_length} does not fit: {folder} has max_position_embeddings {config.max_position_embeddings}"
+        )
+    graph, flat = _abstract(config, dtype)
+    norms = family(config.family).NORMS
+    names = [tensor_name(variable_path, norms) for variable_path, _ in flat]
+    wanted = {name: variable.get_value().shape for name, (_, variable) in zip(names, flat, strict=True)}
+    entries = _match(wanted, _weight_entries(folder), config.tie_embeddings, folder)
+    arrays, fingerprint = _stream(entries, dtype)
+    state = nnx.from_flat_state(
+        [(p, variable.replace(arrays[entries[n].name])) for n, (p, variable) in zip(names, flat, strict=True)]
+    )
+    model = nnx.merge(graph, state)
+    generation = folder / "generation_config.json"
+    model.source = Source(
+        path=os.fspath(path),
+        config=json.dumps(hf),
+        generation_config=generation.read_text(encoding="utf-8") if generation.exists() else None,
+        fingerprint=fingerprint,
+    )
+    return model, _load_tokenizer(folder)
+
+
+def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:
+    """A model with random weights, for training from scratch.
+
+    Args:
+      config: a config.json (path, or folder that holds one), or its parsed content.
+      key: jax.random.key of the initial weights.
+      dtype: of weights and compute.
+    """
+    if isinstance(config, Mapping):
+        hf, where = dict(config), "a config"
+    else:
+        file = Path(config)
+        hf, where = read_config(file) if file.is_dir() else _read_json(file), os.fspath(config)
+    model = Decoder(config_from_hf(hf), key, _dtype_name(dtype))
+    model.source = Source(path=where, config=json.dumps(hf))
+    return model
+
+
+# ---- saving
+
+
+def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
+    """config.json for a model: as it was loaded, or the family's own where the model is not what was loaded."""
+    own = family(model.config.family).to_hf(model.config)
+    source = json.loads(model.source.config) if model.source is not None else {}
+    if source and config_from_hf(source) == model.config:
+        hf = source
+    else:
+        hf = own | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
+    hf = {key: value for key, value in hf.items() if key != "auto_map"}  # names files of code that are not saved
+    hf["architectures"] = own["architectures"]
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if hf.get(key) is None and tokenizer is not None:
+            hf[key] = getattr(tokenizer, key, None)
+    hf["dtype" if "dtype" in hf else "torch_dtype"] = model.dtype
+    return hf
+
+
+def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
+    """{Hugging Face name: variable}, in the order of the layers."""
+    norms = family(model.config.family).NORMS
+    flat = list(nnx.to_flat_state(nnx.state(model)))
+    if any("lora" in map(str, path) for path, _ in flat):
+        raise ValueError(
+            "this model has adapters that are not merged: merge_adapter(model) first, or save_adapter to keep them apart"
+        )
+
+    def order(item):
+        path = item[0]
+        return ("embedding", "layers", "norm", "head").index(path[0]), path[1] if path[0] == "layers" else 0
+
+    return {tensor_name(path, norms): variable for path, variable in sorted(flat, key=order)}
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike, need_bytes: int):
+    """A temporary folder beside `path` that becomes `path` if the block succeeds, and is removed if it does not.
+
+    Raises:
+      ValueError: `path` exists and is not an empty folder, or the disk lacks need_bytes.
+    """
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not empty; choose another folder or remove it")
+    parent = target.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if need_bytes > free:
+        raise ValueError(f"{target}: {need_bytes:,} bytes to write, {free:,} bytes free on the disk")
+    temporary = parent / f".{target.name}.writing-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def save_pretrained(
+    model: Decoder, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Writes a model as a Hugging Face folder that transformers loads.
+
+    Weights are written in model.dtype, one tensor in host memory at a time. The folder appears whole or not at all.
+
+    Args:
+      path: a folder that does not exist or is empty.
+      tokenizer: saved with the model, if given.
+      max_shard_bytes: above this the weights are cut into shards with an index.
+    Raises:
+      ValueError: adapters that are not merged; a folder in use; a disk without room.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
+    variables = _model_tensors(model)
+    dtype = jnp.dtype(model.dtype)
+    planned = {name: (name, variable.shape, dtype) for name, variable in variables.items()}
+    sizes = {name: variable.size * dtype.itemsize for name, variable in variables.items()}
+    total = sum(sizes.values())
+    files = shards.plan_shards(sizes.items(), max_shard_bytes)
+    with new_folder(path, total + (16 << 20)) as folder:
+        weight_map = {}
+        for number, names in enumerate(files, 1):
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _WEIGHTS
+            shards.write_file(
+                folder / file, [planned[name] for name in names], lambda name: variables[name].get_value().astype(dtype)
+            )
+            weight_map |= dict.fromkeys(names, file)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_json(folder / _INDEX, index)
+        _write_json(folder / "config.json", hf_config_of(model, tokenizer))
+        if model.source is not None and model.source.generation_config is not None:
+            (folder / "generation_config.json").write_text(model.source.generation_config, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

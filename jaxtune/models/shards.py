@@ -1,0 +1,159 @@
+"""safetensors files, read and written one tensor at a time.
+
+The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes.
+Reading is by plain positioned reads, not mmap, so that what was read can be freed and threads can share the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+_DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `size_bytes` bytes from `offset` of `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    size_bytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file.
+
+    Raises:
+      ValueError: a file that is truncated, too long or not safetensors, with its expected and actual size.
+    """
+    actual = file.stat().st_size
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if actual < 8 or length > min(_MAX_HEADER_BYTES, actual - 8):
+            raise ValueError(f"{file}: not a whole safetensors file: header of {length} bytes, file of {actual} bytes")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        start = 8 + length
+        entries = {
+            name: TensorEntry(
+                name,
+                item["dtype"],
+                tuple(item["shape"]),
+                file,
+                start + item["data_offsets"][0],
+                item["data_offsets"][1] - item["data_offsets"][0],
+            )
+            for name, item in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file}: its safetensors header is corrupt ({type(error).__name__}: {error})") from None
+    expected = max((entry.offset + entry.size_bytes for entry in entries.values()), default=start)
+    if expected != actual:
+        kind = "truncated" if actual < expected else "too long"
+        raise ValueError(f"{file}: {kind}: expected {expected} bytes, found {actual}; fetch the file again")
+    return entries
+
+
+def check_entry(entry: TensorEntry) -> None:
+    """Refuses a dtype that is not a plain float, and a size that does not fit the shape."""
+    if entry.dtype not in DTYPES:
+        raise ValueError(
+            f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
+            "(quantised checkpoints cannot be loaded)"
+        )
+    want = int(np.prod(entry.shape, dtype=np.int64)) * DTYPES[entry.dtype].itemsize
+    if entry.offset < 8 or want != entry.size_bytes:
+        raise ValueError(
+            f"{entry.file}: {entry.name} {entry.shape} needs {want} bytes, its header gives {entry.size_bytes}"
+        )
+
+
+def _read_bytes(entry: TensorEntry) -> np.ndarray:
+    """uint8[size_bytes]"""
+    data = np.empty(entry.size_bytes, np.uint8)
+    view, done = memoryview(data), 0
+    descriptor = os.open(entry.file, os.O_RDONLY)
+    try:
+        while done < entry.size_bytes:
+            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], entry.offset + done)
+            if count == 0:
+                raise ValueError(
+                    f"{entry.file}: ended {entry.size_bytes - done} bytes early while reading {entry.name}"
+                )
+            done += count
+    finally:
+        os.close(descriptor)
+    return data
+
+
+def read_tensor(entry: TensorEntry) -> np.ndarray:
+    """The tensor in its stored dtype, in memory of its own."""
+    return _read_bytes(entry).view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def tensor_digest(name: str, array: np.ndarray) -> bytes:
+    """A digest of name, dtype, shape and up to 64 evenly spaced blocks of 4 KiB: content, at a cost near nothing."""
+    digest = hashlib.sha256(f"{name} {array.dtype.name} {array.shape}".encode())
+    data = array.reshape(-1).view(np.uint8)
+    last = max(0, data.size - _SAMPLE_BYTES)
+    for start in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+        digest.update(data[start : start + _SAMPLE_BYTES])
+    return digest.digest()
+
+
+def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut into shards of at most max_shard_bytes (a larger tensor gets a shard of its own)."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes_bytes:
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def write_file(file: Path, tensors: list[tuple[str, tuple[int, ...], np.dtype]], fetch) -> None:
+    """Writes one safetensors file; `fetch(name)` gives each tensor when its turn comes, so one is in memory at a time.
+
+    Args:
+      tensors: (name, shape, dtype), in file order.
+      fetch: name -> np.ndarray or jax.Array of that shape and dtype.
+    """
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers wants the format named
+    at = 0
+    for name, shape, dtype in tensors:
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype.name], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(file, "wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little"))
+        stream.write(raw)
+        for name, shape, dtype in tensors:
+            array = np.ascontiguousarray(jax.device_get(fetch(name)))
+            if array.shape != tuple(shape) or array.dtype != dtype:
+                raise ValueError(f"{name}: planned as {dtype.name}{shape}, found {array.dtype.name}{array.shape}")
+            stream.write(array.reshape(-1).view(np.uint8))
+        stream.flush()
+        os.fsync(stream.fileno())
