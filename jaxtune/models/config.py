@@ -110,10 +110,8 @@ class Source:
 
     path: folder, or folder of the local Hugging Face cache. config: config.json as text.
     generation_config: generation_config.json as text, or None.
-    fingerprint: of the weights, 64 hex digits: adapters store it to refuse another base. None: weights made here.
     """
 
     path: str
     config: str
     generation_config: str | None = None
-    fingerprint: str | None = None

@@ -38,7 +38,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16"):
         self.config = config
         self.dtype = jnp.dtype(dtype).name
-        self.source: Source | None = None  # set by hf.py
+        # Set by hf.py. The fingerprint is of the loaded weights, 64 hex digits: an adapter refuses another base by it.
+        self.source: Source | None = None
+        self.base_fingerprint: str | None = None
         keys = jax.random.split(key, config.num_layers + 2)
         self.embedding = Embedding(config, keys[0], dtype)
         self.layers = nnx.List([Block(config, k, dtype) for k in keys[2:]])

@@ -275,7 +275,7 @@ def from_pretrained(
     config = config_from_hf(hf)
     if max_length is not None and not 0 < max_length <= config.max_position_embeddings:
         raise ValueError(
-            f"max_length {max_length} does not fit: {folder} has max_position_embeddings {config.max_position_embeddings}"
+            f"max_length {max_length} does not fit: max_position_embeddings of {folder} is {config.max_position_embeddings}"
         )
     graph, flat = _abstract(config, dtype)
     norms = family(config.family).NORMS
@@ -292,8 +292,8 @@ def from_pretrained(
         path=os.fspath(path),
         config=json.dumps(hf),
         generation_config=generation.read_text(encoding="utf-8") if generation.exists() else None,
-        fingerprint=fingerprint,
     )
+    model.base_fingerprint = fingerprint
     return model, _load_tokenizer(folder)
 
 
@@ -341,7 +341,7 @@ def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
     flat = list(nnx.to_flat_state(nnx.state(model)))
     if any("lora" in map(str, path) for path, _ in flat):
         raise ValueError(
-            "this model has adapters that are not merged: merge_adapter(model) first, or save_adapter to keep them apart"
+            "this model has adapters: merge them first (merge_adapter), or write them alone (save_adapter)"
         )
 
     def order(item):

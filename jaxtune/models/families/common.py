@@ -101,7 +101,7 @@ def rope_config(hf: Mapping[str, Any], given: Mapping[str, Any]) -> RopeConfig:
     dim = int(head_dim(hf) * rope["partial_rotary_factor"])
     if dim % 2:
         raise ValueError(
-            f"config.json: the rotary dimension (head_dim x partial_rotary_factor) is {dim}, an odd number"
+            f"config.json: the rotary dimension, head_dim x partial_rotary_factor, is {dim}: it must be even"
         )
     if kind == "default":
         return RopeConfig(**rope)
@@ -145,26 +145,24 @@ def decoder_config(hf: Mapping[str, Any], **features) -> DecoderConfig:
     """The part of from_hf that all families share; `features` are the family's own fields of DecoderConfig."""
     for key in _UNSUPPORTED:
         if hf.get(key):
-            raise ValueError(
-                f"config.json: {key} = {hf[key]!r} is not supported for model_type {hf.get('model_type')!r}"
-            )
+            raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported (model_type {hf.get('model_type')!r})")
     heads, dim = require(hf, "num_attention_heads"), head_dim(hf)
     layers = features.pop("layers", None) or (LayerSpec(),) * require(hf, "num_hidden_layers")
-    fields = dict(
-        family=require(hf, "model_type"),
-        vocab_size=require(hf, "vocab_size"),
-        hidden_size=require(hf, "hidden_size"),
-        intermediate_size=require(hf, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=dim,
-        layers=layers,
-        max_position_embeddings=require(hf, "max_position_embeddings"),
-        attention_scale=dim**-0.5,
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        initializer_range=hf.get("initializer_range", 0.02),
-    )
+    fields = {
+        "family": require(hf, "model_type"),
+        "vocab_size": require(hf, "vocab_size"),
+        "hidden_size": require(hf, "hidden_size"),
+        "intermediate_size": require(hf, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": dim,
+        "layers": layers,
+        "max_position_embeddings": require(hf, "max_position_embeddings"),
+        "attention_scale": dim**-0.5,
+        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "initializer_range": hf.get("initializer_range", 0.02),
+    }
     if "rotary" not in features:
         features["rotary"] = (rope_config(hf, rope_parameters(hf)),)
     if "activation" not in features:
@@ -211,7 +209,7 @@ def hf_config(config: DecoderConfig, architecture: str, **features) -> dict[str,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": 0.0,
         "use_cache": True,
-        # A Hugging Face class brings token ids of its own where a config has none, and some lie past a small vocabulary.
+        # Where a config has no token ids, the Hugging Face class brings its own, past the end of a small vocabulary.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
