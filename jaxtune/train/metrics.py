@@ -1,0 +1,498 @@
+"""What a run says about itself: metrics.jsonl and other loggers, the progress bar, the loss plot, speed and memory.
+
+Names of metrics: `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
+metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+JSONL = "metrics.jsonl"
+
+
+# ---- loggers
+
+
+class MetricsLogger:
+    """Appends to `folder`/metrics.jsonl, and to TensorBoard and Weights & Biases where asked.
+
+    The file is the source of truth: one JSON object a line, written through at each call. NaN and infinities are the
+    strings "nan", "inf" and "-inf", so that every line is JSON. A logger that fails while training runs (network,
+    disk) is reported once and training goes on: without it, or, if it is the file, trying it again at each line.
+
+    Args:
+      tensorboard: event files in `folder`/tensorboard.
+      wandb_project: project name. A resumed run continues its own W&B run.
+      config: JSON-able mapping shown by W&B.
+      resumed_step: the step a resumed run goes on from; lines of later steps, and a torn last line, are dropped. None
+        for a new run.
+
+    Raises ValueError if an optional package is missing, or if a new run finds metrics of an old one.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        tensorboard: bool = False,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        resumed_step: int | None = None,
+    ):
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / JSONL
+        if resumed_step is not None:
+            _drop_after(self.path, resumed_step)
+        elif self.path.exists() and self.path.stat().st_size > 0:
+            raise ValueError(f"{self.path} is of another run: resume that one or choose another output folder")
+        makers: dict[str, Callable[[], _Sink]] = {JSONL: lambda: _JsonlSink(self.path)}
+        if tensorboard:
+            _require_package("tensorboardX", "metrics.tensorboard", "tensorboard")
+            makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)
+        if wandb_project is not None:
+            _require_package("wandb", "metrics.wandb_project", "wandb")
+            makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
+        self._sinks: dict[str, _Sink] = {}
+        self._reported: set[str] = set()
+        for name, make in makers.items():
+            with self._survived(name):
+                self._sinks[name] = make()
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records the values of one step: numbers (also 0-d arrays), strings, None, or lists and dicts of them."""
+        line = {"step": int(step), "time": round(time.time(), 3)} | {
+            key: _plain(value) for key, value in values.items()
+        }
+        for name, sink in list(self._sinks.items()):
+            with self._survived(name):
+                sink.log(line)
+
+    def close(self) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._survived(name):
+                sink.close()
+        self._sinks = {}
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _survived(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # any error of any logger: none of them is worth a run
+            if name not in self._reported:
+                logger.error("%s failed; training goes on without it: %s: %s", name, type(error).__name__, error)
+            self._reported.add(name)
+            if name != JSONL:
+                self._sinks.pop(name, None)
+
+
+class _Sink:
+    def log(self, line: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class _JsonlSink(_Sink):
+    def __init__(self, path: Path):
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._torn = False  # a full disk may take half a line
+
+    def log(self, line: dict[str, Any]) -> None:
+        data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._torn = True
+        if self._file.write(data) != len(data):
+            raise OSError(f"{self._file.name}: only a part of a line could be written")
+        self._torn = False
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoardSink(_Sink):
+    def __init__(self, folder: Path, resumed_step: int | None):
+        from tensorboardX import SummaryWriter
+
+        # purge_step hides what an earlier part of this run wrote past the resumed step.
+        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
+
+    def log(self, line: dict[str, Any]) -> None:
+        for key, value in _numbers(line).items():
+            self._writer.add_scalar(key, value, line["step"], walltime=line["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbSink(_Sink):
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+        import wandb
+
+        id_file = folder / "wandb_run_id"
+        run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
+        self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
+        id_file.write_text(self._run.id)
+
+    def log(self, line: dict[str, Any]) -> None:
+        self._run.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _require_package(package: str, key: str, extra: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"{key} needs {package} ({error}): pip install 'jaxtune[{extra}]', or leave {key} out"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value that keeps NaN and infinities as strings."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and JAX
+        return _plain(value.tolist())
+    raise ValueError(f"a metric must be a number, string, list or dict, not {type(value).__name__}")
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """What a plotting logger takes of a line."""
+    numbers = {}
+    for key, value in line.items():
+        if value in ("nan", "inf", "-inf"):
+            value = float(value)
+        if isinstance(value, int | float) and key not in ("step", "time"):
+            numbers[key] = value
+    return numbers
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, NaN and infinities as floats again. A torn line, of a kill, is left out."""
+    lines = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            with contextlib.suppress(json.JSONDecodeError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    lines.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in line.items()})
+    return lines
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in read_metrics(path) if line.get("step", last_step + 1) <= last_step]
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(_plain(line)) + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+# ---- the progress bar
+
+
+def duration(seconds: float) -> str:
+    """1:05, or 2:03:04 from an hour on."""
+    minutes, seconds_left = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
+
+
+class Progress:
+    """A live bar on a terminal; elsewhere plain lines, at most one in `line_seconds` and always the last step.
+
+    Use as a context. Args: total_steps of the run, start_step (done before a resume), console (a rich Console; None
+    for stderr's).
+    """
+
+    def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
+        from rich.console import Console
+
+        self.total_steps = total_steps
+        self.console = console if console is not None else Console(stderr=True)
+        self._start_step, self._line_seconds = start_step, line_seconds
+        self._first: tuple[int, float] | None = None  # step and time from which the speed counts: after the compile
+        self._last_line_seconds = -math.inf
+        self._live: Any = None
+        if self.console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("step", total=total_steps, completed=start_step)
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            self._live = Live(self._bar, console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @contextlib.contextmanager
+    def compiling(self, about_seconds: float | None = None) -> Iterator[None]:
+        """The phase in which the step is compiled; the time it takes is kept out of the time left."""
+        text = "compiling" if about_seconds is None else f"compiling, about {about_seconds:.0f} s"
+        started = time.monotonic()
+        if self._live is None:
+            self.print(text)
+        else:
+            self._bar.update(self._task, description=text)
+        try:
+            yield
+        finally:
+            self._first = None
+            if self._live is not None:
+                self._bar.update(self._task, description="step")
+        if self._live is None:
+            self.print(f"compiled in {time.monotonic() - started:.1f} s")
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+        grad_norm: float | None = None,
+        tokens_per_second: float | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """Shows the numbers of a finished step."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        parts = [
+            None if loss is None else f"loss {loss:.4f}",
+            None if learning_rate is None else f"learning rate {learning_rate:.2e}",
+            None if grad_norm is None else f"grad norm {grad_norm:.3f}",
+            None if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s",
+            None if memory_bytes is None else f"memory {memory_bytes / 1e9:.2f} GB",
+            None if (left := self._seconds_left(step, now)) is None else f"{duration(left)} left",
+        ]
+        text = "  ".join(part for part in parts if part is not None)
+        if self._live is not None:
+            from rich.console import Group
+            from rich.text import Text
+
+            self._bar.update(self._task, completed=step)
+            self._live.update(Group(self._bar, Text(text)))
+        elif now - self._last_line_seconds >= self._line_seconds or step >= self.total_steps:
+            self._last_line_seconds = now
+            self.print(f"step {step}/{self.total_steps}  {text}")
+
+    def print(self, text: str) -> None:
+        """A line of its own, above the bar on a terminal; never wrapped, cut or coloured."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        first_step, first_seconds = self._first or (step, now)
+        if step <= first_step:
+            return None
+        return (now - first_seconds) / (step - first_step) * max(self.total_steps - step, 0)
+
+
+# ---- the plot
+
+
+def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
+    """Draws loss over step from a metrics.jsonl: every step faint, a moving average strong, evaluations as points.
+
+    Non-finite losses are left out. Raises ValueError if there is no loss at all.
+    """
+    lines = read_metrics(jsonl_path)
+
+    def series(key: str) -> list[tuple[int, float]]:
+        found = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+    train, evaluation = series("loss"), series("eval_loss")
+    if not train and not evaluation:
+        raise ValueError(f"{jsonl_path} has no finite loss to plot")
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = zip(*train)
+        window = max(1, len(losses) // 25)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training loss")
+        axes.plot(steps, _moving_average(losses, window), color="tab:blue", label=f"mean of {window} steps")
+    if evaluation:
+        steps, losses = zip(*evaluation)
+        axes.plot(steps, losses, "o--", color="tab:red", markersize=5, linewidth=1, label="evaluation loss")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(png_path)
+
+
+def _moving_average(values: tuple[float, ...], window: int) -> list[float]:
+    """Mean of each value and the up to window - 1 before it."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+
+
+# ---- memory, speed, time
+
+
+def memory_peak_bytes() -> int:
+    """Most memory in use so far: of device 0, or of this process on the host where the device keeps no count (CPU)."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+# Dense peak FLOP/s (no sparsity), products of bf16 or fp16 summed in fp32, fp8 summed in fp32, and fp32 without TF32:
+# NVIDIA's data sheets and architecture papers. The first name found in the device's kind counts.
+_PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    "GB200": {"16": 2500, "8": 5000, "32": 80},
+    "B200": {"16": 2250, "8": 4500, "32": 75},
+    "GH200": {"16": 989, "8": 1979, "32": 67},
+    "H200 NVL": {"16": 835, "8": 1671, "32": 60},
+    "H200": {"16": 989, "8": 1979, "32": 67},
+    "H100 PCIe": {"16": 756, "8": 1513, "32": 51},
+    "H100 NVL": {"16": 835, "8": 1671, "32": 60},
+    "H100": {"16": 989, "8": 1979, "32": 67},
+    "A100": {"16": 312, "32": 19.5},
+    "L40S": {"16": 362, "8": 733, "32": 91.6},
+    "L4": {"16": 121, "8": 242, "32": 30.3},
+    "RTX A6000": {"16": 154.8, "32": 38.7},
+    "RTX 5090": {"16": 209.5, "8": 419, "32": 104.8},
+    "RTX 4090": {"16": 165.2, "8": 330.3, "32": 82.6},
+    "RTX 3090 Ti": {"16": 80, "32": 40},
+    "RTX 3090": {"16": 71, "32": 35.6},
+}
+_WIDTH = {"bfloat16": "16", "float16": "16", "float8_e4m3fn": "8", "float8_e5m2": "8", "float32": "32"}
+
+
+def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
+    """Dense peak FLOP/s of matmuls in `dtype` on a device (jax.Device.device_kind); None if it is not in the table."""
+    if "Laptop" in device_kind or " MIG " in device_kind:  # the same name, another chip or a slice of one
+        return None
+    words = f" {device_kind} ".replace("-", " ")
+    for name, peaks in _PEAK_TFLOPS.items():
+        if f" {name} " in words:
+            tflops = peaks.get(_WIDTH.get(dtype, ""))
+            return None if tflops is None else tflops * 1e12
+    return None
+
+
+def model_flops_per_step(
+    *,
+    tokens: int,
+    matmul_params: int,
+    trained_matmul_params: int,
+    adapter_params: int = 0,
+    attention_layers: int,
+    query_heads: int,
+    head_dim: int,
+    sum_squared_document_tokens: int,
+) -> float:
+    """FLOPs that the model needs for one optimizer step, whatever the program recomputes; for model FLOP utilisation.
+
+    With T tokens (padding left out), N = matmul_params (every matrix a token is multiplied by, the head included, the
+    embedding look-up not, of a mixture only the experts a token visits), N' = trained_matmul_params, A =
+    adapter_params, and S = sum over documents of length^2:
+
+        forward    2 N T                        each weight: one multiply, one add a token
+                 + 2 A T                        the adapters beside them
+                 + 4 L H D S / 2                q k^T and p v over L layers, H query heads of D; half is causal
+        backward   2 N T                        the gradient to the input of every matmul
+                 + 2 N' T                       the gradient of the trained weights
+                 + 4 A T                        both for the adapters
+                 + twice the forward attention  dv, dp, dq, dk
+
+    Full fine-tuning (N' = N, A = 0) is thus 6 N T + 6 L H D S, the formula of PaLM (arXiv 2204.02311, appendix B) with
+    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 L H D S. A sliding window is not taken off S here: the caller
+    passes the visible pairs times two.
+    """
+    attention_forward = 4 * attention_layers * query_heads * head_dim * sum_squared_document_tokens / 2
+    forward = 2 * (matmul_params + adapter_params) * tokens + attention_forward
+    backward = (2 * matmul_params + 2 * trained_matmul_params + 4 * adapter_params) * tokens + 2 * attention_forward
+    return float(forward + backward)
+
+
+class StepTimer:
+    """Splits the wall time of a step into waiting for data, saving, and the rest: dispatch and compute.
+
+        with timer.part("data_wait"): batch = next(batches)
+        ...
+        with timer.part("save"): checkpointer.save(...)
+        timer.end_step()  ->  {"step_seconds", "data_wait_seconds", "compute_seconds", "save_seconds"}
+
+    Steps follow each other without a gap: one begins where `end_step` closed the last.
+    """
+
+    parts = ("data_wait", "save")
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a step now: leaves out what lay between, such as an evaluation."""
+        self._started = self._clock()
+        self._seconds = dict.fromkeys(self.parts, 0.0)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Counts the time inside to a part of this step; `name` is one of `parts`."""
+        if name not in self.parts:
+            raise ValueError(f"StepTimer has the parts {self.parts}, not {name!r}")
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._clock() - started
+
+    def end_step(self) -> dict[str, float]:
+        total = self._clock() - self._started
+        seconds = self._seconds
+        self.restart()
+        return {
+            "step_seconds": total,
+            "data_wait_seconds": seconds["data_wait"],
+            "compute_seconds": total - sum(seconds.values()),
+            "save_seconds": seconds["save"],
+        }
