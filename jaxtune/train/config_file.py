@@ -105,12 +105,13 @@ def recipe_summary(path: Path) -> str:
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a recipe and apply `key.sub=value` overrides, whose values are YAML too.
+    """Read a recipe and apply `key.sub=value` overrides.
 
     Args:
         recipe: path of a YAML file, or name of a packaged recipe. In its values `{package}` is the folder of the
             jaxtune package; in `output`, `{recipe}` is the recipe's name.
-        overrides: e.g. `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`.
+        overrides: e.g. `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`; a
+            value is a YAML scalar, `[list]`, `{mapping}` or quoted string.
 
     Raises:
         ConfigError: everything that is wrong, one line each: key, value, where it stands, and the nearest valid key.
@@ -213,10 +214,13 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
     for depth, name in enumerate(sections):
         if values.get(name) is None:  # also a section that the recipe sets to null
             values[name] = {}
+            origins[".".join(sections[: depth + 1])] = origin
         values = values[name]
         if not isinstance(values, dict):
             raise ConfigError(f"{'.'.join(sections[: depth + 1])} has no keys of its own ({origin})")
-    values[last] = _parse_yaml(text, origin)
+    # A plain value is taken as it stands, so that `data.response_part=### Response:` is neither comment nor mapping.
+    text = text.strip()
+    values[last] = _parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else _scalar(text)
     for old in [old for old in origins if old.startswith(key + ".")]:
         del origins[old]
     origins[key] = origin

@@ -1,0 +1,131 @@
+"""The console command: what it hands on, and how it tells a mistake from a fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import jaxtune
+from jaxtune import cli
+from jaxtune.train.config_file import config_keys, packaged_recipes
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "model: {path: some/model}\ndata: {train: rows.jsonl}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list:
+    """Stands in for the training application: records what the command hands to it."""
+    calls = []
+
+    def run(config, *, check, plan):
+        calls.append((config, check, plan))
+        return 0
+
+    monkeypatch.setitem(sys.modules, "jaxtune.train.app", types.SimpleNamespace(run=run))  # type: ignore[arg-type]
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("flags", "check", "plan"), [([], False, False), (["--check"], True, False), (["--plan"], False, True)]
+)
+def test_train_hands_on_the_config(recipe, runs, flags, check, plan):
+    assert cli.main(["train", recipe, "steps=3", *flags, "adapter.r=2"]) == 0
+    [(config, *given)] = runs
+    assert given == [check, plan]
+    assert (config.steps, config.adapter.r, config.output) == (3, 2, "runs/mine")
+
+
+def test_the_exit_code_of_a_run_is_the_command_s(recipe, runs, monkeypatch):
+    monkeypatch.setattr(sys.modules["jaxtune.train.app"], "run", lambda *_, **__: 75)
+    assert cli.main(["train", recipe]) == 75
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["zzz"], "unknown command 'zzz'; commands: train, generate, evaluate, export, info"),
+        (["train"], "the first argument is a recipe: a YAML file or one of "),
+        (["train", "steps=3"], "the first argument is a recipe"),
+        (["train", "lora-8"], "no packaged recipe 'lora-8' (nearest: lora-8b)"),
+        (["train", "none.yaml"], "no recipe file none.yaml"),
+        (["train", "lora-8b", "data.train=x", "optm.name=sgd"], "unknown key optm (override 'optm.name=sgd'); did you"),
+        (["train", "lora-8b", "data.train=x", "stray"], "cannot read override 'stray'"),
+        (["evaluate", "lora-8b"], "data.train is missing"),
+        (["export", ".", "out"], ". is not an adapter folder: it has no adapter_config.json"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"jaxtune: error: {message}") and err.count("\n") == 1
+
+
+def test_a_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("JAXTUNE_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="no packaged recipe"):
+        cli.main(["train", "lora-8"])
+
+
+def test_a_fault_keeps_its_traceback(recipe, runs, monkeypatch, capsys):
+    def from_a_library(*_, **__):
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(sys.modules["jaxtune.train.app"], "run", from_a_library)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        cli.main(["train", recipe])
+
+    def missing_file(*_, **__):
+        (Path(recipe).parent / "rows.jsonl").read_text()
+
+    monkeypatch.setattr(sys.modules["jaxtune.train.app"], "run", missing_file)
+    assert cli.main(["train", recipe]) == 2
+    assert "rows.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["-m", "jaxtune.train"], ["-m", "jaxtune.cli", "train"]])
+def test_train_help_lists_recipes_and_every_key(command):
+    result = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.startswith("usage: python -m jaxtune.train RECIPE [key.sub=value ...] [--check | --plan]")
+    words = result.stdout.split()
+    assert not [key.name for key in config_keys() if key.name not in words]
+    assert not [name for name in packaged_recipes() if name not in words]
+    assert "modules_to_save" in result.stdout and "[lm_head]" in result.stdout  # brackets are not markup
+
+
+def test_help_of_the_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("train", "generate", "evaluate", "export", "info"))
+    assert cli.main([]) == 2
+    capsys.readouterr()
+    for name in ("generate", "evaluate", "export", "info"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([name, "--help"])
+        assert caught.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: jaxtune {name}")
+
+
+def test_info(capsys):
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["jaxtune", jaxtune.__version__]
+    assert any(line.split() == ["jax", "0.11.2"] for line in lines)
+    assert lines.count("  cpu") == 8  # the virtual devices of the tests
+    assert any(line.split()[:1] == ["lora-8b"] for line in lines)

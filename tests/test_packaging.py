@@ -1,0 +1,305 @@
+"""The package as it is installed, and the scripts that install it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import jaxtune
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PINS = dict(
+    line.split("==")
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+)
+SH = shutil.which("sh") or "sh"
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Canonical names of everything that the requirements pull into this environment."""
+    found: set[str] = set()
+    todo = [Requirement(text) for text in requirements]
+    done: set[str] = set()
+    while todo:
+        requirement = todo.pop()
+        if str(requirement) in done:
+            continue
+        done.add(str(requirement))
+        name = canonicalize_name(requirement.name)
+        found.add(name)
+        for text in metadata.requires(name) or []:
+            child = Requirement(text)
+            extras = ["", *sorted(requirement.extras)]
+            if child.marker is None or any(child.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(child)
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed() -> set[str]:
+    return closure(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])
+
+
+def test_cpu_install_has_no_cuda_triton_or_torch(installed):
+    assert {"jax", "jaxlib", "orbax-checkpoint", "transformers", "datasets", "pytest"} <= installed
+    accelerator = re.compile(r"^(nvidia-|cuda|jax-cuda|jax-rocm|cupy|torch|triton|jax-triton|bitsandbytes)")
+    assert not [name for name in installed if accelerator.match(name)]
+
+
+def test_constraints_pin_the_whole_tree(installed):
+    assert not installed - {canonicalize_name(name) for name in PINS}
+    assert {name: PINS[name] for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")} == {
+        "jax": "0.11.2", "jaxlib": "0.11.2", "flax": "0.12.10", "optax": "0.2.8", "orbax-checkpoint": "0.12.4",
+    }  # fmt: skip
+    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]:
+        requirement = Requirement(text)
+        pins = {canonicalize_name(name): version for name, version in PINS.items()}
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+def test_gpu_extras_are_there():
+    extras = PROJECT["optional-dependencies"]
+    for name in ("cuda12", "cuda13"):
+        by_name = {Requirement(text).name: Requirement(text) for text in extras[name]}
+        assert by_name["jax"].extras == {name}
+        assert by_name["jax-triton"].specifier.contains("0.3.1") and by_name["jax-triton"].specifier.contains("0.4.1")
+    assert {"tensorboard", "wandb", "test"} <= set(extras)
+
+
+def test_version_is_said_once():
+    assert PROJECT["version"] == jaxtune.__version__
+
+
+def test_the_wheel_holds_recipes_types_and_licence(tmp_path, monkeypatch):
+    from hatchling import build
+
+    monkeypatch.chdir(ROOT)
+    wheel = tmp_path / build.build_wheel(str(tmp_path))
+    names = zipfile.ZipFile(wheel).namelist()
+    inside = {name for name in names if name.startswith("jaxtune/")}
+    package = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "jaxtune").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert inside == package
+    assert {"jaxtune/py.typed", "jaxtune/train/recipes/lora-8b.yaml", "jaxtune/cli.py"} <= inside
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
+    assert {name.split("/")[0] for name in names} == {"jaxtune", f"jaxtune-{jaxtune.__version__}.dist-info"}
+
+
+# ---- The interpreter search. `usable` and `broken` are what the search may find under a name.
+
+
+def usable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
+    return path
+
+
+def broken(path: Path) -> None:
+    """A name that exists and does not run as a Python 3.12: an old Python, or a version manager's shim."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
+    path.chmod(0o755)
+
+
+def find_python(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess:
+    env = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home"), **environment}
+    return subprocess.run([SH, ROOT / "scripts/find_python.sh"], env=env, capture_output=True, text=True)
+
+
+def real(output: str) -> Path:
+    return Path(output.strip()).resolve()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "bin/python3", "bin/python3.13", "home/.pyenv/versions/3.12.9/bin/python",
+        "home/.pyenv/versions/3.15.0/bin/python", "home/.local/share/uv/python/cpython-3.13.1-linux/bin/python3",
+    ],
+)  # fmt: skip
+def test_a_python_is_found_where_it_may_hide(tmp_path, place):
+    broken(tmp_path / "bin/python3.12")
+    broken(tmp_path / "home/.pyenv/versions/3.9.18/bin/python")
+    target = usable(tmp_path / place)
+    result = find_python(tmp_path)
+    assert result.returncode == 0 and result.stderr == ""
+    assert real(result.stdout) == target.resolve()
+    assert result.stdout.count("\n") == 1
+
+
+def test_path_comes_before_version_managers(tmp_path):
+    first = usable(tmp_path / "bin/python3")
+    broken(tmp_path / "home/.pyenv/versions/3.12.9/bin/python")
+    assert find_python(tmp_path).stdout.strip() == str(first)
+
+
+def test_no_python_is_one_clear_line(tmp_path):
+    broken(tmp_path / "bin/python3")
+    result = find_python(tmp_path)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "no Python 3.12 or newer found" in result.stderr and "PYTHON=" in result.stderr
+
+
+def test_an_explicit_python_never_falls_back(tmp_path):
+    usable(tmp_path / "bin/python3")
+    chosen = usable(tmp_path / "elsewhere/python")
+    assert find_python(tmp_path, PYTHON=str(chosen)).stdout.strip() == str(chosen)
+    broken(tmp_path / "old")
+    result = find_python(tmp_path, PYTHON=str(tmp_path / "old"))
+    assert result.returncode == 1 and f"PYTHON={tmp_path / 'old'} is not a Python 3.12" in result.stderr
+
+
+# ---- The environment: a recorded interpreter stands in for pip and venv, which need minutes and a network.
+
+RECORDER = """#!/bin/sh
+case "$1 $2" in
+"-m venv")
+    shift 2
+    if [ "$1" = --clear ]; then shift; fi
+    mkdir -p "$1/bin"
+    cp "$0" "$1/bin/python"
+    echo venv >> "$LOG" ;;
+"-m pip") shift 2; echo "pip $*" >> "$LOG"; [ ! -e "$LOG.fail" ] || exit 1 ;;
+*) exec "$REAL" "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "scripts/find_python.sh", "scripts/setup_env.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    recorder = tmp_path / "python"
+    recorder.write_text(RECORDER)
+    recorder.chmod(0o755)
+    log = tmp_path / "log"
+    env = {**os.environ, "PYTHON": str(recorder), "REAL": sys.executable, "LOG": str(log)}
+
+    def setup(folder: str = ".venv") -> tuple[int, list[str]]:
+        log.write_text("")
+        result = subprocess.run(
+            [SH, tmp_path / "scripts/setup_env.sh", folder], env=env, capture_output=True, text=True
+        )
+        return result.returncode, log.read_text().splitlines()
+
+    # The search prints the interpreter behind a name, which is not the recorder: hand it through.
+    (tmp_path / "scripts/find_python.sh").write_text('echo "$PYTHON"\n')
+    return tmp_path, setup
+
+
+def test_installation_happens_once_and_again_after_a_change(checkout):
+    folder, setup = checkout
+    code, calls = setup()
+    assert code == 0 and calls[0] == "venv"
+    [install] = calls[1:]
+    assert "install -qq --retries" in install and install.endswith("--constraint constraints.txt --editable .[test]")
+    assert setup() == (0, [])
+    with open(folder / "constraints.txt", "a") as file:
+        file.write("# changed\n")
+    code, calls = setup()
+    assert code == 0 and len(calls) == 1 and calls[0].startswith("pip")  # the environment itself is kept
+    assert setup() == (0, [])
+
+
+def test_a_failed_installation_is_tried_again(checkout):
+    folder, setup = checkout
+    (folder / "log.fail").touch()
+    code, calls = setup()
+    assert code != 0 and len(calls) == 2
+    (folder / "log.fail").unlink()
+    code, calls = setup()
+    assert code == 0 and calls[-1].startswith("pip")
+    assert setup() == (0, [])
+
+
+def test_torch_and_cuda_go_into_their_own_environments(checkout):
+    _, setup = checkout
+    assert not [call for call in setup(".venv")[1] if "torch" in call or "cuda" in call]
+    assert [call for call in setup(".venv-parity")[1] if call.endswith("torch peft bitsandbytes")]
+    version = metadata.version("jax")
+    cuda = [call for call in setup(".venv-aot")[1] if "cuda" in call]
+    assert len(cuda) == 1
+    assert cuda[0].endswith(f"--no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}")
+
+
+# ---- The check of skipped tests
+
+
+def load_check_skips():
+    spec = importlib.util.spec_from_file_location("check_skips", ROOT / "scripts/check_skips.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> Path:
+    """What pytest writes for a run with a skip and an expected failure, for a clean one and for an empty one."""
+    folder = tmp_path_factory.mktemp("reports")
+    (folder / "test_it.py").write_text(
+        "import pytest\n"
+        "def test_runs(): pass\n"
+        "@pytest.mark.skip(reason='needs an H200')\ndef test_gpu(): pass\n"
+        "@pytest.mark.xfail(reason='not yet')\ndef test_later(): assert False\n"
+    )
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    for name, keyword in (("mixed", ""), ("clean", "runs"), ("empty", "no_such_test")):
+        command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={name}.xml", "-k", keyword, "test_it.py"]
+        subprocess.run(command, cwd=folder, env=env, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def check_skips(reports, tmp_path, capsys):
+    def check(report: str, allowed: str, *arguments: str) -> tuple[int, str]:
+        allow_list = tmp_path / "allowed.txt"
+        allow_list.write_text(allowed)
+        code = load_check_skips().main([*arguments, str(allow_list), str(reports / f"{report}.xml")])
+        return code, capsys.readouterr().out
+
+    return check
+
+
+def test_a_skip_outside_the_list_fails(check_skips):
+    code, text = check_skips("mixed", "# nothing is allowed\n\n")
+    assert code == 1
+    assert "3 tests, 2 skipped, 2 of them not allowed" in text
+    assert "not allowed: test_it.test_gpu: needs an H200" in text
+    assert "not allowed: test_it.test_later: not yet" in text
+    code, text = check_skips("mixed", "needs an H[12]00  # no GPU here\n")
+    assert code == 1 and "test_gpu" not in text and "test_later" in text
+
+
+def test_skips_in_the_list_pass(check_skips):
+    assert check_skips("mixed", "needs an H200\n^test_it.test_later: \n")[0] == 0
+    assert check_skips("mixed", "test_later\n", "--allow", "H200")[0] == 0
+    assert check_skips("clean", "")[0] == 0
+
+
+def test_a_report_without_tests_fails(check_skips):
+    code, text = check_skips("empty", "")
+    assert code == 1 and "no test ran" in text
+
+
+def test_the_list_of_this_project_is_readable_and_short():
+    assert len(load_check_skips().read_allowed(ROOT / ".ci/allowed_skips.txt")) <= 10
