@@ -247,9 +247,10 @@ class Progress:
                 progress.BarColumn(),
                 progress.MofNCompleteColumn(),
                 progress.TimeElapsedColumn(),
+                progress.TextColumn("{task.fields[left]}"),
                 console=self.console,
             )
-            self._task = self._bar.add_task("step", total=total_steps, completed=start_step)
+            self._task = self._bar.add_task("step", total=total_steps, completed=start_step, left="")
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
@@ -298,22 +299,23 @@ class Progress:
             self._first = (step, now)
         parts = [
             None if loss is None else f"loss {loss:.4f}",
-            None if learning_rate is None else f"learning rate {learning_rate:.2e}",
+            None if learning_rate is None else f"lr {learning_rate:.2e}",
             None if grad_norm is None else f"grad norm {grad_norm:.3f}",
             None if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s",
             None if memory_bytes is None else f"memory {memory_bytes / 1e9:.2f} GB",
-            None if (left := self._seconds_left(step, now)) is None else f"{duration(left)} left",
         ]
         text = "  ".join(part for part in parts if part is not None)
+        seconds_left = self._seconds_left(step, now)
+        left = "" if seconds_left is None else f"{duration(seconds_left)} left"
         if self._live is not None:
             from rich.console import Group
             from rich.text import Text
 
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._task, completed=step, left=left)
             self._live.update(Group(self._bar, Text(text)))
         elif now - self._last_line_seconds >= self._line_seconds or step >= self.total_steps:
             self._last_line_seconds = now
-            self.print(f"step {step}/{self.total_steps}  {text}")
+            self.print(f"step {step}/{self.total_steps}  {text}  {left}".rstrip())
 
     def print(self, text: str) -> None:
         """A line of its own, above the bar on a terminal; never wrapped, cut or coloured."""
@@ -352,7 +354,7 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train)
-        window = max(1, len(losses) // 25)
+        window = len(losses) // 25 // 2 * 2 + 1
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training loss")
         axes.plot(steps, _moving_average(losses, window), color="tab:blue", label=f"mean of {window} steps")
     if evaluation:
@@ -365,8 +367,10 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:
-    """Mean of each value and the up to window - 1 before it."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+    """Mean of each value and its neighbours, `window` (odd) in all, fewer at the ends."""
+    half = window // 2
+    around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [sum(part) / len(part) for part in around]
 
 
 # ---- memory, speed, time
