@@ -54,6 +54,11 @@ class Decoder(nnx.Module):
         """The [vocab, hidden] tensor that makes logits: the head's own, or the embedding's if tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    @property
+    def name_or_path(self) -> str | None:
+        """What the weights were loaded from, as the caller named it."""
+        return None if self.source is None else self.source.path
+
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32[B, T] -> [B, T, hidden] in the compute dtype."""
         with jax.named_scope("embed"):

@@ -23,6 +23,7 @@ from jaxtune.models import shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
+from jaxtune.models.folders import new_folder, require_new
 from jaxtune.models.registry import config_from_hf, family
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
@@ -273,10 +274,9 @@ def from_pretrained(
     folder = resolve_folder(path)
     hf = read_config(folder)
     config = config_from_hf(hf)
-    if max_length is not None and not 0 < max_length <= config.max_position_embeddings:
-        raise ValueError(
-            f"max_length {max_length} does not fit: max_position_embeddings of {folder} is {config.max_position_embeddings}"
-        )
+    positions = config.max_position_embeddings
+    if max_length is not None and not 0 < max_length <= positions:
+        raise ValueError(f"max_length {max_length} does not fit {folder}: its max_position_embeddings is {positions}")
     graph, flat = _abstract(config, dtype)
     norms = family(config.family).NORMS
     names = [tensor_name(variable_path, norms) for variable_path, _ in flat]
@@ -351,30 +351,12 @@ def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
     return {tensor_name(path, norms): variable for path, variable in sorted(flat, key=order)}
 
 
-@contextlib.contextmanager
-def new_folder(path: str | os.PathLike, need_bytes: int):
-    """A temporary folder beside `path` that becomes `path` if the block succeeds, and is removed if it does not.
-
-    Raises:
-      ValueError: `path` exists and is not an empty folder, or the disk lacks need_bytes.
-    """
-    target = Path(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not empty; choose another folder or remove it")
-    parent = target.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(parent).free
+def _require_space(folder: Path, need_bytes: int) -> None:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     if need_bytes > free:
-        raise ValueError(f"{target}: {need_bytes:,} bytes to write, {free:,} bytes free on the disk")
-    temporary = parent / f".{target.name}.writing-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        raise ValueError(f"{folder}: {need_bytes:,} bytes to write, but only {free:,} bytes are free on that disk")
 
 
 def save_pretrained(
@@ -399,7 +381,8 @@ def save_pretrained(
     sizes = {name: variable.size * dtype.itemsize for name, variable in variables.items()}
     total = sum(sizes.values())
     files = shards.plan_shards(sizes.items(), max_shard_bytes)
-    with new_folder(path, total + (16 << 20)) as folder:
+    _require_space(require_new(path, "save_pretrained").parent, total + (16 << 20))
+    with new_folder(path, "save_pretrained") as folder:
         weight_map = {}
         for number, names in enumerate(files, 1):
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _WEIGHTS

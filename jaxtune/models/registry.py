@@ -5,10 +5,18 @@ from __future__ import annotations
 from types import ModuleType
 
 from jaxtune.models.config import DecoderConfig
-from jaxtune.models.families import llama
+from jaxtune.models.families import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "smollm3": smollm3,
 }
 
 
@@ -32,6 +40,7 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     Raises:
       ValueError: a feature that is not supported, by name and value.
     """
+    module = family(hf.get("model_type"))
     quantization = hf.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -39,4 +48,4 @@ def config_from_hf(hf: dict) -> DecoderConfig:
             f"config.json: quantization_config says quant_method {method!r}; checkpoints that are quantised already "
             "cannot be loaded yet: use the 16-bit original"
         )
-    return family(hf.get("model_type")).from_hf(hf)
+    return module.from_hf(hf)

@@ -155,5 +155,3 @@ def write_file(file: Path, tensors: list[tuple[str, tuple[int, ...], np.dtype]],
             if array.shape != tuple(shape) or array.dtype != dtype:
                 raise ValueError(f"{name}: planned as {dtype.name}{shape}, found {array.dtype.name}{array.shape}")
             stream.write(array.reshape(-1).view(np.uint8))
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -31,6 +31,7 @@ _UNSUPPORTED = (
     "add_cross_attention",
 )
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 GEMMA_NORMS = {
     "attention_norm": "input_layernorm",
@@ -55,25 +56,28 @@ def activation(hf: Mapping[str, Any], key: str = "hidden_act") -> str:
     return ACTIVATIONS[name]
 
 
-def layer_windows(hf: Mapping[str, Any], default: Sequence[str]) -> list[int | None]:
-    """The sliding window of each layer, from layer_types (or `default`) and sliding_window.
-
-    A window at least as long as the context is full attention, and said so: full attention has faster kernels.
-    """
-    kinds = hf.get("layer_types") or list(default)
+def layer_kinds(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+    """ "full_attention" or "sliding_attention" for each layer: layer_types, or `default` where the config has none."""
+    kinds = list(hf.get("layer_types") or default)
     count = require(hf, "num_hidden_layers")
     if len(kinds) != count:
         raise ValueError(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {count}")
-    for kind in set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"config.json: layer_types {kind!r} is not supported; supported: full_attention, sliding_attention"
-        )
+    for kind in set(kinds) - {FULL, SLIDING}:
+        raise ValueError(f"config.json: layer_types {kind!r} is not supported; supported: {FULL}, {SLIDING}")
+    return kinds
+
+
+def layer_windows(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[int | None]:
+    """The window of each layer: sliding_window in sliding layers.
+
+    A window at least as long as the context is full attention, and said so: full attention has faster kernels.
+    """
     window = hf.get("sliding_window")
-    if "sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"config.json: layer_types has sliding_attention, but sliding_window is {window!r}")
+    if SLIDING in kinds and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"config.json: layer_types has {SLIDING}, but sliding_window is {window!r}")
     if window is not None and window >= require(hf, "max_position_embeddings"):
         window = None
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
@@ -221,8 +225,50 @@ def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
     windows = {layer.window for layer in config.layers} - {None}
     if len(windows) > 1:
         raise ValueError(f"layers have different windows {sorted(windows)}: Hugging Face configs hold one")
-    kinds = ["full_attention" if layer.window is None else "sliding_attention" for layer in config.layers]
+    kinds = [FULL if layer.window is None else SLIDING for layer in config.layers]
     return {"sliding_window": windows.pop() if windows else None, "layer_types": kinds}
+
+
+def upper_windows(hf: Mapping[str, Any]) -> list[int | None]:
+    """Qwen's windows: with use_sliding_window, the layers from max_window_layers up."""
+    slides = bool(hf.get("use_sliding_window", False))
+    first, count = hf.get("max_window_layers", 28), require(hf, "num_hidden_layers")
+    window = hf.get("sliding_window", 4096) if slides else None
+    default = [SLIDING if window is not None and index >= first else FULL for index in range(count)]
+    return layer_windows({**hf, "sliding_window": window}, layer_kinds(hf, default))
+
+
+def upper_windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    windows = windows_to_hf(config)
+    kinds = windows["layer_types"]
+    return windows | {
+        "use_sliding_window": SLIDING in kinds,
+        "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else len(kinds),
+    }
+
+
+def gemma_features(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common, as fields of DecoderConfig."""
+    bias = bool(hf.get("attention_bias", False))
+    return {
+        "attention_scale": hf["query_pre_attn_scalar"] ** -0.5,
+        "final_soft_cap": hf["final_logit_softcapping"],
+        "activation": activation(hf, "hidden_activation"),
+        "embedding_scale": require(hf, "hidden_size") ** 0.5,
+        "norm_offset": 1.0,
+        "post_norm": True,
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def gemma_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": round(config.attention_scale**-2),
+        "final_logit_softcapping": config.final_soft_cap,
+        "hidden_activation": _HF_ACTIVATIONS[config.activation],
+        "attention_bias": config.qkv_bias,
+    }
 
 
 def tensor_name(path: Sequence[str | int], norms: Mapping[str, str]) -> str:

@@ -1,0 +1,19 @@
+"""OLMo 2: norms only on the outputs of attention and MLP; queries and keys normed over the whole projection."""
+
+from __future__ import annotations
+
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.families import common
+
+NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_DEFAULTS = {"rms_norm_eps": 1e-5}
+
+
+def from_hf(hf: dict) -> DecoderConfig:
+    hf = _DEFAULTS | hf
+    bias = bool(hf.get("attention_bias", False))
+    return common.decoder_config(hf, qkv_bias=bias, out_bias=bias, pre_norm=False, post_norm=True, qk_norm="projection")
+
+
+def to_hf(config: DecoderConfig) -> dict:
+    return common.hf_config(config, "Olmo2ForCausalLM", attention_bias=config.qkv_bias)
