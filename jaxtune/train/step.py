@@ -1,0 +1,184 @@
+"""The train step: two programs, whatever the data.
+
+`accumulate` adds one micro-batch's loss, count and gradients to donated sums; `update` divides once by the step's
+count, clips, updates, and gives zeroed sums back. Micro-batches are dispatched from Python, because a loop around the
+stack inside one program would keep transfers from overlapping. Nothing here waits for the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxtune.models.stack import ResidualPlan
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.loss import loss_sum_and_count
+
+# Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
+_GROWTH_STEPS = 2000
+_FIRST_SCALE = 2.0**16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that an optimizer step changes; every leaf is an array.
+
+    trainable: nnx.State of float32 masters. step: int32, optimizer steps tried. skipped: int32, updates not made
+    because loss or gradient was not finite; skipped_in_row: the latest run of them. loss_scale, good_steps: fp16 only,
+    1 and 0 otherwise. dropout_key: key data (uint32) of the run.
+    """
+
+    trainable: Any
+    opt_state: Any
+    step: jax.Array
+    skipped: jax.Array
+    skipped_in_row: jax.Array
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    dropout_key: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count; float32."""
+
+    gradients: Any
+    loss: jax.Array
+    count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """The functions that a run jits, specialised on what is static in it.
+
+    Args:
+      graph: graph definition of the model. optimizer: an optax transformation over float32 trainables.
+      schedule: learning rate by count of updates made, for the metrics.
+      plan, max_documents: as in loss_sum_and_count. dropout: whether any adapter has dropout.
+      max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
+    """
+
+    graph: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    plan: ResidualPlan | None = None
+    max_documents: int | None = None
+    max_grad_norm: float | None = 1.0
+    dropout: bool = False
+    scale_loss: bool = False
+
+    def init(self, trainable, seed: int) -> TrainState:
+        """A first state over a private float32 copy of `trainable`: the step donates it, the caller keeps theirs."""
+        trainable = jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), trainable)
+
+        def zero():
+            return jnp.zeros((), jnp.int32)  # one buffer each: a donated one cannot be given twice
+
+        return TrainState(
+            trainable=trainable,
+            opt_state=self.optimizer.init(trainable),
+            step=zero(),
+            skipped=zero(),
+            skipped_in_row=zero(),
+            loss_scale=jnp.asarray(_FIRST_SCALE if self.scale_loss else 1.0, jnp.float32),
+            good_steps=zero(),
+            dropout_key=jax.random.key_data(jax.random.key(seed)),
+        )
+
+    def zero_sums(self, trainable) -> Sums:
+        gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), trainable)
+        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+
+    def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
+        """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
+        key = None
+        if self.dropout:
+            key = jax.random.wrap_key_data(state.dropout_key)
+            key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
+
+        def scaled_loss(trainable):
+            model = nnx.merge(self.graph, trainable, frozen)
+            loss, count = loss_sum_and_count(
+                model, batch, max_documents=self.max_documents, plan=self.plan, dropout_key=key
+            )
+            return loss * state.loss_scale if self.scale_loss else loss, (loss, count)
+
+        gradients, (loss, count) = jax.grad(scaled_loss, has_aux=True)(state.trainable)
+        with jax.named_scope("accumulate"):
+            return Sums(jax.tree.map(jnp.add, sums.gradients, gradients), sums.loss + loss, sums.count + count)
+
+    def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
+        """One optimizer step from the sums; both arguments are donated.
+
+        Returns:
+          (state, zeroed sums, metrics): loss (mean over targets), grad_norm (before clipping), learning_rate, targets,
+          finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a trainable tensor.
+        """
+        with jax.named_scope("optimizer"):
+            count = jnp.maximum(sums.count, 1.0)
+            scale = 1.0 / (count * state.loss_scale)
+            gradients = jax.tree.map(lambda g: g * scale, sums.gradients)
+            squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(gradients)])
+            norm = jnp.sqrt(squares.sum())
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+            if self.max_grad_norm is not None:
+                clip = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
+                gradients = jax.tree.map(lambda g: g * clip, gradients)
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
+            trainable = optax.apply_updates(state.trainable, updates)
+
+            def guarded(new, old):
+                return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+            skip = (~finite).astype(jnp.int32)
+            loss_scale, good_steps = state.loss_scale, state.good_steps
+            if self.scale_loss:
+                grow = finite & (good_steps + 1 >= _GROWTH_STEPS)
+                loss_scale = jnp.where(finite, jnp.where(grow, loss_scale * 2, loss_scale), loss_scale / 2)
+                loss_scale = jnp.clip(loss_scale, 1.0, 2.0**24)
+                good_steps = jnp.where(finite & ~grow, good_steps + 1, 0)
+            new = TrainState(
+                trainable=guarded(trainable, state.trainable),
+                opt_state=guarded(opt_state, state.opt_state),
+                step=state.step + 1,
+                skipped=state.skipped + skip,
+                skipped_in_row=(state.skipped_in_row + 1) * skip,
+                loss_scale=loss_scale,
+                good_steps=good_steps,
+                dropout_key=state.dropout_key,
+            )
+            metrics = {
+                "loss": sums.loss / count,
+                "grad_norm": norm,
+                "learning_rate": jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
+                "targets": sums.count,
+                "finite": finite,
+                "skipped": new.skipped,
+                "skipped_in_row": new.skipped_in_row,
+                "loss_scale": loss_scale,
+                "grad_norms": jnp.sqrt(squares),
+            }
+            return new, jax.tree.map(jnp.zeros_like, sums), metrics
+
+    def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """(loss sum, target count) of one batch, without dropout or gradients."""
+        model = nnx.merge(self.graph, state.trainable, frozen)
+        return loss_sum_and_count(model, batch, max_documents=self.max_documents)
+
+
+def trainable_names(trainable) -> list[str]:
+    """Dotted names of the trainable tensors, in the order of metrics["grad_norms"]."""
+    paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
+    return [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths]
+
+
+def _names_a_place(key) -> bool:
+    """nnx wraps each leaf in its Variable, whose own key says nothing."""
+    return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))
