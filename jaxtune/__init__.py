@@ -10,11 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxtune.models.adapter_files import load_adapter, save_adapter
     from jaxtune.models.config import DecoderConfig
     from jaxtune.models.decoder import Decoder
     from jaxtune.models.generate import generate
     from jaxtune.models.hf import from_pretrained, save_pretrained
-    from jaxtune.models.lora import get_peft_model, load_adapter, merge_adapter, save_adapter
+    from jaxtune.models.lora import get_peft_model
+    from jaxtune.models.merge import merge_adapter
     from jaxtune.train.config import TrainConfig
     from jaxtune.train.loop import Trainer
 
@@ -43,9 +45,9 @@ _MODULE_OF = {
     "from_pretrained": "jaxtune.models.hf",
     "generate": "jaxtune.models.generate",
     "get_peft_model": "jaxtune.models.lora",
-    "load_adapter": "jaxtune.models.lora",
-    "merge_adapter": "jaxtune.models.lora",
-    "save_adapter": "jaxtune.models.lora",
+    "load_adapter": "jaxtune.models.adapter_files",
+    "merge_adapter": "jaxtune.models.merge",
+    "save_adapter": "jaxtune.models.adapter_files",
     "save_pretrained": "jaxtune.models.hf",
 }
 _SUBMODULES = ("compat", "models", "pallas", "profile", "train")

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"unknown command {name!r}; {hint}")
     try:
         return _COMMANDS[name](rest) or 0
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
         if os.environ.get("JAXTUNE_TRACEBACK") == "1" or not _is_user_error(error):
             raise
@@ -126,6 +129,8 @@ def generate(arguments: Sequence[str]) -> None:
     import jaxtune
 
     model, tokenizer = _load(options.model, options.dtype)
+    if tokenizer is None:
+        raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
     if options.raw or not getattr(tokenizer, "chat_template", None):
         prompts = [tokenizer(prompt)["input_ids"] for prompt in options.prompt]
     else:

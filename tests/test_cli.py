@@ -11,6 +11,7 @@ import pytest
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.models.lora import linears
 from jaxtune.train.config_file import config_keys, packaged_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,3 +130,31 @@ def test_info(capsys):
     assert any(line.split() == ["jax", "0.11.2"] for line in lines)
     assert lines.count("  cpu") == 8  # the virtual devices of the tests
     assert any(line.split()[:1] == ["lora-8b"] for line in lines)
+
+
+def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):
+    import jax
+    import numpy as np
+
+    from jaxtune.models.config import DecoderConfig, LayerSpec
+    from jaxtune.models.decoder import Decoder
+
+    config = DecoderConfig(
+        family="llama", vocab_size=40, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
+        layers=(LayerSpec(),) * 2, max_position_embeddings=64, attention_scale=8**-0.5,
+    )  # fmt: skip
+    base, adapter, merged = (str(tmp_path / name) for name in ("base", "adapter", "merged"))
+    jaxtune.save_pretrained(Decoder(config, jax.random.key(0), "float32"), base)
+    model, _ = jaxtune.from_pretrained(base, dtype="float32")
+    model = jaxtune.get_peft_model(model, r=2, target_modules=["q_proj", "down_proj"])
+    for _, linear in linears(model):
+        if linear.lora is not None:
+            linear.lora.b.set_value(jax.random.normal(jax.random.key(1), linear.lora.b.get_value().shape))
+    jaxtune.save_adapter(model, adapter)
+
+    assert cli.main(["export", adapter, merged, "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == f"merged model: {merged}\n"
+    tokens = np.arange(12).reshape(2, 6)
+    logits = [jaxtune.from_pretrained(path, dtype="float32")[0](tokens) for path in (base, merged)]
+    np.testing.assert_allclose(logits[1], model(tokens), atol=1e-4)
+    assert np.abs(logits[0] - logits[1]).max() > 0.1

@@ -48,7 +48,6 @@ class ModelConfig:
     path: Annotated[str | None, "Folder of a Hugging Face checkpoint, or its hub name."] = None
     from_config: Annotated[str | None, "A config.json: random weights, for pretraining from scratch."] = None
     tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
-    revision: Annotated[str | None, "Branch, tag or commit of a hub name."] = None
     load_in: Annotated[str | None, "Format that the frozen weights are kept in; default: their own."] = None
 
     def __post_init__(self) -> None:
@@ -58,7 +57,6 @@ class ModelConfig:
             raise ConfigError("model.path is missing: set it to a model folder or hub name (or model.from_config)")
         if self.from_config is not None:
             _require(self.tokenizer is not None, "model.tokenizer", None, "model.from_config needs a tokenizer folder")
-            _require(self.revision is None, "model.revision", self.revision, "belongs to model.path; remove it")
             _require(
                 self.load_in is None, "model.load_in", self.load_in, "a model from scratch is not quantised; remove it"
             )
