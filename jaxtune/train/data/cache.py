@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -81,7 +81,10 @@ class _Store:
     def __init__(self, folder: Path | None):
         self.folder = folder
         self.parts: dict[str, list[np.ndarray]] = {name: [] for name in FIELDS}
-        self.streams = {} if folder is None else {name: open(folder / f"{name}.bin", "wb") for name in FIELDS}
+        self.streams: dict[str, BinaryIO] = {}
+        if folder is not None:
+            for name in FIELDS:
+                self.streams[name] = open(folder / f"{name}.bin", "wb")  # noqa: SIM115 (closed in `close`)
         self.checksums = dict.fromkeys(FIELDS, 0)
         self.files: dict[str, int] = {}
         self.summary = Summary()

@@ -156,13 +156,13 @@ class Markers:
     def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
         """Steps over the marker's optional tail.
 
-        A token that holds the tail and more (":" and a line break) belongs to the marker, unless the tail is
-        only white space: then it is the first word of the response, which brought its space along.
+        A token that holds the tail and more (":" and a line break) belongs to the marker, unless it is a word
+        of the response that took the marker's last white space along.
         """
         rest = trail
         while rest and at < len(tokens):
             piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at]))
-            if piece == rest or (piece.startswith(rest) and not _is_blank(rest)):
+            if piece.startswith(rest) and (_is_blank(piece) or not _is_blank(rest)):
                 return at + 1
             if not rest.startswith(piece):
                 break

@@ -260,7 +260,7 @@ class PackedRows:
         truncated = cut_tokens = 0
         if overflow == "truncate" and too_long.size:
             lengths = lengths.copy()
-            for index in too_long:
+            for index in too_long.tolist():
                 kept = int(np.count_nonzero(documents[index].mask[1:length]))
                 if trained[index] and not kept:
                     lengths[index] = 0  # nothing is left to learn from: it would cost a place and teach nothing
@@ -273,7 +273,7 @@ class PackedRows:
         self.plan = plan_rows(lengths, length, overflow=overflow, packing=packing, name=documents.source)
         if overflow == "split":
             # The first token of every later piece has nobody to predict it.
-            for index in too_long:
+            for index in too_long.tolist():
                 trained[index] -= int(np.count_nonzero(documents[index].mask[length::length]))
         self.max_documents = self.plan.max_documents
         self.report = PackingReport(

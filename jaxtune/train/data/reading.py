@@ -155,7 +155,9 @@ def _load_from_disk(folder: Path) -> Any:
     dataset = load_from_disk(str(folder))
     if isinstance(dataset, DatasetDict):
         if "train" not in dataset:
-            raise ValueError(f"{folder} has no split `train` but {', '.join(dataset)}; name one of its subfolders")
+            raise ValueError(
+                f"{folder} has no split `train` but {', '.join(map(str, dataset))}; name one of its subfolders"
+            )
         dataset = dataset["train"]
     return dataset
 

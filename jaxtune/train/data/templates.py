@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxtune.train.data.formats import ALPACA_PREAMBLE, Example, RowError
+from jaxtune.train.data.formats import ALPACA_PREAMBLE, Example, RowError, normalize
 from jaxtune.train.data.markers import Markers, special_ids
 
 IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cross entropy
@@ -140,6 +140,7 @@ class RowEncoder:
         self.bos_id = tokenizer.bos_token_id
         self.adds_bos = self.bos_id is not None and tokenizer("")["input_ids"][:1] == [self.bos_id]
         self._jinja: str | None = None
+        self._prompts_alone = True  # see _finish
 
     # --- rows
 
@@ -200,7 +201,7 @@ class RowEncoder:
     ) -> Encoded | RowError:
         is_raw = example.text is not None or self._is_raw(example)
         cuts = [low for low, _ in ranges if np.any((starts < low) & (low < ends))]
-        if cuts:
+        if cuts and self._prompts_alone:
             # A token holds the end of a prompt and the start of its response. Whoever asks the model will have
             # the prompt tokenised alone, so it is tokenised alone here.
             tokens, starts, ends = self._tokenize_pieces(text, cuts)
@@ -319,16 +320,17 @@ class RowEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, ranges = render_jinja_template(
+            rendered: Any = render_jinja_template(  # annotated as str, returns a pair
                 conversations=[messages],
-                tools=tools,
+                tools=tools,  # type: ignore[arg-type]
                 chat_template=self._template_text(),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:
             raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
-        return texts[0], [(low, high) for low, high in ranges[0] if low < high]
+        (text,), (ranges,) = rendered
+        return text, [(low, high) for low, high in ranges if low < high]
 
     def _render_prefixes(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
         """For a template without marks: a response lies between the prompt that asks for it and its turn's end.
@@ -451,7 +453,8 @@ def mask_labels(
         if instruction_part is not None or response_part is not None:
             raise ValueError("give messages or marker strings, not both")
         encoder = RowEncoder(tokenizer, template=template, last_response_only=last_response_only)
-        encoded = encoder.encode([Example(messages=messages)])[0]
+        encoder._prompts_alone = False  # the tokens are given: a token that is half prompt is not trained on
+        encoded = encoder.encode([normalize({"messages": messages}, "messages")])[0]
         if isinstance(encoded, RowError):
             raise encoded
         if not np.array_equal(encoder._one_bos(tokens), encoded.tokens):

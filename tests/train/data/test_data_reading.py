@@ -1,0 +1,246 @@
+"""Reading rows and their five forms: what is accepted, and what is said about what is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxtune.train.data.formats import RowError, detect_format, normalize
+from jaxtune.train.data.reading import open_sources, read_rows
+
+GOOD = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+
+
+def read(source, **options):
+    return list(read_rows(open_sources(source), **options))
+
+
+def test_jsonl_names_the_line_of_every_bad_row(write):
+    path = write("a.jsonl", [GOOD[0], "{broken", "", b'{"text": "\xff\xfe"}', "[1, 2]", GOOD[1]])
+    rows = read(path)
+    assert [(row.number, row.error.split(":")[0]) for row in rows] == [
+        (1, ""),
+        (2, "bad JSON"),
+        (4, "not UTF-8 (byte 10 of the line)"),
+        (5, "not an object with columns but list"),
+        (6, ""),
+    ]
+    assert [row.value for row in rows if row.value] == GOOD[:2]
+    assert {row.file for row in rows} == {str(path)}
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD[0]).encode() + b"\n")
+    assert read(path)[0].value == GOOD[0]
+
+
+def test_json_arrays_have_line_numbers_and_json_lines_are_understood(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(GOOD, indent=1))
+    assert [(row.number, row.value) for row in read(path)] == [(2, GOOD[0]), (5, GOOD[1]), (8, GOOD[2])]
+    path.write_text("[" + json.dumps(GOOD[0]) + ",\n{]")
+    assert [row.error.split(":")[0] for row in read(path)] == ["", "bad JSON, the array cannot be read further"]
+    path.write_text("\n".join(json.dumps(row) for row in GOOD))
+    assert [row.value for row in read(path)] == GOOD
+    path.write_bytes(b'[{"text": "a"},\n{"text": "\xff"}]')
+    assert [(row.number, row.error[:9]) for row in read(path)] == [(2, "not UTF-8")]
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'prompt,completion\nhi,"a, b\nc"\nonly one\nx,\xff\nlast,one\n')
+    rows = read(path)
+    assert [(row.number, row.value and row.value["completion"], row.error) for row in rows] == [
+        (2, "a, b\nc", ""),
+        (4, None, "1 fields, the header has 2"),
+        (5, None, "not UTF-8"),
+        (6, "one", ""),
+    ]
+    assert rows[0].format == "prompt_completion"
+
+
+def test_parquet(tmp_path):
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "a.parquet"
+    rows = [{"messages": [{"role": "user", "content": "hi", "name": None}]}, {"messages": []}]
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    assert [(row.number, row.value) for row in read(path)] == [(1, rows[0]), (2, rows[1])]
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"a.parquet: not a readable Parquet file"):
+        read(path)
+
+
+def test_folders_and_lists_are_read_in_order_and_each_file_has_its_form(write, tmp_path):
+    write("b.jsonl", [{"prompt": "p", "completion": "c"}])
+    write("a.jsonl", GOOD)
+    (tmp_path / "notes.txt").write_text("not data")
+    assert [row.format for row in read(tmp_path)] == ["text"] * 3 + ["prompt_completion"]
+    assert [row.format for row in read([tmp_path / "b.jsonl", str(tmp_path / "a.jsonl")])][:2] == [
+        "prompt_completion",
+        "text",
+    ]
+    assert len(read(tmp_path, max_rows=2)) == 2
+
+
+def test_datasets_saved_to_disk_and_in_memory(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    dataset = Dataset.from_list(GOOD)
+    assert [row.value for row in read(dataset)] == GOOD
+    dataset.save_to_disk(tmp_path / "one")
+    DatasetDict({"train": dataset, "test": dataset.select([0])}).save_to_disk(tmp_path / "dict")
+    DatasetDict({"test": dataset}).save_to_disk(tmp_path / "test_only")
+    assert [row.value for row in read(tmp_path / "one")] == GOOD
+    assert [row.value for row in read(tmp_path / "dict")] == GOOD
+    assert len(read(tmp_path / "dict" / "test")) == 1
+    with pytest.raises(ValueError, match=r"has no split `train` but test"):
+        read(tmp_path / "test_only")
+
+
+def test_a_list_of_dicts(tmp_path):
+    rows = read([*GOOD, 5])
+    assert [(row.file, row.number, row.error) for row in rows[2:]] == [
+        ("rows", 3, ""),
+        ("rows", 4, "not an object with columns but int"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nothing/here.jsonl", "no such data file or folder: nothing/here.jsonl"),
+        ("./nothing", "no such data file or folder"),
+        ("nobody/no-such-data-set", "'nobody/no-such-data-set' is no file or folder, and as a data set it cannot"),
+        (7, "data must be a path, a data set's name, a list of them, or a list of dicts, got int"),
+    ],
+)
+def test_what_is_not_there(source, message):
+    with pytest.raises(ValueError, match=message):
+        open_sources(source)
+
+
+def test_unknown_files_and_empty_folders(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no data file \(.jsonl, .json, .parquet, .csv\)"):
+        open_sources(tmp_path)
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"a.txt: cannot read .txt; known: .jsonl"):
+        open_sources(tmp_path / "a.txt")
+
+
+def test_bad_options(write):
+    path = write("a.jsonl", GOOD)
+    with pytest.raises(ValueError, match=r"data.format must be one of auto, messages.*got 'chat'"):
+        read(path, format="chat")
+    with pytest.raises(ValueError, match=r"data.max_rows must be at least 1, got 0"):
+        read(path, max_rows=0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (["text", "id"], "text"),
+        (["instruction", "input", "output", "text"], "alpaca"),
+        (["instruction", "context", "response", "category"], "alpaca"),
+        (["prompt", "completion"], "prompt_completion"),
+        (["prompt", "answer"], "prompt_completion"),
+        (["question", "answer"], "prompt_completion"),
+        (["messages", "text"], "messages"),
+        (["id", "conversations"], "sharegpt"),
+    ],
+)
+def test_forms_are_known_by_their_columns(columns, expected):
+    assert detect_format(columns, "f.jsonl") == expected
+
+
+def test_unknown_columns_are_named_with_the_forms_that_exist():
+    with pytest.raises(
+        ValueError, match=r"f.jsonl: columns body, label fit no known form \(messages: messages; .*text"
+    ):
+        detect_format(["body", "label"], "f.jsonl")
+    with pytest.raises(ValueError, match=r"columns chosen and rejected are preference data"):
+        detect_format(["prompt", "chosen", "rejected"], "f.jsonl")
+
+
+def test_alpaca_prompts_have_alpacas_wording():
+    example = normalize({"instruction": "Add.", "input": "1 2", "output": "3"}, "alpaca")
+    assert example.prompt == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
+    )
+    assert example.completion == "3"
+    assert example.messages == [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
+    plain = normalize({"instruction": "Add.", "input": "", "response": "3"}, "alpaca")
+    assert plain.prompt == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nAdd.\n\n### Response:\n"
+    )
+
+
+def test_a_question_is_a_conversation_and_a_prompt_is_both():
+    assert normalize({"question": "q", "answer": "a"}, "prompt_completion").prompt is None
+    both = normalize({"prompt": "q", "completion": "a"}, "prompt_completion")
+    assert (both.prompt, both.completion, both.messages[1]["content"]) == ("q", "a", "a")
+
+
+def test_sharegpt_roles_and_tools():
+    row = {
+        "system": "Be kind.",
+        "tools": '[{"name": "add"}]',
+        "conversations": [
+            {"from": "human", "value": "1+1"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "Two."},
+        ],
+    }
+    example = normalize(row, "sharegpt")
+    assert [m["role"] for m in example.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert example.messages[2] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert example.tools == [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_messages_with_parts_and_with_the_nones_of_tables():
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    row = {"messages": [{"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": "x"}]}
+    assert normalize(row, "messages").messages == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "x"},
+    ]
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "message"),
+    [
+        ({"txt": "a"}, "text", "no column text; it has txt"),
+        ({"text": 5}, "text", "column text is not text but int"),
+        ({"text": "  \n"}, "text", "empty text"),
+        ({"text": "a\ud83d"}, "text", "not valid Unicode"),
+        ({"instruction": "a", "output": " "}, "alpaca", "empty response"),
+        ({"prompt": "a", "completion": None}, "prompt_completion", "no column completion or response or answer"),
+        ({"messages": "hi"}, "messages", "the conversation is not a list of turns but str"),
+        ({"messages": []}, "messages", "empty conversation"),
+        ({"messages": ["hi"]}, "messages", "a turn is not an object but str"),
+        ({"messages": [{"content": "x"}]}, "messages", "a message has no role"),
+        ({"messages": [{"role": "user"}]}, "messages", "a message of the role user has no content"),
+        ({"messages": [turn("user", "x"), turn("assistant", "")]}, "messages", "empty response"),
+        ({"messages": [turn("user", [{"type": "image"}])]}, "messages", "a part of the type image in content"),
+        ({"messages": [turn("user", 5)]}, "messages", "content is neither text nor a list of parts but int"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "sharegpt", "unknown speaker 'alien'; known: human"),
+        ({"conversations": [{"value": "x"}]}, "sharegpt", "a turn needs `from` and `value` as text; it has value"),
+        ({"conversations": [{"from": "function_call", "value": "no"}]}, "sharegpt", "a tool call is not JSON"),
+        ({"messages": [turn("user", "x")], "tools": "{"}, "messages", "column tools is not JSON"),
+    ],
+)
+def test_bad_rows_say_why(row, format, message):
+    with pytest.raises(RowError, match=message):
+        normalize(row, format)

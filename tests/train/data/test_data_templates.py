@@ -1,0 +1,335 @@
+"""Templates: exactly the response and its end-of-turn are trained, with one BOS, however the template is made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxtune.train.data.formats import Example, RowError, normalize
+from jaxtune.train.data.markers import Markers
+from jaxtune.train.data.templates import (
+    PACKAGED_TEMPLATES,
+    RowEncoder,
+    derive_markers,
+    mask_labels,
+    resolve_template,
+)
+from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "I am a bot."},
+    {"role": "user", "content": "Add 2 and 2"},
+    {"role": "assistant", "content": "It is 4."},
+]
+ANSWERS = ["I am a bot.<|im_end|>", "It is 4.<|im_end|>"]
+MARKED = PLAIN_TEMPLATE.replace(
+    "{{ m.content }}<|im_end|>\n",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}",
+)
+# Like Qwen3: the last answer gets an empty thought, an answer that is no longer the last one loses it.
+THINKING = PLAIN_TEMPLATE.replace(
+    "{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' and loop.last else '' }}{{ m.content }}"
+)
+# Like gpt-oss: the last answer ends with another token.
+TWO_ENDS = PLAIN_TEMPLATE.replace(
+    "<|im_end|>\n{% endfor %}", "{{ '<|eos|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}{% endfor %}"
+)
+
+
+def encode(tokenizer, example, **options):
+    encoded = RowEncoder(tokenizer, **options).encode([example])[0]
+    if isinstance(encoded, RowError):
+        raise encoded
+    return encoded
+
+
+def trained(tokenizer, example, **options):
+    encoded = encode(tokenizer, example, **options)
+    return spans(tokenizer, encoded.tokens, encoded.mask)
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (PLAIN_TEMPLATE, ANSWERS),
+        (MARKED, ANSWERS),
+        (THINKING, [ANSWERS[0], "<think></think>" + ANSWERS[1]]),
+        (TWO_ENDS, [ANSWERS[0], "It is 4.<|eos|>"]),
+    ],
+    ids=["prefixes", "marks", "thinking", "two ends"],
+)
+def test_the_answer_and_its_end_and_nothing_else(tokenizer, template, answers):
+    tokenizer = make_tokenizer(template)
+    encoded = encode(tokenizer, Example(messages=CHAT))
+    assert spans(tokenizer, encoded.tokens, encoded.mask) == answers
+    assert (encoded.responses, encoded.ended) == (2, 2)
+    whole = tokenizer.apply_chat_template(CHAT, return_dict=False)
+    assert encoded.tokens.tolist() == whole
+    assert trained(tokenizer, Example(messages=CHAT), last_response_only=True) == answers[1:]
+
+
+@pytest.mark.parametrize("name", list(PACKAGED_TEMPLATES))
+def test_packaged_templates(name):
+    tokenizer = make_tokenizer(None, eos="<|im_end|>")
+    assert trained(tokenizer, Example(messages=CHAT), template=name) == ANSWERS
+
+
+def test_packaged_chatml_spells_its_turns():
+    tokenizer = make_tokenizer(None)
+    encoded = encode(tokenizer, Example(messages=CHAT), template="chatml")
+    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
+    assert tokenizer.decode(encoded.tokens) == expected
+
+
+def test_tool_calls_and_tools_are_rendered_and_trained():
+    tokenizer = make_tokenizer(None)
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    row = {
+        "conversations": [
+            {"from": "human", "value": "Add"},
+            {"from": "function_call", "value": call},
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": "It is 4."},
+        ],
+        "tools": '[{"name": "add"}]',
+    }
+    found = trained(tokenizer, normalize(row, "sharegpt"), template="chatml")
+    assert found == [f"<tool_call>{call}</tool_call><|im_end|>", "It is 4.<|im_end|>"]
+    with pytest.raises(RowError, match="the chat template fails: TemplateError: the alpaca template has no place"):
+        trained(tokenizer, normalize(row, "sharegpt"), template="alpaca")
+
+
+def test_an_answer_that_opens_the_conversation_is_not_trained(tokenizer):
+    chat = [{"role": "assistant", "content": "Hello."}, *CHAT[1:3]]
+    assert trained(tokenizer, Example(messages=chat)) == ANSWERS[:1]
+
+
+def test_train_on_all(tokenizer):
+    encoded = encode(tokenizer, Example(messages=CHAT), train_on="all")
+    assert encoded.mask.all() and encoded.ended == 1
+    with pytest.raises(ValueError, match="data.train_on must be one of responses, all, got 'answers'"):
+        RowEncoder(tokenizer, train_on="answers")
+
+
+def test_a_template_that_rewrites_prompts_is_refused_with_the_way_out():
+    template = "{% if messages|length > 3 %}long{% endif %}" + PLAIN_TEMPLATE
+    with pytest.raises(RowError, match=r"before response 2 differently.*set data.instruction_part and data.response"):
+        trained(make_tokenizer(template), Example(messages=CHAT))
+    assert (
+        trained(
+            make_tokenizer(template),
+            Example(messages=CHAT),
+            instruction_part="<|im_start|>user\n",
+            response_part="<|im_start|>assistant\n",
+        )
+        == ANSWERS
+    )
+
+
+def test_a_template_that_raises_is_the_rows_problem():
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RowError, match="the chat template fails: TemplateError: roles must alternate"):
+        trained(tokenizer, Example(messages=CHAT))
+
+
+def test_templates_run_in_a_sandbox():
+    tokenizer = make_tokenizer("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(RowError, match="SecurityError"):
+        trained(tokenizer, Example(messages=CHAT))
+
+
+def test_an_unended_turn_is_counted():
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE.replace("<|im_end|>", ""))
+    encoded = encode(tokenizer, Example(messages=CHAT))
+    assert (encoded.responses, encoded.ended) == (2, 0)
+
+
+# --- one BOS, one EOS
+
+
+def test_text_begins_with_bos_where_the_tokenizer_wants_it_and_ends_with_eos():
+    for adds_bos in (False, True):
+        tokenizer = make_tokenizer(adds_bos=adds_bos, eos="<|eos|>")
+        encoded = encode(tokenizer, Example(text="Name a colour: blue"))
+        assert tokenizer.decode(encoded.tokens) == "<|bos|>" * adds_bos + "Name a colour: blue<|eos|>"
+        assert encoded.mask.tolist() == [False] * adds_bos + [True] * (len(encoded.tokens) - adds_bos)
+        again = encode(tokenizer, Example(text="<|bos|>Name a colour: blue<|eos|>\n"))
+        assert tokenizer.decode(again.tokens) == "<|bos|>Name a colour: blue<|eos|>\n"
+
+
+@pytest.mark.parametrize("written", ["", "<|bos|>", "<|bos|><|bos|>"])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_exactly_one_bos_before_a_conversation(written, adds_bos):
+    tokenizer = make_tokenizer(written + PLAIN_TEMPLATE, adds_bos=adds_bos)
+    encoded = encode(tokenizer, Example(messages=CHAT))
+    assert encoded.tokens.tolist().count(tokenizer.bos_token_id) == int(bool(written) or adds_bos)
+    assert spans(tokenizer, encoded.tokens, encoded.mask) == ANSWERS
+
+
+def test_a_row_without_any_way_to_end_is_refused():
+    tokenizer = make_tokenizer(eos=None)
+    with pytest.raises(ValueError, match="the tokenizer has no EOS token"):
+        encode(tokenizer, Example(text="hello"))
+
+
+# --- prompts and completions
+
+
+def test_a_completion_is_trained_with_eos_and_its_prompt_is_not(tokenizer):
+    assert trained(tokenizer, normalize({"prompt": "Add: ", "completion": "4"}, "prompt_completion")) == ["4<|im_end|>"]
+    alpaca = normalize({"instruction": "Add them.", "input": "2 2", "output": "It is 4."}, "alpaca")
+    assert trained(tokenizer, alpaca) == ["It is 4.<|im_end|>"]
+    as_chat = encode(tokenizer, alpaca, template="tokenizer")
+    assert tokenizer.decode(as_chat.tokens).startswith("<|im_start|>user\nAdd them.\n\n2 2<|im_end|>")
+    assert spans(tokenizer, as_chat.tokens, as_chat.mask) == ["It is 4.<|im_end|>"]
+
+
+def test_prompts_are_tokenised_as_they_will_be_asked(tokenizer):
+    """A token across the border would teach what no prompt can ask for."""
+    text = "Name a colour: green"
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    border = len("Name a col")
+    assert any(start < border < end for start, end in offsets)
+    example = Example(prompt=text[:border], completion=text[border:], messages=[])
+    encoder = RowEncoder(tokenizer)
+    encoded = encoder.encode([example])[0]
+    prompt = encoder.encode_prompt(example)
+    assert encoded.tokens[: len(prompt)].tolist() == prompt.tolist()
+    assert not encoded.mask[: len(prompt)].any() and encoded.mask[len(prompt) :].all()
+    assert tokenizer.decode(encoded.tokens) == text + "<|im_end|>"
+
+
+def test_a_prompt_is_what_training_puts_before_the_last_answer():
+    for adds_bos in (False, True):
+        tokenizer = make_tokenizer(adds_bos=adds_bos)
+        encoder = RowEncoder(tokenizer)
+        for example in (Example(messages=CHAT), normalize({"prompt": "Add ", "completion": "4"}, "prompt_completion")):
+            encoded, prompt = encoder.encode([example])[0], encoder.encode_prompt(example)
+            assert encoded.tokens[: len(prompt)].tolist() == prompt.tolist()
+            assert encoded.mask[len(prompt)] and not encoded.mask[len(prompt) - 1]
+
+
+# --- which template
+
+
+def test_template_names_and_paths(tmp_path, tokenizer):
+    path = tmp_path / "mine.jinja"
+    path.write_text("mine")
+    assert resolve_template(tokenizer, None) == resolve_template(tokenizer, "tokenizer") == PLAIN_TEMPLATE
+    assert resolve_template(tokenizer, str(path)) == "mine"
+    assert resolve_template(tokenizer, PLAIN_TEMPLATE) == PLAIN_TEMPLATE
+    for template, message in (
+        ("llama9", "data.template='llama9' is not known; give tokenizer, chatml, alpaca, or the path"),
+        (str(tmp_path / "none.jinja"), "none.jinja: no such file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_template(tokenizer, template)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; set data.template to chatml or alpaca"):
+        resolve_template(make_tokenizer(None), None)
+
+
+# --- markers
+
+PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}
+
+
+def labels_of(tokenizer, text, **options):
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    labels = mask_labels(tokens, tokenizer, **options)
+    assert labels.dtype == np.int32 and len(labels) == len(tokens)
+    kept = labels != -100
+    np.testing.assert_array_equal(labels[kept], np.array(tokens)[kept])
+    return spans(tokenizer, tokens, kept)
+
+
+def chat_text(*turns, end="<|im_end|>\n"):
+    return "".join(f"<|im_start|>{role}\n{content}{end}" for role, content in turns)
+
+
+def test_markers_mask_tools_and_system_turns_and_stop_at_eos(tokenizer):
+    text = chat_text(("system", "s"), ("user", "u"), ("assistant", "It is 4"), ("tool", "t"), ("assistant", "a bot"))
+    assert labels_of(tokenizer, text, **PARTS) == ["It is 4<|im_end|>", "a bot<|im_end|>"]
+    assert labels_of(tokenizer, text, **PARTS, last_response_only=True) == ["a bot<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # EOS is <|eos|> in these: <|im_end|> is a turn's end like any token, and what stops a response is
+        (chat_text(("assistant", "four"), ("user", "u")), ["four<|im_end|>\n"]),  # the instruction marker
+        (chat_text(("assistant", "four"), ("tool", "t")), ["four<|im_end|>\n"]),  # the opener that markers share
+        (chat_text(("assistant", "four"), ("assistant", "blue")), ["four<|im_end|>\n", "blue<|im_end|>\n"]),
+        ("<|im_start|>assistant\nfour<|bos|>blue", ["four"]),  # BOS, not part of it
+        ("<|im_start|>assistant\nfour<|eos|>blue", ["four<|eos|>"]),  # EOS, part of it
+        ("<|im_start|>assistant\nfour", ["four"]),  # the end of the row
+        ("<|im_start|>assistant\n<|im_start|>user\nu", []),  # an empty response
+        ("<|im_start|>user\nfour", []),
+    ],
+)
+def test_where_a_response_ends(text, expected):
+    assert labels_of(make_tokenizer(eos="<|eos|>"), text, **PARTS) == expected
+
+
+def test_plain_text_markers_survive_merged_edges():
+    """ ":\\n\\n" and "\\n\\n###" merge across the markers' edges; the core is found all the same."""
+    tokenizer = make_tokenizer(eos="<|eos|>")
+    parts = {"instruction_part": "### Instruction:", "response_part": "### Response:"}
+    text = (
+        "### Instruction:\nAdd them.\n\n### Response:\nIt is 4.\n\n### Instruction:\nAdd them.\n\n### Response:\nblue"
+    )
+    found = labels_of(tokenizer, text, **parts)
+    assert [span.strip() for span in found] == ["It is 4.", "blue"]
+    with_breaks = {"instruction_part": "### Instruction:\n", "response_part": "### Response:\n"}
+    assert labels_of(tokenizer, text + "<|eos|>", **with_breaks)[1] == "blue<|eos|>"
+
+
+def test_markers_are_derived_from_the_template(tokenizer):
+    assert derive_markers(tokenizer) == (PARTS["instruction_part"], PARTS["response_part"])
+    text = chat_text(*((m["role"], m["content"]) for m in CHAT))
+    assert labels_of(tokenizer, text) == ANSWERS
+    with pytest.raises(ValueError, match="markers cannot be derived"):
+        derive_markers(make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"response_part": "x"}, "data.instruction_part is missing: markers come in pairs"),
+        ({"instruction_part": "x"}, "data.response_part is missing"),
+        ({"instruction_part": "x", "response_part": " \n"}, "data.response_part is empty"),
+        ({"instruction_part": "### Instruction:", "response_part": "N"}, "'N' has no token that is the same in every"),
+    ],
+)
+def test_bad_markers(tokenizer, parts, message):
+    with pytest.raises(ValueError, match=message):
+        mask_labels([1, 2], tokenizer, **parts)
+
+
+def test_the_stable_core_is_what_stands_everywhere(tokenizer):
+    markers = Markers(tokenizer, **PARTS)
+    for before in ("", "4.", "\n"):
+        for after in ("It", "\n", " is", "4"):
+            tokens = tokenizer(before + PARTS["response_part"] + after, add_special_tokens=False)["input_ids"]
+            assert len(markers.response.find(np.array(tokens))) == 1
+
+
+# --- labels from messages
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_labels_from_messages(adds_bos):
+    tokenizer = make_tokenizer(adds_bos=adds_bos)
+    tokens = tokenizer.apply_chat_template(CHAT, return_dict=False)
+    for given in (tokens, [tokenizer.bos_token_id, *tokens] if adds_bos else tokens):
+        labels = mask_labels(given, tokenizer, messages=CHAT)
+        assert len(labels) == len(given)
+        assert spans(tokenizer, given, labels != -100) == ANSWERS
+    with pytest.raises(ValueError, match="tokens are not what the template makes of messages"):
+        mask_labels(tokens[:-1], tokenizer, messages=CHAT)
+    with pytest.raises(ValueError, match="give messages or marker strings, not both"):
+        mask_labels(tokens, tokenizer, messages=CHAT, **PARTS)
+    with pytest.raises(ValueError, match="tokens must be one row of ids"):
+        mask_labels([tokens], tokenizer, messages=CHAT)
