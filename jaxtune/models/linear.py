@@ -22,17 +22,38 @@ class Frozen(nnx.Variable):
 class Lora(nnx.Module):
     """Adapter of one linear: a [r, in], b [out, r] (zero at the start), float32; DoRA's magnitude [out].
 
-    scale: alpha / r or alpha / sqrt(r). rate: dropout on the adapter's input while training.
+    alpha, rslora: what scale comes from; adapter files hold these. rate: dropout on the adapter's input while training.
     """
 
-    def __init__(self, in_size: int, out_size: int, rank: int, scale: float, rate: float, dora: bool, key: jax.Array):
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        rank: int,
+        alpha: float,
+        rate: float,
+        key: jax.Array,
+        *,
+        rslora: bool = False,
+        dora: bool = False,
+    ):
         # Kaiming uniform with a = sqrt(5), PEFT's start: uniform in +-1 / sqrt(in).
         bound = 1.0 / math.sqrt(in_size)
         self.a = nnx.Param(jax.random.uniform(key, (rank, in_size), jnp.float32, -bound, bound))
         self.b = nnx.Param(jnp.zeros((out_size, rank), jnp.float32))
         self.magnitude = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if dora else None
-        self.scale = scale
+        self.alpha = alpha
+        self.rslora = rslora
         self.rate = rate
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self, base: jax.Array) -> LoraWeights:
         a, b = self.a[...], self.b[...]

@@ -5,7 +5,6 @@ Functions return a new module that shares the frozen arrays; the argument is nev
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -25,7 +24,7 @@ _SAVABLE = ("embed_tokens", "lm_head")
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """(Hugging Face module name, linear) of every linear in the layers, in order: model.layers.0.self_attn.q_proj, ..."""
+    """(Hugging Face module name, linear) of all linears in the layers, in order: model.layers.0.self_attn.q_proj ..."""
     for index, layer in enumerate(model.layers):
         for part, (their_part, names) in _LINEARS.items():
             module = getattr(layer, part)
@@ -35,16 +34,17 @@ def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
 
 
 def copy_structure(model):
-    """A new module over the same arrays: its structure and variable types can be changed without touching `model`."""
-    return nnx.merge(*nnx.split(model))
+    """A new module over the same arrays: structure, types and values can be changed without touching `model`."""
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split hands out the model's own
 
 
-def _matches(name: str, target: str) -> bool:
+def name_matches(name: str, target: str) -> bool:
     """PEFT's rule for lists: the whole name, or its last parts."""
     return name == target or name.endswith("." + target)
 
 
-def _pattern_value(patterns: Mapping[str, int], name: str, default):
+def pattern_value(patterns: Mapping[str, int], name: str, default):
     """PEFT's rule for rank_pattern and alpha_pattern: a key is a regular expression over the end of the name."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
@@ -72,12 +72,12 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) ->
             )
         return chosen
     for target in target_modules:
-        if not any(_matches(name, target) for name in names):
+        if not any(name_matches(name, target) for name in names):
             hint = " (put it in modules_to_save to train it whole)" if target in _SAVABLE else ""
             raise ValueError(
                 f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(known)}{hint}"
             )
-    return [name for name in names if any(_matches(name, target) for target in target_modules)]
+    return [name for name in names if any(name_matches(name, target) for target in target_modules)]
 
 
 def freeze(model: Decoder) -> Decoder:
@@ -130,19 +130,18 @@ def get_peft_model(
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         for pattern in patterns:
-            if not any(_pattern_value({pattern: 1}, name, 0) for name in chosen):
+            if not any(pattern_value({pattern: 1}, name, 0) for name in chosen):
                 raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
     keys = jax.random.split(jax.random.key(seed), len(chosen))
     for name, key in zip(chosen, keys, strict=True):
         linear = modules[name]
-        rank = _pattern_value(ranks, name, r)
-        alpha = _pattern_value(alphas, name, lora_alpha)
-        scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
+        rank = pattern_value(ranks, name, r)
+        alpha = pattern_value(alphas, name, lora_alpha)
         out_size, in_size = linear.sizes
-        linear.lora = Lora(in_size, out_size, rank, scale, lora_dropout, use_dora, key)
+        lora = Lora(in_size, out_size, rank, alpha, lora_dropout, key, rslora=use_rslora, dora=use_dora)
         if use_dora:
-            lora = linear.lora
-            lora.magnitude.set_value(row_norm(linear.weight[...], lora.a[...], lora.b[...], scale))
+            lora.magnitude.set_value(row_norm(linear.weight[...], lora.a[...], lora.b[...], lora.scale))
+        linear.lora = lora
     for name in modules_to_save or ():
         if name not in _SAVABLE:
             raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {', '.join(_SAVABLE)}")

@@ -1,0 +1,334 @@
+"""Adapters in PEFT's files: adapter_model.safetensors and adapter_config.json, as peft 0.21 writes and reads them.
+
+Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, for DoRA,
+`.lora_magnitude_vector` [out]; a module of modules_to_save is `base_model.model.` + its name + `.weight`. The base's
+fingerprint is in the metadata of the safetensors file: PEFT ignores it there, and warns of unknown config keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.folders import new_folder
+from jaxtune.models.lora import get_peft_model, linears, name_matches, pattern_value
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+_PREFIX = "base_model.model."
+_FINGERPRINT = "jaxtune_base_fingerprint"
+_PEFT_VERSION = "0.21.2"  # whose format this is
+
+# Settings of PEFT's LoraConfig that load_adapter follows, and those that change nothing once an adapter is trained.
+# Any other setting must be unset: what it asks for is not done here.
+_FOLLOWED = {
+    "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
+    "ensure_weight_tying", "init_lora_weights", "bias",
+}  # fmt: skip
+_HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+    # Of how B and A started; the file holds what they became.
+    "eva_config", "modules_to_tie", "target_modules_to_tie",
+}  # fmt: skip
+# Starts that change the base's weights too: such an adapter does not fit the base that people have.
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
+def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable]:
+    """PEFT's key -> variable, for everything that an adapter file holds. A tied head is there under both its names."""
+    tensors: dict[str, nnx.Variable] = {}
+    for name, linear in linears(model):
+        if linear.lora is None:
+            continue
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = linear.lora.a
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = linear.lora.b
+        if linear.lora.magnitude is not None:
+            tensors[f"{_PREFIX}{name}.lora_magnitude_vector"] = linear.lora.magnitude
+    if isinstance(model.embedding.weight, nnx.Param):
+        tensors[f"{_PREFIX}model.embed_tokens.weight"] = model.embedding.weight
+    if isinstance(model.head_variable, nnx.Param):
+        tensors[f"{_PREFIX}lm_head.weight"] = model.head_variable
+    return tensors
+
+
+def save_adapter(model: Decoder, path: str | os.PathLike) -> None:
+    """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads.
+
+    Adapters and modules_to_save are written in float32. The folder appears whole or not at all.
+
+    Raises:
+      ValueError: the model has no adapter; something trains that an adapter file cannot hold; a value is not finite;
+        `path` exists and is not an empty folder.
+    """
+    config = _config_of(model)
+    variables = adapter_tensors(model)
+    held = {id(variable) for variable in variables.values()}
+    others = [
+        ".".join(map(str, where))
+        for where, variable in nnx.iter_graph(model)
+        if isinstance(variable, nnx.Param) and id(variable) not in held
+    ]
+    if others:
+        raise ValueError(
+            f"save_adapter: {_some(others)} are trained too, and an adapter file cannot hold them; "
+            "save the whole model (save_pretrained)"
+        )
+    arrays = {key: np.asarray(variable.get_value(), np.float32) for key, variable in variables.items()}
+    broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
+    if broken:
+        raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
+    metadata = {"format": "pt"}
+    if model.base_fingerprint is not None:
+        metadata[_FINGERPRINT] = model.base_fingerprint
+    with new_folder(path, "save_adapter") as folder:
+        save_file(arrays, folder / WEIGHTS_NAME, metadata=metadata)
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
+    """Adds the adapter of a PEFT folder to a model without one.
+
+    Args:
+      model: the base that the adapter was trained on.
+      path: a folder with adapter_model.safetensors and adapter_config.json, written here or by PEFT.
+    Returns:
+      a new model that shares every base array with `model`; adapters are float32 whatever the file holds.
+    Raises:
+      ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
+        misshaped or not finite; another base's fingerprint.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    arrays, metadata = _read_tensors(folder)
+    theirs, ours = metadata.get(_FINGERPRINT), model.base_fingerprint
+    if theirs is not None and ours is not None and theirs != ours:
+        raise ValueError(
+            f"{folder}: this adapter was trained on another base (fingerprint {theirs}, this model's is {ours}); "
+            "load the base that it names in base_model_name_or_path"
+        )
+    names = [name for name, _ in linears(model)]
+    chosen = _targets(config, names)
+    if not chosen:
+        raise ValueError(
+            f"{folder}: target_modules {config['target_modules']!r} match no linear of this model; "
+            f"it has {names[0]} and the like"
+        )
+
+    def patterns(key):  # PEFT lets a pattern match nothing
+        wanted = config.get(key) or {}
+        return {p: value for p, value in wanted.items() if any(pattern_value({p: 1}, name, 0) for name in chosen)}
+
+    adapted = get_peft_model(
+        model,
+        r=config["r"],
+        lora_alpha=config.get("lora_alpha", 8),
+        target_modules=chosen,
+        lora_dropout=config.get("lora_dropout", 0.0),
+        use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
+        modules_to_save=_modules_to_save(config),
+        rank_pattern=patterns("rank_pattern"),
+        alpha_pattern=patterns("alpha_pattern"),
+    )
+    variables = adapter_tensors(adapted)
+    _check_tied(folder, model, arrays)
+    _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
+    for key, variable in variables.items():
+        variable.set_value(jnp.asarray(arrays[key], jnp.float32))
+    return adapted
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(the commonest value, {last part of a name, or whole name: value} for the rest): a default and its pattern."""
+    default = Counter(values.values()).most_common(1)[0][0]
+    by_part: dict[str, set] = {}
+    for name, value in values.items():
+        by_part.setdefault(name.rsplit(".", 1)[1], set()).add(value)
+    rest = {}
+    for name, value in values.items():
+        part = name.rsplit(".", 1)[1]
+        if value != default:
+            rest[part if len(by_part[part]) == 1 else name] = value
+    return default, rest
+
+
+def _config_of(model: Decoder) -> dict[str, Any]:
+    """adapter_config.json, derived from the modules."""
+    everything = dict(linears(model))
+    loras = {name: linear.lora for name, linear in everything.items() if linear.lora is not None}
+    if not loras:
+        raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
+
+    def common(setting, values):
+        if len(set(values)) > 1:
+            raise ValueError(f"save_adapter: {setting} differs between modules ({set(values)}); PEFT has one for all")
+        return next(iter(values))
+
+    rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
+    alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
+    # Last parts where all their modules are adapted, whole names elsewhere: exactly this set, in PEFT's matching too.
+    targets = set()
+    for name in loras:
+        part = name.rsplit(".", 1)[1]
+        whole = all(other in loras for other in everything if other.endswith("." + part))
+        targets.add(part if whole else name)
+    saved = [
+        name
+        for name, variable in (("embed_tokens", model.embedding.weight), ("lm_head", model.head_variable))
+        if isinstance(variable, nnx.Param)
+    ]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "peft_version": _PEFT_VERSION,
+        "auto_mapping": None,
+        "base_model_name_or_path": None if model.source is None else model.source.path,
+        "revision": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": common("lora_dropout", [lora.rate for lora in loras.values()]),
+        "target_modules": sorted(targets),
+        "exclude_modules": None,
+        "modules_to_save": saved or None,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "use_rslora": common("use_rslora", [lora.rslora for lora in loras.values()]),
+        "use_dora": common("use_dora", [lora.magnitude is not None for lora in loras.values()]),
+        # A tied head stays tied when PEFT loads it.
+        "ensure_weight_tying": bool(saved) and model.head is None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "lora_bias": False,
+        "target_parameters": None,
+        "trainable_token_indices": None,
+    }
+
+
+def _number(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else value
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"load_adapter: {folder} is not a folder; it must hold {CONFIG_NAME} and {WEIGHTS_NAME}")
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ValueError(f"load_adapter: {folder} has no {CONFIG_NAME}: not a PEFT adapter")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ValueError(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
+    for key in ("r", "target_modules"):
+        if not config.get(key):
+            raise ValueError(f"{path}: {key} is missing")
+    for key, value in config.items():
+        if key not in _FOLLOWED and key not in _HARMLESS and value not in (None, False, [], {}, ""):
+            raise ValueError(f"{path}: {key} = {value!r} is a PEFT feature that is not supported")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias = {config['bias']!r} is not supported; only 'none' is")
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"{path}: init_lora_weights = {start!r} changes the base's weights, so this adapter does not fit the base; "
+            "convert it with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    return config
+
+
+def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        pickled = folder / "adapter_model.bin"
+        if pickled.exists():
+            raise ValueError(f"{pickled} is a pickle, which can run code: refused; save it as {WEIGHTS_NAME} with PEFT")
+        raise ValueError(f"load_adapter: {folder} has no {WEIGHTS_NAME}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged safetensors file: {error}") from None
+
+
+def _targets(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The linears that PEFT would adapt: its rules for target_modules, exclude_modules and layers_to_transform."""
+
+    def matches(setting, name):
+        if isinstance(setting, str):
+            return re.fullmatch(setting, name) is not None
+        return any(name_matches(name, target) for target in setting)
+
+    targets, excluded = config["target_modules"], config.get("exclude_modules") or ()
+    chosen = [name for name in names if targets == "all-linear" or matches(targets, name)]
+    chosen = [name for name in chosen if not matches(excluded, name)]
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return chosen
+    pattern = config.get("layers_pattern") or "layers"
+    if pattern not in ("layers", ["layers"]):
+        raise ValueError(
+            f"{CONFIG_NAME}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here"
+        )
+    wanted = {layers} if isinstance(layers, int) else set(layers)
+    # A whole name in the list is taken whatever its layer is, as in PEFT.
+    return [name for name in chosen if name in targets or int(name.split(".")[2]) in wanted]
+
+
+def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()})
+
+
+def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuses an adapter that would part a tied head from its embedding, as PEFT can."""
+    if model.head is not None:
+        return
+    both = [arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head")]
+    if (both[0] is None) != (both[1] is None) or (both[0] is not None and not np.array_equal(*both)):
+        raise ValueError(
+            f"{folder}: this adapter has an embedding and a head that differ, but the model ties them: refused; "
+            "train it with ensure_weight_tying=True in PEFT, or load it onto a base with an untied head"
+        )
+
+
+def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
+    problems = []
+    missing = [key for key in shapes if key not in arrays]
+    unexpected = [key for key in arrays if key not in shapes]
+    misshaped = [
+        f"{key} {arrays[key].shape} instead of {tuple(shapes[key])}"
+        for key in shapes
+        if key in arrays and arrays[key].shape != tuple(shapes[key])
+    ]
+    broken = [key for key in arrays if not np.isfinite(arrays[key].astype(np.float32)).all()]
+    for what, keys in (
+        ("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped), ("not finite", broken),
+    ):  # fmt: skip
+        if keys:
+            problems.append(f"{len(keys)} {what}: {_some(keys)}")
+    if problems:
+        raise ValueError(f"{folder / WEIGHTS_NAME}: the tensors do not fit this model: " + "; ".join(problems))

@@ -1,0 +1,44 @@
+"""Small random models, and adapters that have been somewhere."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import get_peft_model, linears
+
+
+def tiny_config(**changes) -> DecoderConfig:
+    settings = dict(
+        family="llama", vocab_size=48, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
+        layers=(LayerSpec(),) * 2, max_position_embeddings=128, attention_scale=8**-0.5, initializer_range=0.2,
+    )  # fmt: skip
+    return DecoderConfig(**(settings | changes))
+
+
+def tiny_model(dtype="float32", seed: int = 0, **changes) -> Decoder:
+    return Decoder(tiny_config(**changes), jax.random.key(seed), dtype)
+
+
+def adapted_model(model: Decoder, seed: int = 1, **settings) -> Decoder:
+    """An adapter that is not at its start: every tensor of it is random."""
+    model = get_peft_model(model, **settings)
+    draw = np.random.default_rng(seed)
+
+    def shake(variable, size):
+        value = variable.get_value()
+        variable.set_value(value + size * draw.standard_normal(value.shape).astype(np.float32))
+
+    for _, linear in linears(model):
+        if linear.lora is not None:
+            shake(linear.lora.b, 0.1)
+            if linear.lora.magnitude is not None:
+                shake(linear.lora.magnitude, 0.2)
+    names = settings.get("modules_to_save") or ()
+    if "embed_tokens" in names:
+        shake(model.embedding.weight, 0.1)
+    if "lm_head" in names and model.head is not None:
+        shake(model.head.weight, 0.1)
+    return model
