@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -107,7 +107,8 @@ class _Store:
         """Writes what says how to read the files; with it the folder is whole."""
         assert self.folder is not None
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
-        self.close()
+        for stream in self.streams.values():
+            stream.close()  # here the last bytes are written, or a full disk shows
         meta = {
             "bytes": sizes,
             "crc32": self.checksums,
@@ -117,8 +118,10 @@ class _Store:
         (self.folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
     def close(self) -> None:
+        """Gives the files back, whatever their state; `finish` closes them for good."""
         for stream in self.streams.values():
-            stream.close()
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def documents(self) -> Documents:
         return _documents({name: np.concatenate(parts) for name, parts in self.parts.items()}, list(self.files))
@@ -183,16 +186,23 @@ def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Document
     store = _Store(folder)
     try:
         for chunk in build():
-            try:
+            with _disk_errors(folder.parent):
                 store.add(chunk)
-            except OSError as error:
-                raise ValueError(
-                    f"the token cache cannot be written ({error}); free space in {folder.parent}, or set data.cache_dir"
-                ) from None
-        store.finish()
+        with _disk_errors(folder.parent):
+            store.finish()
     finally:
         store.close()
     return Documents.gather([]), store.summary
+
+
+@contextlib.contextmanager
+def _disk_errors(parent: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the token cache cannot be written ({error}); free space at data.cache_dir={parent}"
+        ) from None
 
 
 def _commit(temporary: Path, folder: Path) -> None:

@@ -1,0 +1,176 @@
+"""The token cache: built once, whole or not there, and never trusted blindly."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxtune.train.data import prepare
+from jaxtune.train.data.cache import cache_key, open_or_build
+from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.workers import Chunk, _Process, encode_rows
+from tests.train.data.conftest import make_tokenizer
+
+ROWS = [{"prompt": f"Add {i} and {i}: ", "completion": f"It is {2 * i}."} for i in range(30)]
+
+
+def same(first: Documents, second: Documents) -> None:
+    for name in ("tokens", "mask", "starts", "lengths", "trained", "origins"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    assert first.files == second.files
+
+
+def test_a_second_run_maps_what_the_first_one_wrote(write, tmp_path, tokenizer):
+    path = write("a.jsonl", ROWS)
+    first = prepare(path, tokenizer, length=64, cache_dir=tmp_path / "cache")
+    second = prepare(path, tokenizer, length=64, cache_dir=tmp_path / "cache")
+    assert (first.cached, second.cached) == (False, True)
+    assert isinstance(second.documents.tokens, np.memmap)
+    same(first.documents, second.documents)
+    assert first.summary == second.summary
+    in_memory = prepare(ROWS, tokenizer, length=64)
+    np.testing.assert_array_equal(in_memory.documents.tokens, second.documents.tokens)
+    assert second.documents.source(2) == f"{path}:3"
+    assert in_memory.documents.source(2) == "rows:3"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_the_default_folder_follows_the_environment(write, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "from_env"))
+    prepare(write("a.jsonl", ROWS), tokenizer, length=64)
+    assert len(list((tmp_path / "from_env").iterdir())) == 1
+
+
+def test_whatever_decides_the_tokens_decides_the_key(write, tokenizer):
+    def key(path, tokenizer=tokenizer, **options):
+        return cache_key(open_sources(path), tokenizer, options)
+
+    path = write("a.jsonl", ROWS)
+    first = key(path)
+    assert first == key(path)
+    others = [
+        key(path, template="chatml"),
+        key(path, tokenizer=make_tokenizer(eos="<|eos|>")),
+        key(path, tokenizer=make_tokenizer(template="{{ messages }}")),
+        key(write("b.jsonl", ROWS)),
+        key(write("a.jsonl", ROWS[1:])),
+    ]
+    assert len({first, *others}) == 6
+    assert cache_key(open_sources(ROWS), tokenizer, {}) is None
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no meta", "empty meta", "no file"])
+def test_a_damaged_cache_is_built_anew_and_said_so(write, tmp_path, tokenizer, damage):
+    path, said = write("a.jsonl", ROWS), []
+    first = prepare(path, tokenizer, length=64, cache_dir=tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    file = folder / "tokens.bin"
+    expected = np.array(first.documents.tokens)
+    if damage == "truncate":
+        os.truncate(file, file.stat().st_size - 4)
+    elif damage == "flip":
+        data = bytearray(file.read_bytes())
+        data[9] ^= 1
+        file.write_bytes(data)
+    elif damage == "no meta":
+        (folder / "meta.json").unlink()
+    elif damage == "empty meta":
+        (folder / "meta.json").write_text("{}")
+    else:
+        (folder / "mask.bin").unlink()
+    again = prepare(path, tokenizer, length=64, cache_dir=tmp_path / "cache", say=said.append)
+    assert not again.cached
+    assert len(said) == 1 and "is damaged" in said[0] and "it is built anew" in said[0]
+    np.testing.assert_array_equal(again.documents.tokens, expected)
+    assert prepare(path, tokenizer, length=64, cache_dir=tmp_path / "cache").cached
+
+
+def chunks(tokenizer, rows=ROWS):
+    return encode_rows(read_rows(open_sources(rows)), tokenizer, {})
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path, tokenizer):
+    def build():
+        yield from chunks(tokenizer)
+        raise ValueError("row 31 is bad")
+
+    with pytest.raises(ValueError, match="row 31"):
+        open_or_build(tmp_path / "cache" / "key", build)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, tokenizer):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))  # a write beyond fails, as on a full disk
+    try:
+        with pytest.raises(ValueError, match=r"the token cache cannot be written \(.*\); free space at data.cache_dir"):
+            open_or_build(tmp_path / "cache" / "key", lambda: chunks(tokenizer))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, tokenizer):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"data.cache_dir=.*file cannot be written .*; set another"):
+        open_or_build(tmp_path / "file" / "key", lambda: chunks(tokenizer))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from jaxtune.train.data.cache import open_or_build
+from jaxtune.train.data.workers import Chunk
+def build():
+    one = np.ones(1, np.int64)
+    yield Chunk(1, np.ones(3, np.int32), np.ones(3, np.uint8), 3 * one, 2 * one, [("f", 1)], [], [], 1, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+open_or_build(Path(sys.argv[1]) / "key", build)
+"""
+
+
+def test_a_killed_build_is_built_again(tmp_path, tokenizer):
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert ended.returncode == -signal.SIGKILL
+    assert [path.name.startswith(".key-") for path in tmp_path.iterdir()] == [True]
+    documents, _, cached = open_or_build(tmp_path / "key", lambda: chunks(tokenizer))
+    assert not cached and len(documents) == len(ROWS)
+    # What the killed run left is taken away once it is surely nobody's.
+    (left,) = tmp_path.glob(".key-*")
+    os.utime(left, (0, 0))
+    open_or_build(tmp_path / "other", lambda: chunks(tokenizer))
+    assert not left.exists()
+
+
+# --- processes
+
+
+def flat(parts: list[Chunk]):
+    tokens, masks = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "mask"))
+    return tokens.tolist(), masks.tolist(), [o for part in parts for o in part.origins], [p.problems for p in parts]
+
+
+def test_processes_give_what_one_process_gives(tokenizer):
+    rows = [*ROWS * 60, {"prompt": "x"}, *ROWS]  # several chunks, one of them with a bad row
+    expected = list(chunks(tokenizer, rows))
+    assert len(expected) > 3 and any(chunk.problems for chunk in expected)
+    found = list(encode_rows(read_rows(open_sources(rows)), tokenizer, {}, num_workers=2))
+    assert flat(found) == flat(expected)
+
+
+def test_a_worker_that_dies_is_told():
+    import pickle
+
+    process = _Process(pickle.dumps(None))
+    process.process.kill()
+    with pytest.raises(RuntimeError, match=r"a data worker ended with code -9.*data.num_workers: 0"):
+        process.encode([])
+    process.close()
