@@ -176,7 +176,9 @@ class StepProgram:
 def trainable_names(trainable) -> list[str]:
     """Dotted names of the trainable tensors, in the order of metrics["grad_norms"]."""
     paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
-    return [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths]
+    return [
+        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths
+    ]
 
 
 def _names_a_place(key) -> bool:

@@ -1,0 +1,165 @@
+"""The command: from a config to an output folder with the trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxtune.models.adapter_files import load_adapter, save_adapter
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
+from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.merge import merge_adapter
+from jaxtune.train import report
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data.formats import normalize
+from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.evaluate import exact_match
+from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
+from jaxtune.train.signals import EXIT_SAVED
+
+ADAPTER, MERGED = "adapter", "merged"
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def load_tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise ValueError(f"model.tokenizer = {folder!r}: there is no such folder")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
+    """(model with its adapter, tokenizer) that a config asks for."""
+    wanted = config.model
+    if wanted.from_config is not None:
+        model = model_from_config(wanted.from_config, jax.random.key(config.seed), "float32")
+        tokenizer = None
+    else:
+        assert wanted.path is not None
+        dtype = COMPUTE_DTYPES[config.precision]
+        model, tokenizer = from_pretrained(wanted.path, dtype=dtype, load_in=wanted.load_in)
+    if wanted.tokenizer is not None:
+        tokenizer = load_tokenizer(wanted.tokenizer)
+    if tokenizer is None:
+        raise ValueError(f"model.path = {wanted.path!r} has no tokenizer files: set model.tokenizer to a folder")
+    if config.adapter is not None:
+        if config.adapter.path is not None:
+            return load_adapter(model, config.adapter.path), tokenizer
+        settings = dataclasses.asdict(config.adapter)
+        settings.pop("path")
+        model = get_peft_model(model, **settings, seed=config.seed)
+    return model, tokenizer
+
+
+def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
+    """The first `limit` held-out rows that end with an answer, as {"messages": [...]}, for generation."""
+    if config.data.eval is None:
+        raise ValueError("evaluation.exact_match_rows needs data.eval: a file of held-out rows")
+    rows = []
+    for row in read_rows(open_sources(config.data.eval), config.data.format):
+        if row.value is None:
+            continue
+        example = normalize(row.value, row.format)
+        if example.messages and example.messages[-1]["role"] == "assistant":
+            rows.append({"messages": list(example.messages)})
+        if len(rows) == limit:
+            break
+    if not rows:
+        raise ValueError(f"data.eval = {config.data.eval!r}: no row is a conversation that ends with an answer")
+    return rows
+
+
+def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, when: str) -> dict[str, Any]:
+    """Exact match on held-out rows, with a few answers shown."""
+    settings = config.evaluation
+    rows = conversations(config, settings.exact_match_rows)
+    score, answers = exact_match(
+        model, tokenizer, rows, max_new_tokens=settings.max_new_tokens, template=config.data.template
+    )
+    console.print(f"{when}: exact match {100 * score:.1f} % of {len(rows)} held-out questions")
+    for question, expected, given in answers[: settings.sample_rows]:
+        mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
+        console.print(f"  {question!r} -> {given!r} ({mark})", markup=False, highlight=False)
+    return {"exact_match": score, "rows": len(rows)}
+
+
+def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
+    """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, saved, resumable)."""
+    console = console or Console(soft_wrap=True)
+    use_compilation_cache()
+    model, tokenizer = load_model(config)
+    trainer = Trainer(model, tokenizer, config)
+    if check:
+        report.check(trainer, model, console)
+        return 0
+    if plan:
+        report.memory_plan(trainer, console)
+        return 0
+    console.print(report.trained_table(model))
+    console.print(report.data_summary(trainer))
+    results: dict[str, Any] = {}
+    measure = config.evaluation.exact_match_rows > 0
+    if measure and config.evaluation.at_start:
+        results["before"] = answer(model, tokenizer, config, console, "before training")
+    try:
+        model = trainer.train()
+    except TrainingInterrupted as stopped:
+        console.print(f"stopped: {stopped}. The same command goes on from there.")
+        return EXIT_SAVED
+    if measure and config.evaluation.at_end:
+        results["after"] = answer(model, tokenizer, config, console, "after training")
+    export(model, tokenizer, config, trainer.output, console)
+    evaluations = [line["eval_loss"] for line in trainer.history if "eval_loss" in line]
+    if evaluations:
+        results["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
+    if results:
+        (trainer.output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    console.print(f"done: {trainer.output}")
+    return 0
+
+
+def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, console: Console) -> None:
+    """Writes the adapter first (it cannot fail late), then the whole model; what is there already is left alone."""
+    adapted = any(linear.lora is not None for _, linear in linears(model))
+    if adapted and config.export.adapter:
+        _once(output / ADAPTER, lambda folder: save_adapter(model, folder), console)
+    if config.export.merged:
+
+        def write(folder):
+            save_pretrained(merge_adapter(model) if adapted else model, folder, tokenizer=tokenizer)
+
+        _once(output / MERGED, write, console)
+
+
+def _once(folder: Path, write, console: Console) -> None:
+    if folder.exists():
+        console.print(f"{folder} is there already; left as it is")
+        return
+    write(folder)
+    console.print(f"wrote {folder}")
+
+
+def evaluate(config: TrainConfig) -> dict[str, Any]:
+    """Evaluation loss, and exact match where the config asks for it, of the model as it is."""
+    use_compilation_cache()
+    model, tokenizer = load_model(config)
+    trainer = Trainer(model, tokenizer, config)
+    results: dict[str, Any] = trainer.evaluate()
+    if config.evaluation.exact_match_rows:
+        results |= answer(model, tokenizer, config, Console(stderr=True, soft_wrap=True), "exact match")
+    return results

@@ -1,0 +1,602 @@
+"""The Trainer: one run, from a model and rows to a trained model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import copy_structure, linears
+from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
+from jaxtune.train import metrics as m
+from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.config_file import config_to_dict, config_to_yaml
+from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.optim import make_optimizer
+from jaxtune.train.schedule import learning_rate_schedule
+from jaxtune.train.signals import StopSignal
+from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+
+# Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out.
+_INCOMPATIBLE = (
+    "trainable",
+    "data",
+    "base_fingerprint",
+    *(
+        f"config.{key}"
+        for key in (
+            "model",
+            "adapter",
+            "steps",
+            "epochs",
+            "rows_per_step",
+            "precision",
+            "seed",
+            "max_grad_norm",
+            "optim",
+            "schedule",
+        )
+    ),
+    *(
+        f"config.data.{key}"
+        for key in (
+            "train",
+            "format",
+            "template",
+            "train_on",
+            "instruction_part",
+            "response_part",
+            "last_response_only",
+            "length",
+            "packing",
+            "overflow",
+            "on_bad_row",
+            "max_rows",
+            "eval_rows",
+        )
+    ),
+)
+# A change here leaves the run valid, but not bit for bit the same.
+_NUMERICS = ("numerics",)
+
+
+class TrainingInterrupted(RuntimeError):
+    """A signal ended the run after a finished step; the state is saved and `resume: auto` goes on from it."""
+
+
+class TrainingStopped(ValueError):
+    """A guard ended the run; the message says what was seen and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """The compiled programs of a run, and what compiling took."""
+
+    accumulate: Any
+    update: Any
+    evaluate: Any
+    seconds: float
+
+
+def make_mesh(data: int) -> jax.sharding.Mesh:
+    """A mesh of `data` devices over the axis "data"."""
+    devices = jax.devices()
+    if data > len(devices):
+        raise ValueError(f"mesh.data = {data}: there are {len(devices)} {devices[0].platform} devices")
+    return jax.make_mesh((data,), ("data",), axis_types=(AxisType.Auto,), devices=devices[:data])
+
+
+def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
+    """XLA options of the step.
+
+    Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
+    8B LoRA step on an H200 (benchmarks/results). Under `deterministic` the vendor libraries' first algorithm is
+    taken instead of the fastest timed one, so that another process makes the same choice.
+    """
+    if platform != "gpu":
+        return {}
+    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+    if deterministic:
+        options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    return options
+
+
+def residual_plan(config: TrainConfig, num_layers: int) -> ResidualPlan:
+    return ResidualPlan.uniform({"keep": KEEP, "recompute": RECOMPUTE}[config.memory.residuals], num_layers)
+
+
+def _abstract(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+class Trainer:
+    """Trains `model` on rows, as `config` says; the model given is never changed or donated.
+
+    Args:
+      model: a Decoder; its `nnx.Param`s are what trains (see get_peft_model, or everything for full fine-tuning).
+      tokenizer: its Hugging Face tokenizer.
+      config: a TrainConfig; its `model` and `adapter` say where the model came from and are recorded, not applied.
+      train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
+        that config.data names.
+      profile: a folder for a trace of config.profile.steps steps; by default `profile` in the output folder.
+
+    Attributes: `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`,
+    the metrics of every logged step as dicts.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any,
+        config: TrainConfig,
+        train_rows: Any = None,
+        eval_rows: Any = None,
+        profile: str | Path | None = None,
+    ):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.output = Path(config.output)
+        self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
+        self.history: list[dict[str, Any]] = []
+
+        self._given = model
+        model = copy_structure(model)
+        model.dtype = COMPUTE_DTYPES[config.precision]
+        self.graph, self._trainable, self._frozen = nnx.split(model, nnx.Param, ...)
+        if not jax.tree.leaves(self._trainable):
+            raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
+
+        self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
+        self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
+        self.eval_batches = None
+        if self.eval_data is not None:
+            self.eval_batches = self.eval_data.batches(config.rows_per_step // config.micro_batches, shuffle=False)
+        if config.steps is not None:
+            self.total_steps = config.steps
+        else:
+            assert config.epochs is not None
+            self.total_steps = max(1, round(config.epochs * self.batches.steps_per_epoch))
+
+        self.mesh = make_mesh(config.mesh.data)
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
+        rates = [linear.lora.rate for _, linear in linears(model) if linear.lora is not None]
+        sets = [self.batches] if self.eval_batches is None else [self.batches, self.eval_batches]
+        self.program = StepProgram(
+            graph=self.graph,
+            optimizer=make_optimizer(config.optim, schedule),
+            schedule=schedule,
+            plan=residual_plan(config, model.config.num_layers),
+            max_documents=max(b.max_documents for b in sets),
+            max_grad_norm=config.max_grad_norm,
+            dropout=any(rate > 0 for rate in rates),
+            scale_loss=config.precision == "fp16",
+        )
+        self.names = trainable_names(self._trainable)
+        self._flops = _flop_counter(model)
+
+    # ---- data
+
+    def _prepare(self, train_rows, eval_rows) -> tuple[TokenDataset, TokenDataset | None]:
+        data = self.config.data
+        options = {
+            key: getattr(data, key)
+            for key in (
+                "format",
+                "template",
+                "train_on",
+                "instruction_part",
+                "response_part",
+                "last_response_only",
+                "length",
+                "packing",
+                "overflow",
+                "on_bad_row",
+                "cache_dir",
+                "num_workers",
+            )
+        }
+        limit = self._given.config.max_position_embeddings
+        if data.length > limit:
+            raise ValueError(f"data.length = {data.length}: the model was made for at most {limit} positions")
+
+        def load(rows, max_rows):
+            if isinstance(rows, TokenDataset):
+                return rows
+            vocab_size = self._given.config.vocab_size
+            return prepare(rows, self.tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
+
+        train = load(data.train if train_rows is None else train_rows, data.max_rows)
+        held_out = data.eval if eval_rows is None else eval_rows
+        if held_out is not None:
+            return train, load(held_out, None)
+        if data.eval_rows:
+            return train.split(data.eval_rows)
+        return train, None
+
+    def _device_batch(self, batch: Batch, part: int, parts: int) -> Batch:
+        """Micro-batch `part` of `parts`, its rows divided over the mesh."""
+        size = batch.tokens.shape[0] // parts
+        piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
+        return jax.device_put(piece, self._by_rows)
+
+    def _load_step(self, step: int) -> tuple[list[Batch], dict[str, int]]:
+        """Device micro-batches of a step, and its token counts."""
+        batch = self.batches.batch_at(step)
+        parts = self.config.micro_batches
+        counts = {
+            "tokens": int((batch.segment_ids > 0).sum()),
+            "trained_tokens": int(batch.weights.sum()),
+            "sum_squared": _sum_squared_documents(batch),
+        }
+        return [self._device_batch(batch, part, parts) for part in range(parts)], counts
+
+    # ---- programs
+
+    def first_state(self) -> tuple[TrainState, Sums, Any]:
+        """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
+        step donates them."""
+        state = jax.device_put(self.program.init(self._trainable, self.config.seed), self._replicated)
+        sums = jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
+        return state, sums, jax.device_put(self._frozen, self._replicated)
+
+    def compile(self, state: TrainState, sums: Sums, frozen) -> _Programs:
+        """Compiles the programs of the run, once, whatever the data: shapes never change."""
+        config = self.config
+        options = compiler_options(self.mesh.devices.flat[0].platform, config.deterministic)
+        rows = config.rows_per_step // config.micro_batches
+        batch = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows),
+            Batch.empty(rows, self.batches.length),
+        )
+        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
+        started = time.perf_counter()
+        state, sums, frozen = _abstract(state), _abstract(sums), _abstract(frozen)
+        where = self._replicated
+        with jax.set_mesh(self.mesh):
+            accumulate = jax.jit(self.program.accumulate, donate_argnums=0, out_shardings=where)
+            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=where)
+            lowered = accumulate.lower(sums, state, frozen, batch, index), update.lower(state, sums)
+            compiled = [program.compile(compiler_options=options) for program in lowered]
+            evaluate = None
+            if self.eval_batches is not None:
+                evaluate = jax.jit(self.program.evaluate, out_shardings=where).lower(state, frozen, batch)
+                evaluate = evaluate.compile(compiler_options=options)
+        return _Programs(*compiled, evaluate, time.perf_counter() - started)
+
+    # ---- the run
+
+    def train(self) -> Decoder:
+        """Runs (or resumes) the run and returns the trained model: a new module that shares every frozen array.
+
+        Raises:
+          TrainingInterrupted: SIGTERM or SIGINT came; the state is saved.
+          TrainingStopped: a guard refused to go on.
+          ValueError: the output folder holds another run.
+        """
+        config = self.config
+        self.output.mkdir(parents=True, exist_ok=True)
+        # A run in a second process is refused before anything is written.
+        with Checkpointer(self.output / "checkpoints", keep=config.checkpoint.keep) as checkpointer:
+            state, sums, frozen = self.first_state()
+            state, start = self._resume(checkpointer, state)
+            resumed_step = start if start or (self.output / m.JSONL).exists() else None
+            (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+            logger = m.MetricsLogger(
+                self.output,
+                tensorboard=config.metrics.tensorboard,
+                wandb_project=config.metrics.wandb_project,
+                config=config_to_dict(config),
+                resumed_step=resumed_step,
+            )
+            with logger, m.Progress(self.total_steps, start) as progress, StopSignal() as stop:
+                state = self._run(state, sums, frozen, start, checkpointer, logger, progress, stop)
+        with contextlib.suppress(ValueError):  # a run without a finite loss has nothing to plot
+            m.loss_plot(self.output / m.JSONL, self.output / "loss.png")
+        return self._finished_model(state)
+
+    def _run(self, state, sums, frozen, start, checkpointer, logger, progress, stop) -> TrainState:
+        config = self.config
+        if start >= self.total_steps:
+            progress.print(f"this run is complete: {start} steps (output {self.output})")
+            return state
+        with progress.compiling(self._compile_guess()):
+            programs = self.compile(state, sums, frozen)
+        policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_minutes)
+        policy.should_save(start, time.monotonic())
+        watch = _Watch(self, logger, progress)
+        timer = watch.timer
+        micro_index = [jax.device_put(np.int32(i), self._replicated) for i in range(config.micro_batches)]
+        if config.evaluation.at_start and start == 0:
+            self._evaluate(programs, state, frozen, logger, progress, 0)
+        watch.restart()
+        tracing = False
+        with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
+            coming = pool.submit(self._load_step, start)
+            for step in range(start, self.total_steps):
+                with timer.part("data_wait"):
+                    parts, counts = coming.result()
+                if step + 1 < self.total_steps:
+                    coming = pool.submit(self._load_step, step + 1)
+                if config.profile.steps and step - start == config.profile.start:
+                    jax.block_until_ready(state.step)
+                    trace.enter_context(jax.profiler.trace(str(self.profile_folder)))
+                    tracing = True
+                for index, batch in zip(micro_index, parts, strict=True):
+                    sums = programs.accumulate(sums, state, frozen, batch, index)
+                state, sums, latest = programs.update(state, sums)
+                watch.step_dispatched(step, latest, counts)
+                done = step + 1
+                if tracing and step - start == config.profile.start + config.profile.steps - 1:
+                    jax.block_until_ready(state.step)
+                    trace.close()
+                    tracing = False
+                save = policy.should_save(done, time.monotonic())
+                if stop.requested or (save and done < self.total_steps):
+                    watch.flush()
+                    with timer.part("save"):
+                        self._save(checkpointer, done, state)
+                if stop.requested and done < self.total_steps:
+                    checkpointer.wait()
+                    raise TrainingInterrupted(f"{stop.signal_name} after step {done}; saved in {checkpointer.folder}")
+                every = config.evaluation.every_steps
+                if every and done % every == 0 and done < self.total_steps:
+                    watch.flush()
+                    self._evaluate(programs, state, frozen, logger, progress, done)
+                    watch.restart()
+        watch.flush()
+        if config.evaluation.at_end:
+            self._evaluate(programs, state, frozen, logger, progress, self.total_steps)
+        if config.checkpoint.every_steps or config.checkpoint.every_minutes:
+            self._save(checkpointer, self.total_steps, state)
+            checkpointer.wait()
+        return state
+
+    def _compile_guess(self) -> float:
+        layers = self._given.config.num_layers
+        return 5 + 0.4 * layers if self.mesh.devices.flat[0].platform == "gpu" else 3 + 1.0 * layers
+
+    def evaluate(self) -> dict[str, Any]:
+        """eval_loss (mean over targets) and eval_targets of the model as given, without training."""
+        if self.eval_batches is None:
+            raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
+        state, sums, frozen = self.first_state()
+        return self._eval_loss(self.compile(state, sums, frozen), state, frozen)
+
+    def _eval_loss(self, programs, state, frozen) -> dict[str, Any]:
+        assert self.eval_batches is not None
+        totals = []
+        for index in range(self.eval_batches.steps_per_epoch):
+            batch = self._device_batch(self.eval_batches.batch_at(index), 0, 1)
+            totals.append(programs.evaluate(state, frozen, batch))
+        loss, count = (sum(float(x) for x in column) for column in zip(*totals, strict=True))
+        return {"eval_loss": loss / max(count, 1.0), "eval_targets": int(count)}
+
+    def _evaluate(self, programs, state, frozen, logger, progress, step) -> None:
+        if self.eval_batches is None:
+            return
+        values = self._eval_loss(programs, state, frozen)
+        logger.log(step, values)
+        self.history.append({"step": step, **values})
+        progress.print(
+            f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values['eval_targets']:,} targets"
+        )
+
+    # ---- checkpoints
+
+    def _meta(self) -> dict[str, Any]:
+        """What a checkpoint records beside its arrays; see _INCOMPATIBLE and _NUMERICS."""
+        device = jax.devices()[0]
+        trainable = {
+            name: [list(leaf.shape), str(leaf.dtype)]
+            for name, leaf in zip(self.names, jax.tree.leaves(self._trainable), strict=True)
+        }
+        documents = self.train_data.documents
+        return {
+            "config": config_to_dict(self.config),
+            "trainable": trainable,
+            "base_fingerprint": getattr(self._given, "base_fingerprint", None),
+            "data": {
+                "rows": len(self.train_data.rows),
+                "tokens_crc32": zlib.crc32(np.ascontiguousarray(documents.tokens)),
+                "trained_tokens": self.train_data.report.trained_tokens,
+            },
+            "total_steps": self.total_steps,
+            "numerics": {
+                "residuals": self.config.memory.residuals,
+                "micro_batches": self.config.micro_batches,
+                "mesh_data": self.config.mesh.data,
+                "max_documents": self.program.max_documents,
+                "deterministic": self.config.deterministic,
+                "device": device.device_kind,
+                "jax": jax.__version__,
+                "compiler_options": compiler_options(device.platform, self.config.deterministic),
+            },
+        }
+
+    def _save(self, checkpointer: Checkpointer, step: int, state: TrainState) -> None:
+        checkpointer.save(step, {"state": state}, self._meta())
+
+    def _resume(self, checkpointer: Checkpointer, state: TrainState) -> tuple[TrainState, int]:
+        """(state, steps done) to begin with."""
+        existing = self.output / "config.yaml"
+        if checkpointer.latest() is None:
+            if existing.exists() and existing.read_text(encoding="utf-8") != config_to_yaml(self.config):
+                raise ValueError(
+                    f"output = {str(self.output)!r} holds another run (its config.yaml differs): name another folder"
+                )
+            return state, 0
+        if self.config.checkpoint.resume == "never":
+            raise ValueError(
+                f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
+                "or set checkpoint.resume: auto to go on from them"
+            )
+        step, restored, meta = checkpointer.restore(like={"state": state})
+        harmless = require_compatible(meta, self._meta(), _INCOMPATIBLE)
+        exact = [d for d in harmless if any(d.key.startswith(prefix) for prefix in _NUMERICS)]
+        print(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
+        for difference in exact:
+            print(f"  not bit for bit the same run: {difference}")
+        return restored["state"], step
+
+    # ---- the result
+
+    def _finished_model(self, state: TrainState) -> Decoder:
+        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh."""
+
+        def back(new, old):
+            return new.astype(old.dtype)
+
+        trainable = jax.tree.map(back, state.trainable, self._trainable)
+        graph, _, frozen = nnx.split(self._given, nnx.Param, ...)
+        model = nnx.merge(graph, trainable, frozen)
+        if not any(linear.lora is not None for _, linear in linears(model)) and hasattr(model, "base_fingerprint"):
+            model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
+        return model
+
+
+class _Watch:
+    """Metrics of each step, fetched one step late so that nothing waits, and the guards that read them."""
+
+    def __init__(self, trainer: Trainer, logger: m.MetricsLogger, progress: m.Progress):
+        self.trainer, self.logger, self.progress = trainer, logger, progress
+        self.waiting: collections.deque = collections.deque()
+        self.timer = m.StepTimer()
+        self.restart()
+        self.bad: list[tuple[int, float, float]] = []
+        kind = trainer.mesh.devices.flat[0].device_kind
+        dtype = COMPUTE_DTYPES[trainer.config.precision]
+        peak = m.device_peak_flops(kind, dtype)
+        self.peak = None if peak is None else peak * trainer.mesh.size
+
+    def restart(self) -> None:
+        """Leaves what lay between, such as an evaluation, out of the next step's time."""
+        self.last = time.perf_counter()
+        self.timer.restart()
+
+    def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
+        self.waiting.append((step, latest, counts))
+        if len(self.waiting) > 1:
+            self._take()
+
+    def flush(self) -> None:
+        while self.waiting:
+            self._take()
+
+    def _take(self) -> None:
+        step, latest, counts = self.waiting.popleft()
+        config = self.trainer.config
+        values = {key: value for key, value in jax.device_get(latest).items() if key != "grad_norms"}
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
+        slots = config.rows_per_step * self.trainer.batches.length
+        line = {
+            "epoch": round(done / self.trainer.batches.steps_per_epoch, 4),
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": float(values["learning_rate"]),
+            "targets": int(values["targets"]),
+            "skipped": int(values["skipped"]),
+            "tokens_per_second": slots / seconds,
+            "real_tokens_per_second": counts["tokens"] / seconds,
+            "trained_tokens_per_second": counts["trained_tokens"] / seconds,
+            **self.timer.end_step(),
+            "peak_memory_bytes": m.memory_peak_bytes(),
+        }
+        if self.peak is not None:
+            line["mfu"] = self.trainer._flops(counts["tokens"], counts["sum_squared"]) / seconds / self.peak
+        if config.precision == "fp16":
+            line["loss_scale"] = float(values["loss_scale"])
+        self.trainer.history.append({"step": done, **line})
+        if done % config.metrics.log_every == 0 or done == self.trainer.total_steps or not values["finite"]:
+            self.logger.log(done, line)
+        self.progress.update(
+            done,
+            loss=loss,
+            learning_rate=line["learning_rate"],
+            grad_norm=norm,
+            tokens_per_second=line["tokens_per_second"],
+            memory_bytes=line["peak_memory_bytes"],
+        )
+        self._guard(step, loss, norm, values)
+
+    def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
+        done = step + 1
+        if values["finite"]:
+            self.bad.clear()
+            if norm == 0.0 and values["targets"] > 0:
+                raise TrainingStopped(
+                    f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
+                    f"{len(self.trainer.names)}, first {self.trainer.names[0]}"
+                )
+            if values["targets"] == 0 and self.trainer.batches.steps_per_epoch == 1:
+                raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
+            return
+        if self.trainer.config.precision == "fp16" and values["loss_scale"] > 1.0:
+            return  # an overflow of the scaled loss: the scale was halved, as it should
+        self.bad.append((done, loss, norm))
+        sources = self.trainer.batches.sources_at(step)
+        shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
+        self.progress.print(f"step {done}: loss {loss}, gradient norm {norm}: update skipped; rows {shown}")
+        limit = self.trainer.config.guards.max_nonfinite_in_row
+        if int(values["skipped_in_row"]) >= limit:
+            history = "; ".join(f"step {s}: loss {a}, gradient norm {b}" for s, a, b in self.bad[-limit:])
+            raise TrainingStopped(
+                f"{limit} steps in a row were not finite (guards.max_nonfinite_in_row): {history}. Nothing of them was "
+                "applied. Lower optim.learning_rate, look at the rows named above, or use precision: bf16 or fp32"
+            )
+
+
+def _sum_squared_documents(batch: Batch) -> int:
+    """Sum over the batch's documents of length squared."""
+    total = 0
+    for row in np.asarray(batch.segment_ids):
+        lengths = np.bincount(row)[1:].astype(np.int64)
+        total += int((lengths * lengths).sum())
+    return total
+
+
+def _flop_counter(model: Decoder):
+    """(real tokens, sum of squared document lengths) -> model FLOPs of a step; see metrics.model_flops_per_step."""
+    config = model.config
+    matmul = trained = adapters = 0
+    for _, linear in linears(model):
+        size = linear.sizes[0] * linear.sizes[1]
+        matmul += size
+        trained += size if isinstance(linear.weight, nnx.Param) else 0
+        if linear.lora is not None:
+            adapters += linear.lora.a.size + linear.lora.b.size
+    head = model.head_variable
+    matmul += head.size
+    trained += head.size if isinstance(head, nnx.Param) else 0
+
+    def flops(tokens: int, sum_squared: int) -> float:
+        return m.model_flops_per_step(
+            tokens=tokens,
+            matmul_params=matmul,
+            trained_matmul_params=trained,
+            adapter_params=adapters,
+            attention_layers=config.num_layers,
+            query_heads=config.num_heads,
+            head_dim=config.head_dim,
+            sum_squared_document_tokens=sum_squared,
+        )
+
+    return flops
