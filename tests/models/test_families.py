@@ -1,0 +1,272 @@
+"""Every family against stored results of transformers, on a tiny random checkpoint with all of its features on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import checks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from random_weights import write_checkpoint
+from tiny import CONFIGS, golden_tokens
+
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.families.common import tensor_name
+from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
+from jaxtune.models.registry import FAMILIES, config_from_hf, family
+
+GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
+families = pytest.mark.parametrize("name", CONFIGS)
+
+
+def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    norms = family(config.family).NORMS
+    return {tensor_name(path, norms): v.get_value().shape for path, v in nnx.to_flat_state(nnx.state(model))}
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    return sum(math.prod(shape) for shape in shapes_of(config).values())
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory):
+    """name -> the tiny model in fp32, loaded from a folder; made once."""
+    models = {}
+
+    def get(name):
+        if name not in models:
+            folder = tmp_path_factory.mktemp(name)
+            write_checkpoint(folder, CONFIGS[name], shapes_of(config_from_hf(CONFIGS[name])))
+            models[name] = checks.load(folder)
+        return models[name]
+
+    return get
+
+
+@families
+def test_logits_and_greedy_equal_transformers(name, model_of):
+    golden, model, tokens = np.load(GOLDENS / f"{name}.npz"), model_of(name), golden_tokens()
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), golden["logits"], atol=1e-4, rtol=0)
+    ids = checks.greedy(model, tokens[:, : checks.PROMPT_TOKENS], checks.NEW_TOKENS)
+    np.testing.assert_array_equal(ids, golden["greedy"])
+
+
+@families
+def test_loss_and_gradients_equal_transformers(name, model_of):
+    golden, model, tokens = np.load(GOLDENS / f"{name}.npz"), model_of(name), golden_tokens()
+    np.testing.assert_allclose(checks.mean_loss(model, jnp.asarray(tokens)), golden["loss"], atol=1e-5)
+    gradients = checks.gradients(model, tokens)
+    assert sorted(gradients) == list(golden["gradient_names"])
+    norms = [np.linalg.norm(gradients[key]) for key in sorted(gradients)]
+    # Without rotary positions the key bias moves every score of a query alike: its gradient is 0 but for rounding.
+    np.testing.assert_allclose(norms, golden["gradient_norms"], rtol=2e-4, atol=2e-6)
+    stored = [key.removeprefix("gradient:") for key in golden.files if key.startswith("gradient:")]
+    assert len(stored) >= 3
+    for key in stored:
+        np.testing.assert_allclose(gradients[key], golden["gradient:" + key], atol=1e-5, rtol=1e-3, err_msg=key)
+
+
+@families
+def test_packed_equals_unpacked(name, model_of):
+    """Three documents in one row, with padding between and after them, against one row each."""
+    model = model_of(name)
+    lengths, gap = (9, 5, 20), 3
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(3, 128, n, np.int32) for n in lengths]
+    alone = np.zeros((3, max(lengths)), np.int32)
+    alone_ids = np.zeros_like(alone)
+    packed = np.zeros((1, sum(lengths) + 2 * gap), np.int32)
+    packed_ids = np.zeros_like(packed)
+    starts, at = [], 0
+    for row, document in enumerate(documents):
+        alone[row, : len(document)], alone_ids[row, : len(document)] = document, 1
+        packed[0, at : at + len(document)], packed_ids[0, at : at + len(document)] = document, row + 1
+        starts.append(at)
+        at += len(document) + (gap if row == 0 else 0)
+    want = model(jnp.asarray(alone), jnp.asarray(alone_ids))
+    got = model(jnp.asarray(packed), jnp.asarray(packed_ids))
+    for row, (start, n) in enumerate(zip(starts, lengths, strict=True)):
+        np.testing.assert_allclose(got[0, start : start + n], want[row, :n], atol=1e-5, rtol=0)
+
+
+@families
+def test_save_then_load_is_equal(name, model_of, tmp_path):
+    model, tokens = model_of(name), jnp.asarray(golden_tokens())
+    save_pretrained(model, tmp_path / "out", max_shard_bytes=100_000)
+    again, tokenizer = from_pretrained(tmp_path / "out", dtype="float32")
+    assert tokenizer is None
+    assert again.config == model.config
+    assert again.base_fingerprint == model.base_fingerprint
+    np.testing.assert_array_equal(again(tokens), model(tokens))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == CONFIGS[name]
+
+
+@families
+def test_own_config_reads_back(name):
+    """to_hf says everything that from_hf needs, also when the model was not loaded."""
+    config = config_from_hf(CONFIGS[name])
+    assert config_from_hf(family(config.family).to_hf(config)) == config
+
+
+def test_changed_config_is_written_anew(tmp_path, model_of):
+    model = nnx.merge(*nnx.split(model_of("llama")))
+    model.config = dataclasses.replace(model.config, max_position_embeddings=4096)
+    save_pretrained(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 4096
+    assert config["eos_token_id"] == 2  # token ids are the source's
+
+
+def test_every_family_is_tested():
+    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+
+
+_PUBLISHED = {
+    "Llama-3.2-1B": (
+        1_235_814_400,
+        {
+            "model_type": "llama",
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # As the hub has it: what equals the class's default is left out.
+    "gemma-3-1b": (
+        999_885_952,
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32768,
+            "sliding_window": 512,
+        },
+    ),
+    "phi-4": (
+        14_659_507_200,
+        {
+            "model_type": "phi3",
+            "vocab_size": 100352,
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 10,
+            "hidden_act": "silu",
+            "max_position_embeddings": 16384,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 250000,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_published_parameter_count(name):
+    count, hf = _PUBLISHED[name]
+    assert parameter_count(config_from_hf(hf)) == count
+
+
+def test_published_parameter_counts_of_real_configs(test_data):
+    readme = (test_data / "README.md").read_text()
+    checked = []
+    for file in sorted((test_data / "configs").glob("*.json")):
+        hf = json.loads(file.read_text())
+        if hf["model_type"] not in FAMILIES:
+            continue
+        published = re.search(rf"configs/{re.escape(file.name)}` \| HF config, ([\d,]+) parameters", readme)
+        assert published, file.name
+        config = config_from_hf(hf)
+        assert parameter_count(config) == int(published[1].replace(",", "")), file.name
+        assert config_from_hf(family(config.family).to_hf(config)) == config, file.name
+        checked.append(file.name)
+    assert len(checked) >= 14
+
+
+_REFUSED = {
+    "model_type": ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama.*smollm3"),
+    "no model_type": ({"model_type": None}, "model_type None is not supported"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu"),
+    "rope_type": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    "rope_factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_type 'linear' needs 'factor'"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+    "experts": ({"num_local_experts": 8}, "num_local_experts = 8 is not supported"),
+    "missing key": ({"hidden_size": None}, "lacks 'hidden_size'"),
+    "heads": ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_refusals_name_key_and_value(case):
+    change, message = _REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**CONFIGS["llama"], **change})
+
+
+def test_refused_layer_types():
+    with pytest.raises(ValueError, match="layer_types 'chunked_attention' is not supported"):
+        config_from_hf({**CONFIGS["qwen3"], "layer_types": ["chunked_attention"] * 3})
+    with pytest.raises(ValueError, match="layer_types has 1 entries, num_hidden_layers is 3"):
+        config_from_hf({**CONFIGS["qwen3"], "layer_types": ["full_attention"]})
+    with pytest.raises(ValueError, match="use_bidirectional_attention = True is not supported"):
+        config_from_hf({**CONFIGS["gemma2"], "use_bidirectional_attention": True})
+
+
+def test_refused_longrope_factors():
+    scaling = {**CONFIGS["phi3"]["rope_scaling"], "long_factor": [1.0, 2.0]}
+    with pytest.raises(ValueError, match="long_factor must be 6 numbers, not 2"):
+        config_from_hf({**CONFIGS["phi3"], "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "smollm3"])
+def test_old_and_new_spelling_mean_the_same(name):
+    """rope_theta and rope_scaling of transformers 4 against rope_parameters of transformers 5."""
+    old = CONFIGS[name]
+    new = {k: v for k, v in old.items() if k not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
+    scaling = dict(old.get("rope_scaling") or {"rope_type": "default"})
+    rope = {
+        "rope_theta": old["rope_theta"],
+        "rope_type": scaling.pop("type", None) or scaling.pop("rope_type"),
+        **scaling,
+    }
+    if name == "phi3":
+        rope["partial_rotary_factor"] = new.pop("partial_rotary_factor")
+    if name == "gemma3":
+        local = {"rope_theta": old["rope_local_base_freq"], "rope_type": "default"}
+        rope = {"full_attention": rope, "sliding_attention": local}
+        every = new.pop("sliding_window_pattern")
+        kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(4)]
+        new["layer_types"] = kinds
+    assert config_from_hf(new | {"rope_parameters": rope}) == config_from_hf(old)
+
+
+def test_model_from_config_starts_near_ln_v(tmp_path):
+    """Initial weights from a config: every token about equally likely; the same key gives the same weights."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "tie_word_embeddings": True}))
+    tokens = jnp.asarray(golden_tokens())
+    first, second = (model_from_config(tmp_path, jax.random.key(5), "float32") for _ in range(2))
+    assert abs(float(checks.mean_loss(first, tokens)) - math.log(128)) < 0.3
+    np.testing.assert_array_equal(first(tokens), second(tokens))
+    other = model_from_config({**CONFIGS["qwen3"]}, jax.random.key(6))
+    assert not np.array_equal(first.embedding.weight[...], other.embedding.weight[...])
