@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError) as error:
+    except (ValueError, ArithmeticError, OSError) as error:
         if os.environ.get("JAXTUNE_TRACEBACK") == "1" or not _is_user_error(error):
             raise
         return _fail(str(error))
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Whether jaxtune itself raised the ValueError (with a message for the user), or the system refused a file."""
+    """Whether jaxtune itself raised it, with a message for the user, or the system refused a file."""
     if isinstance(error, OSError):
         return error.filename is not None
     raised_in = ""
