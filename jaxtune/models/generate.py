@@ -1,0 +1,212 @@
+"""Generation with a key/value cache: ragged prompts in one batch, one compiled program a bucket of shapes.
+
+A program is a prefill, which is the training forward with keys and values kept, and a while loop of single tokens
+that ends when every row has ended. Rows are padded on the right: each writes its next token at its own length.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.rope import rotary_table
+from jaxtune.models.stack import layer_forward
+from jaxtune.pallas.attention import decode_attention
+
+_SMALLEST_LENGTH = 16  # of a bucket of prompts or of new tokens
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    *,
+    eos_token_ids: int | Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Continues each prompt.
+
+    Batch, longest prompt and max_new_tokens are padded to powers of two, and a program is compiled for each such
+    triple once. Where a longrope model passes its original context, all rows take the long factors from that token on
+    and the cache is built anew, as in transformers; that compiles a second program.
+
+    Args:
+      prompts: token ids, of any lengths.
+      max_new_tokens: at most so many new tokens a row.
+      temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
+      seed: of sampling. What a row draws depends on seed, its index and its step only.
+      eos_token_ids: tokens that end a row. None: those of the model's generation_config.json or config.json, if it
+        was loaded; an empty sequence: no token does.
+    Returns:
+      for each prompt its new tokens, up to and with the one that ended it.
+    Raises:
+      ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions.
+    """
+    config = model.config
+    rows = _checked(prompts, max_new_tokens, temperature, config.vocab_size, config.max_position_embeddings)
+    ends = _end_tokens(model, eos_token_ids)
+    count, longest = len(rows), max(map(len, rows))
+    batch, new_bucket = _bucket(count, 1), _bucket(max_new_tokens, _SMALLEST_LENGTH)
+    lengths = np.ones(batch, np.int32)
+    lengths[:count] = [len(row) for row in rows]
+    start = lengths.copy()
+    tokens = np.zeros((batch, _bucket(longest, _SMALLEST_LENGTH)), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    ended = np.arange(batch) >= count  # rows that only fill the bucket
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    switch = min(
+        (rope.original_max_position_embeddings for rope in config.rotary if rope.kind == "longrope"), default=0
+    )
+    key = jax.random.key(seed)
+    while True:
+        # Up to the switch of longrope, then from it on with a prefill of everything.
+        stop = switch if switch and lengths.max() <= switch else np.iinfo(np.int32).max
+        tokens, lengths, ended = jax.device_get(
+            _program(
+                graph, new_bucket, temperature > 0, trainable, frozen, tokens, lengths, start, ended,
+                np.int32(max_new_tokens), np.int32(stop), ends, key, np.float32(temperature or 1.0),
+            )
+        )  # fmt: skip
+        if ended.all():
+            return [tokens[i, start[i] : lengths[i]].tolist() for i in range(count)]
+
+
+def _bucket(size: int, smallest: int) -> int:
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def _checked(prompts, max_new_tokens, temperature, vocab_size, max_positions) -> list[np.ndarray]:
+    if len(prompts) == 0:
+        raise ValueError("generate: prompts is empty; give at least one list of token ids")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens = {max_new_tokens!r}: must be a positive integer")
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"generate: temperature = {temperature}: must be 0 (greedy) or more")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        row = np.asarray(prompt)
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise ValueError(
+                f"generate: prompt {index} is not a list of token ids; encode text with the tokenizer first"
+            )
+        if row.size == 0:
+            raise ValueError(f"generate: prompt {index} is empty; it needs at least one token, such as BOS")
+        if row.min() < 0 or row.max() >= vocab_size:
+            bad = int(row.min() if row.min() < 0 else row.max())
+            raise ValueError(f"generate: prompt {index} holds token id {bad}, outside the vocabulary of {vocab_size}")
+        if row.size + max_new_tokens > max_positions:
+            raise ValueError(
+                f"generate: prompt {index} of {row.size} tokens and max_new_tokens = {max_new_tokens} need "
+                f"{row.size + max_new_tokens} positions; the model has {max_positions}: shorten one of them"
+            )
+        rows.append(row)
+    return rows
+
+
+def _end_tokens(model: Decoder, eos_token_ids) -> np.ndarray:
+    """int32[n]; ids that end a row."""
+    if eos_token_ids is None and model.source is not None:
+        for text in (model.source.generation_config, model.source.config):
+            if text and eos_token_ids is None:
+                eos_token_ids = json.loads(text).get("eos_token_id")
+    return np.atleast_1d(np.asarray([] if eos_token_ids is None else eos_token_ids, np.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _program(
+    graph, new_bucket: int, sample: bool, trainable, frozen, tokens, lengths, start, ended,
+    max_new, stop, ends, key, temperature,
+):  # fmt: skip
+    """Generates until every row has ended or the longest has `stop` tokens.
+
+    Args:
+      tokens: int32[B, P]; lengths: int32[B], those there are; start: int32[B], those of the prompt.
+      ended: bool[B]. max_new, stop: int32. ends: int32[n]. temperature: float32, used if `sample`.
+    Returns:
+      (tokens int32[B, P + new_bucket], lengths, ended)
+    """
+    model = nnx.merge(graph, trainable, frozen)
+    config = model.config
+    batch, prompt_length = tokens.shape
+    row = jnp.arange(batch)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(row)
+    splits = [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
+
+    def choose(hidden, lengths):
+        """hidden [B, 1, hidden] of each row's last token -> its next token, int32[B]."""
+        logits = model.logits(model.norm(hidden))[:, 0]
+        if not sample:
+            return logits.argmax(-1).astype(jnp.int32)
+        step_keys = jax.vmap(jax.random.fold_in)(keys, lengths - start)
+        return jax.vmap(jax.random.categorical)(step_keys, logits / temperature).astype(jnp.int32)
+
+    def append(tokens, lengths, ended, token):
+        active = ~ended
+        # Ended rows write nothing: their index is out of bounds.
+        at = jnp.where(active, lengths, tokens.shape[1])
+        tokens = tokens.at[row, at].set(token, mode="drop")
+        lengths = lengths + active
+        ended |= active & ((token[:, None] == ends).any(-1) | (lengths - start >= max_new))
+        return tokens, lengths, ended
+
+    with jax.named_scope("prefill"):
+        # A row is its prompt, then padding.
+        segment_ids = (jnp.arange(prompt_length) < lengths[:, None]).astype(jnp.int32)
+        layout = model.layout(tokens.shape, segment_ids, max_documents=1)
+        x = model.embed(tokens)
+        caches = []
+        for (layer_graph, *state), spec in zip(splits, config.layers, strict=True):
+            x, kept = layer_forward(layer_graph, spec, ("key", "value"), *state, x, layout, None)
+            room = ((0, 0), (0, new_bucket), (0, 0), (0, 0))
+            caches.append((jnp.pad(kept["key"], room), jnp.pad(kept["value"], room)))
+        token = choose(jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1), lengths)
+        tokens = jnp.pad(tokens, ((0, 0), (0, new_bucket)))
+        carry = (*append(tokens, lengths, ended, token), caches)
+
+    def unfinished(carry):
+        _, lengths, ended, _ = carry
+        return ~ended.all() & (lengths.max() <= stop)
+
+    def step(carry):
+        tokens, lengths, ended, caches = carry
+        with jax.named_scope("decode"):
+            # The newest token is not in the cache yet.
+            at = lengths - 1
+            x = model.embed(tokens[row, at][:, None])
+            tables = tuple(
+                rotary_table(rope, config.head_dim, config.max_position_embeddings, at[:, None])
+                for rope in config.rotary
+            )
+            new_caches = []
+            for (layer_graph, *state), spec, cache in zip(splits, config.layers, caches, strict=True):
+                x, cache = _layer_step(layer_graph, spec, *state, x, tables, cache, at)
+                new_caches.append(cache)
+            return *append(tokens, lengths, ended, choose(x, lengths)), new_caches
+
+    return jax.lax.while_loop(unfinished, step, carry)[:3]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, cache, at):
+    """One layer for one new token a row: (layer_output [B, 1, hidden], cache with the token at index `at` int32[B])."""
+    block = nnx.merge(graph, trainable, frozen)
+    query, key, value = block.project(layer_input, None if spec.rotary is None else tables[spec.rotary])
+    row = jnp.arange(len(at))
+    keys, values = cache[0].at[row, at].set(key[:, 0]), cache[1].at[row, at].set(value[:, 0])
+    config = block.attention.config
+    out = decode_attention(
+        query, keys, values, at + 1,
+        scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap,
+    )  # fmt: skip
+    mid = block.mix(out, layer_input)
+    return block.contract(*block.expand(mid), mid), (keys, values)
