@@ -132,19 +132,65 @@ def test_info(capsys):
     assert any(line.split()[:1] == ["lora-8b"] for line in lines)
 
 
-def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):
+def tiny_model():
     import jax
-    import numpy as np
 
     from jaxtune.models.config import DecoderConfig, LayerSpec
     from jaxtune.models.decoder import Decoder
 
     config = DecoderConfig(
         family="llama", vocab_size=40, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
-        layers=(LayerSpec(),) * 2, max_position_embeddings=64, attention_scale=8**-0.5,
+        layers=(LayerSpec(),) * 2, max_position_embeddings=64, attention_scale=8**-0.5, initializer_range=0.2,
     )  # fmt: skip
+    return Decoder(config, jax.random.key(0), "float32")
+
+
+def word_tokenizer(chat_template: str | None):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def test_generate_puts_prompts_into_the_chat_template(tmp_path, capsys):
+    template = "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w8{% endif %}"
+    model = tiny_model()
+    for name, chat_template in (("chat", template), ("plain", None)):
+        jaxtune.save_pretrained(model, tmp_path / name, tokenizer=word_tokenizer(chat_template))
+
+    def expected(*prompts: list[int], **settings) -> str:  # w0, the unknown word, is special and not printed
+        answers = jaxtune.generate(model, prompts, max_new_tokens=5, **settings)
+        return "".join(" ".join(f"w{i}" for i in answer if i != 0) + "\n" for answer in answers)
+
+    def output(folder: str, *flags: str) -> str:
+        arguments = ["generate", str(tmp_path / folder), "--max-new-tokens", "5", "--dtype", "float32", *flags]
+        assert cli.main(arguments) == 0
+        return capsys.readouterr().out
+
+    assert output("chat", "--prompt", "w1 w2") == expected([7, 1, 2, 8])
+    assert output("chat", "--prompt", "w1 w2", "--raw") == output("plain", "--prompt", "w1 w2") == expected([1, 2])
+    assert expected([7, 1, 2, 8]) != expected([1, 2])
+    two = output("plain", "--prompt", "w1 w2", "--prompt", "w3", "--temperature", "1.0", "--seed", "3")
+    first, second = expected([1, 2], [3], temperature=1.0, seed=3).splitlines()
+    assert two == f"--- w1 w2\n{first}\n--- w3\n{second}\n"
+
+
+def test_generate_needs_a_tokenizer(tmp_path, capsys):
+    jaxtune.save_pretrained(tiny_model(), tmp_path / "model")
+    assert cli.main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 2
+    assert "has no tokenizer: put its tokenizer files into the model's folder" in capsys.readouterr().err
+
+
+def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):
+    import jax
+    import numpy as np
+
     base, adapter, merged = (str(tmp_path / name) for name in ("base", "adapter", "merged"))
-    jaxtune.save_pretrained(Decoder(config, jax.random.key(0), "float32"), base)
+    jaxtune.save_pretrained(tiny_model(), base)
     model, _ = jaxtune.from_pretrained(base, dtype="float32")
     model = jaxtune.get_peft_model(model, r=2, target_modules=["q_proj", "down_proj"])
     for _, linear in linears(model):
