@@ -149,7 +149,7 @@ def prepare(
     def chunks() -> Iterator[Chunk]:
         rows = read_rows(sources, format, max_rows)
         encoded = encode_rows(rows, tokenizer, options, num_workers)
-        encoded = _with_progress(encoded, _row_count(sources, max_rows))
+        encoded = _with_progress(encoded, sources, max_rows)
         return _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
 
     # A template's text, not its path, decides what becomes of the rows.
@@ -167,14 +167,6 @@ def prepare(
     return TokenDataset(documents, summary, length, packing, overflow, cached)
 
 
-def _row_count(sources: list[Source], max_rows: int | None) -> int | None:
-    counts = [source.rows for source in sources]
-    if any(count is None for count in counts):
-        return max_rows
-    total = sum(count for count in counts if count is not None)
-    return total if max_rows is None else min(total, max_rows)
-
-
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
     for chunk in chunks:
         if chunk.problems:
@@ -183,14 +175,22 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         yield chunk
 
 
-def _with_progress(chunks: Iterable[Chunk], total: int | None) -> Iterator[Chunk]:
+def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """A progress bar where somebody watches a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    if not console.is_terminal:
+        yield from chunks
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    counts = [source.count() if source.count is not None else None for source in sources]
+    total = None if None in counts else sum(count or 0 for count in counts)
+    if max_rows is not None:
+        total = max_rows if total is None else min(total, max_rows)
+    columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
         for chunk in chunks:
             yield chunk

@@ -41,13 +41,13 @@ class Source:
     """One file or data set.
 
     name: how it is called in messages. read: yields its rows. identity: a string that changes when its rows do;
-    None where there is none (lists in memory). rows: how many there are, None if unknown before reading.
+    None where there is none (lists in memory). count: about how many rows there are, for a progress bar.
     """
 
     name: str
     read: Callable[[], Iterator[Row]]
     identity: Callable[[], str] | None = None
-    rows: int | None = None
+    count: Callable[[], int] | None = None
 
 
 def open_sources(source: Any) -> list[Source]:
@@ -76,7 +76,7 @@ def open_sources(source: Any) -> list[Source]:
         parts = list(source)
         if parts and all(isinstance(part, str | os.PathLike) for part in parts):
             return [found for part in parts for found in open_sources(part)]
-        return [Source("rows", lambda: _read_list(parts), rows=len(parts))]
+        return [Source("rows", lambda: _read_list(parts), count=lambda: len(parts))]
     raise ValueError(
         f"data must be a path, a data set's name, a list of them, or a list of dicts, got {type(source).__name__}"
     )
@@ -125,13 +125,22 @@ def _file_source(file: Path) -> Source:
     reader = readers.get(file.suffix.lower())
     if reader is None:
         raise ValueError(f"{file}: cannot read {file.suffix or 'a file without suffix'}; known: {', '.join(SUFFIXES)}")
-    return Source(str(file), lambda: reader(file), lambda: _file_identity(file))
+    return Source(str(file), lambda: reader(file), lambda: _file_identity(file), lambda: _file_count(file))
 
 
 def _file_identity(file: Path) -> str:
     """Name and content: the name stands in every message about a row, so it belongs to what is cached."""
     with open(file, "rb") as stream:
         return f"{file} {hashlib.file_digest(stream, 'blake2b').hexdigest()}"
+
+
+def _file_count(file: Path) -> int:
+    if file.suffix.lower() == ".parquet":
+        import pyarrow.parquet as parquet
+
+        return parquet.read_metadata(file).num_rows
+    with open(file, "rb") as stream:
+        return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
 
 
 def _dataset_source(dataset: Any, name: str) -> Source:
@@ -141,7 +150,7 @@ def _dataset_source(dataset: Any, name: str) -> Source:
         name,
         lambda: _read_dataset(dataset, name),
         (lambda: f"{name} {fingerprint}") if fingerprint else None,
-        len(dataset) if hasattr(dataset, "__len__") else None,
+        (lambda: len(dataset)) if hasattr(dataset, "__len__") else None,
     )
 
 

@@ -30,6 +30,7 @@ from jaxtune.train.data.templates import Encoded, RowEncoder
 
 ROWS_PER_CHUNK = 512
 MANY_ROWS = 16_384  # from here on, processes are worth the seconds that they take to start
+FEW_CPUS = 3  # on so few, one process does as well: the tokenizer's own threads use them
 MOST_PROCESSES = 16
 
 
@@ -106,7 +107,8 @@ def encode_rows(
         first = list(itertools.islice(chunks, MANY_ROWS // ROWS_PER_CHUNK + 1))
         chunks = itertools.chain(first, chunks)
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_workers = min(cpus, MOST_PROCESSES) if len(first) * ROWS_PER_CHUNK > MANY_ROWS else 0
+        many = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
+        num_workers = min(cpus, MOST_PROCESSES) if many else 0
     if num_workers < 2:
         return (encode_chunk(encoder, chunk) for chunk in chunks)
     return _encode_in_processes(chunks, tokenizer, options, num_workers)
@@ -154,7 +156,7 @@ class _Process:
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "jaxtune.train.data.workers"]
+        command = [sys.executable, "-P", "-c", "from jaxtune.train.data import workers; workers._serve()"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self.setup: bytes | None = setup
 
@@ -200,10 +202,3 @@ def _serve() -> None:
             result = error
         pickle.dump(result, replies)
         replies.flush()
-
-
-if __name__ == "__main__":
-    # Under its real name, so that what is unpickled here is what the parent pickled.
-    from jaxtune.train.data import workers
-
-    workers._serve()
