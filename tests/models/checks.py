@@ -21,7 +21,7 @@ def load(folder: Path, dtype="float32"):
 
 
 def mean_loss(model, tokens) -> jax.Array:
-    """Mean cross entropy of the next token, over every position but the last: transformers' loss for labels = tokens."""
+    """Mean cross entropy of the next token over all positions but the last: transformers' loss for labels = tokens."""
     logits = jax.nn.log_softmax(model(tokens)[:, :-1])
     return -jnp.take_along_axis(logits, tokens[:, 1:, None], -1).mean()
 

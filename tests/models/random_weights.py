@@ -1,4 +1,4 @@
-"""Weights from (seed, tensor name, shape): the tests and the parity scripts make the same checkpoint without storing it."""
+"""Weights from (seed, tensor name, shape): tests and parity scripts make the same checkpoint without storing it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))  # tiny.py, random_weights.py, checks.py
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "models")]  # reference.py; tiny.py, random_weights.py, checks.py
 
 
 def pytest_configure():

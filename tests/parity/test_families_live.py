@@ -1,0 +1,199 @@
+"""Every family against transformers itself, both directions of every file included."""
+
+from __future__ import annotations
+
+import json
+
+import checks
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+import regenerate
+import torch
+import transformers
+from flax import nnx
+from tiny import CONFIGS, golden_tokens
+
+from jaxtune.models.families.common import head_dim, tensor_name
+from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
+from jaxtune.models.registry import config_from_hf, family
+from jaxtune.models.rope import rotary_table
+
+families = pytest.mark.parametrize("name", CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """name -> (folder, transformers' model, ours), fp32; made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = reference.make_checkpoint(tmp_path_factory.mktemp(name), CONFIGS[name])
+            made[name] = folder, reference.load(folder), checks.load(folder)
+        return made[name]
+
+    return get
+
+
+@families
+def test_logits(name, both):
+    _, theirs, ours = both(name)
+    tokens = golden_tokens()
+    np.testing.assert_allclose(ours(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=1e-4, rtol=0)
+
+
+@families
+def test_loss_and_gradient_of_every_tensor(name, both):
+    _, theirs, ours = both(name)
+    tokens = golden_tokens()
+    loss, want = reference.loss_and_gradients(theirs, tokens)
+    got = checks.gradients(ours, tokens)
+    assert abs(float(checks.mean_loss(ours, jnp.asarray(tokens))) - loss) < 1e-5
+    assert set(got) == set(want)
+    for key in want:
+        np.testing.assert_allclose(got[key], want[key], atol=1e-5, rtol=1e-3, err_msg=key)
+
+
+@families
+def test_greedy(name, both):
+    _, theirs, ours = both(name)
+    prompt = golden_tokens()[:, : checks.PROMPT_TOKENS]
+    want = reference.greedy(theirs, prompt, checks.NEW_TOKENS)
+    np.testing.assert_array_equal(checks.greedy(ours, prompt, checks.NEW_TOKENS), want)
+
+
+@families
+def test_goldens_are_current(name):
+    """The stored results are what the script makes today."""
+    stored, fresh = np.load(regenerate.GOLDENS / f"{name}.npz"), regenerate.golden(name)
+    assert set(stored.files) == set(fresh)
+    for key in stored.files:
+        if stored[key].dtype.kind == "f":
+            np.testing.assert_allclose(stored[key], fresh[key], atol=2e-5, rtol=1e-4, err_msg=key)
+        else:
+            np.testing.assert_array_equal(stored[key], fresh[key], err_msg=key)
+
+
+@families
+@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 100_000])
+def test_our_folder_loads_in_transformers(name, shard_bytes, both, tmp_path):
+    _, theirs, ours = both(name)
+    save_pretrained(ours, tmp_path / "out", max_shard_bytes=shard_bytes)
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (shard_bytes == 100_000)
+    again, tokens = reference.load(tmp_path / "out"), golden_tokens()
+    np.testing.assert_array_equal(reference.logits(again, tokens), reference.logits(theirs, tokens))
+
+
+@families
+@pytest.mark.parametrize("shard_size", ["5GB", "100KB"])
+def test_their_folder_loads_in_ours(name, shard_size, both, tmp_path):
+    _, theirs, ours = both(name)
+    theirs.save_pretrained(tmp_path / "out", max_shard_size=shard_size)
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (shard_size == "100KB")
+    again = checks.load(tmp_path / "out")
+    assert again.config == ours.config  # their spelling of the config is transformers 5's, ours was 4's
+    assert again.base_fingerprint == ours.base_fingerprint
+    tokens = jnp.asarray(golden_tokens())
+    np.testing.assert_array_equal(again(tokens), ours(tokens))
+
+
+@families
+def test_model_made_here_loads_in_transformers(name, tmp_path):
+    """No config to reuse: to_hf alone must say everything."""
+    model = model_from_config(CONFIGS[name], jax.random.key(1), "float32")
+    model.source = None
+    save_pretrained(model, tmp_path / "out")
+    theirs, tokens = reference.load(tmp_path / "out"), golden_tokens()
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=1e-4, rtol=0)
+
+
+def _tensors(model):
+    norms = family(model.config.family).NORMS
+    return {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_cast_while_loading_rounds_as_torch(stored, dtype, tmp_path):
+    numpy_dtype = ml_dtypes.bfloat16 if stored == "bfloat16" else stored
+    folder = reference.make_checkpoint(tmp_path / "in", CONFIGS["qwen3"], numpy_dtype)
+    ours = _tensors(from_pretrained(folder, dtype=dtype)[0])
+    theirs = reference.load(folder, getattr(torch, dtype)).state_dict()
+    assert set(ours) == set(theirs)
+    for key, value in theirs.items():
+        assert ours[key].dtype.name == dtype
+        np.testing.assert_array_equal(ours[key].astype(np.float32), value.float().numpy(), err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "phi3"])
+def test_bfloat16_forward_is_close(name, both):
+    """bf16 compute: as near to the fp32 logits as transformers' own bf16."""
+    folder, theirs, _ = both(name)
+    tokens = golden_tokens()
+    exact = reference.logits(theirs, tokens)
+    their_error = np.abs(reference.logits(reference.load(folder, torch.bfloat16), tokens) - exact)
+    our_error = np.abs(np.asarray(from_pretrained(folder)[0](jnp.asarray(tokens))) - exact)
+    assert np.sqrt((our_error**2).mean()) <= 1.25 * np.sqrt((their_error**2).mean())
+
+
+ROPES = {
+    "llama-3.1-8b": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "linear": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn mscale": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+    | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+    "yarn attention_factor": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": 1.5}
+    | {"original_max_position_embeddings": 8192},
+    "longrope short": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 70_000}
+    | {"short_factor": [1 + i / 64 for i in range(64)], "long_factor": [1.0 + i for i in range(64)]},
+    "longrope long": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+    | {"short_factor": [1 + i / 64 for i in range(64)], "long_factor": [1.0 + i for i in range(64)]},
+    "longrope factor": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+    | {"short_factor": [1.0] * 64, "long_factor": [1.0 + i for i in range(64)], "factor": 16.0},
+}
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rotary_tables_of_every_kind(case):
+    """Head dim and bases of real models, positions up to 65,535, against transformers' LlamaRotaryEmbedding."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    hf = {
+        "model_type": "llama",
+        "vocab_size": 128,
+        "hidden_size": 512,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rope_parameters": ROPES[case],
+    }
+    positions = np.unique(np.geomspace(1, 65_535, 300).astype(np.int32))[None]
+    config = config_from_hf(hf)
+    cos, sin = rotary_table(config.rotary[0], head_dim(hf), config.max_position_embeddings, jnp.asarray(positions))
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**json.loads(json.dumps(hf))))
+    want_cos, want_sin = theirs(torch.zeros(1, dtype=torch.float32), torch.from_numpy(positions).long())
+    # One ulp of an inverse frequency is 65,535 times that in the angle.
+    np.testing.assert_allclose(cos, want_cos.numpy()[..., :64], atol=8e-3)
+    np.testing.assert_allclose(sin, want_sin.numpy()[..., :64], atol=8e-3)
+    near = positions[0] < 1024
+    np.testing.assert_allclose(cos[0, near], want_cos.numpy()[0, near, :64], atol=2e-4)
+
+
+def test_real_model(test_data):
+    """stories260K: logits, loss and greedy text."""
+    folder = test_data / "models" / "stories260K"
+    theirs, ours = reference.load(folder), checks.load(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = (test_data / "datasets/text/tinystories_first60.jsonl").read_text(encoding="utf-8")
+    for line in text.splitlines()[:4]:
+        ids = np.asarray([tokenizer(json.loads(line)["text"])["input_ids"][:512]], np.int32)
+        np.testing.assert_allclose(ours(jnp.asarray(ids)), reference.logits(theirs, ids), atol=1e-4, rtol=0)
+    prompt = np.asarray([tokenizer("Once upon a time")["input_ids"]], np.int32)
+    np.testing.assert_array_equal(checks.greedy(ours, prompt, 40), reference.greedy(theirs, prompt, 40))
