@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
@@ -23,8 +24,12 @@ def tiny_model(dtype="float32", seed: int = 0, **changes) -> Decoder:
 
 
 def adapted_model(model: Decoder, seed: int = 1, **settings) -> Decoder:
-    """An adapter that is not at its start: every tensor of it is random."""
-    model = get_peft_model(model, **settings)
+    """An adapter that is not at its start."""
+    return shaken(get_peft_model(model, **settings), seed)
+
+
+def shaken(model: Decoder, seed: int = 1) -> Decoder:
+    """The model, whose trainable tensors have all moved at random (not those of lora_A, which start at random)."""
     draw = np.random.default_rng(seed)
 
     def shake(variable, size):
@@ -36,9 +41,7 @@ def adapted_model(model: Decoder, seed: int = 1, **settings) -> Decoder:
             shake(linear.lora.b, 0.1)
             if linear.lora.magnitude is not None:
                 shake(linear.lora.magnitude, 0.2)
-    names = settings.get("modules_to_save") or ()
-    if "embed_tokens" in names:
-        shake(model.embedding.weight, 0.1)
-    if "lm_head" in names and model.head is not None:
-        shake(model.head.weight, 0.1)
+    for module in (model.embedding, model.head):
+        if module is not None and isinstance(module.weight, nnx.Param):
+            shake(module.weight, 0.1)
     return model

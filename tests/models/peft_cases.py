@@ -1,0 +1,34 @@
+"""Adapters that PEFT makes for golden files and live parity: (config in tiny.py, settings of LoraConfig)."""
+
+from __future__ import annotations
+
+from tiny import CONFIGS
+
+GOLDEN_CASES = {
+    "patterns_dora": (
+        "llama",
+        dict(
+            r=2, lora_alpha=6, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], use_dora=True,
+            rank_pattern={"q_proj": 4, r"layers\.1\.mlp\.down_proj": 3}, alpha_pattern={"layers.2.*": 3},
+            exclude_modules=["layers.0.mlp.gate_proj"],
+        ),
+    ),
+    "fused_rslora": (
+        "phi3",
+        dict(r=3, lora_alpha=5, use_rslora=True, target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
+    ),
+    "regex_layers": ("mistral", dict(r=2, lora_alpha=8, target_modules=r".*layers\.[02]\..*(q|k|down)_proj")),
+    "layers_to_transform": ("qwen3", dict(r=2, target_modules=["o_proj", "up_proj"], layers_to_transform=[1])),
+    "saved_tied": (
+        "qwen2", dict(r=2, target_modules=["k_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    ),
+    "saved_untied": ("olmo2", dict(r=2, target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head"])),
+    "saved_head": ("llama_yarn", dict(r=2, target_modules="all-linear", modules_to_save=["lm_head"])),
+}  # fmt: skip
+
+# Live, also: every family with every linear adapted.
+LIVE_CASES = (
+    GOLDEN_CASES
+    | {f"{name}_lora": (name, dict(r=4, lora_alpha=8, target_modules="all-linear")) for name in CONFIGS}
+    | {f"{name}_dora": (name, dict(r=4, target_modules="all-linear", use_dora=True)) for name in ("phi3", "gemma2")}
+)

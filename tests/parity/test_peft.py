@@ -1,0 +1,112 @@
+"""Live against stock PEFT: its adapters here, ours there, merged weights."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import peft_reference
+import pytest
+import reference
+from peft_cases import GOLDEN_CASES, LIVE_CASES
+from safetensors.numpy import load_file
+from tiny import CONFIGS, golden_tokens
+from tiny_models import shaken
+
+import jaxtune
+from jaxtune.models.hf import from_pretrained, save_pretrained
+
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize(("config", "settings"), LIVE_CASES.values(), ids=LIVE_CASES)
+def test_adapter_made_by_peft(tmp_path, config, settings):
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS[config])
+    peft_reference.make_adapter(base, tmp_path / "theirs", settings)
+    theirs = peft_reference.load(base, tmp_path / "theirs")
+    tokens = golden_tokens()
+    expected = reference.logits(theirs, tokens)
+    plain, _ = from_pretrained(base, dtype="float32")
+    model = jaxtune.load_adapter(plain, tmp_path / "theirs")
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, atol=TOLERANCE, rtol=0)
+    assert np.abs(np.asarray(plain(jnp.asarray(tokens))) - expected).max() > 100 * TOLERANCE
+
+    # Back to PEFT.
+    jaxtune.save_adapter(model, tmp_path / "ours")
+    first, second = (load_file(tmp_path / which / "adapter_model.safetensors") for which in ("theirs", "ours"))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+    again = peft_reference.load(base, tmp_path / "ours")
+    np.testing.assert_allclose(reference.logits(again, tokens), expected, atol=1e-6, rtol=0)
+
+    # Merged: weight by weight, and as a model that transformers loads.
+    save_pretrained(jaxtune.merge_adapter(model), tmp_path / "merged")
+    ours = load_file(tmp_path / "merged" / "model.safetensors")
+    weights = peft_reference.merged_weights(theirs)
+    for name, value in ours.items():
+        np.testing.assert_allclose(value, weights[name], atol=1e-5, rtol=0, err_msg=name)
+    np.testing.assert_allclose(
+        reference.logits(reference.load(tmp_path / "merged"), tokens), expected, atol=TOLERANCE, rtol=0
+    )
+
+
+OURS = {
+    "lora": ("llama", dict(r=4)),
+    "rslora": ("mistral", dict(r=4, use_rslora=True, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])),
+    "dora": ("qwen3", dict(r=4, use_dora=True)),
+    "fused": ("phi3", dict(r=4, use_dora=True)),
+    "patterns": (
+        "qwen2",
+        dict(r=4, rank_pattern={"q_proj": 2, "layers.1.mlp.*": 3}, alpha_pattern={"layers.0.*": 5, "up_proj": 2.5}),
+    ),
+    "part": ("gemma2", dict(r=2, target_modules=r".*layers\.1\..*|.*\.2\.mlp\.up_proj")),
+    "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
+    "saved_untied": ("olmo2", dict(r=2, modules_to_save=["embed_tokens", "lm_head"])),
+}
+
+
+@pytest.mark.parametrize(("config", "settings"), OURS.values(), ids=OURS)
+def test_adapter_made_here(tmp_path, config, settings):
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS[config])
+    plain, _ = from_pretrained(base, dtype="float32")
+    model = shaken(jaxtune.get_peft_model(plain, **settings))
+    jaxtune.save_adapter(model, tmp_path / "ours")
+    tokens = golden_tokens()
+    theirs = peft_reference.load(base, tmp_path / "ours")
+    expected = np.asarray(model(jnp.asarray(tokens)))
+    np.testing.assert_allclose(reference.logits(theirs, tokens), expected, atol=TOLERANCE, rtol=0)
+    assert np.abs(np.asarray(plain(jnp.asarray(tokens))) - expected).max() > 100 * TOLERANCE
+    read = theirs.peft_config["default"]
+    assert (read.use_rslora, read.use_dora) == (settings.get("use_rslora", False), settings.get("use_dora", False))
+    assert read.lora_dropout == settings.get("lora_dropout", 0.0)
+    # PEFT keeps a tied head tied: one tensor after merging.
+    merged = theirs.merge_and_unload()
+    tied = merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
+    assert tied == CONFIGS[config]["tie_word_embeddings"]
+
+
+def test_peft_adapter_that_unties_is_refused(tmp_path):
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])
+    settings = GOLDEN_CASES["saved_tied"][1] | dict(ensure_weight_tying=False)
+    peft_reference.make_adapter(base, tmp_path / "theirs", settings)
+    with pytest.raises(ValueError, match="the model ties them"):
+        jaxtune.load_adapter(from_pretrained(base, dtype="float32")[0], tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(lora_bias=True), "lora_bias = True"),
+        (dict(bias="lora_only"), "bias = 'lora_only'"),
+        (dict(init_lora_weights="pissa"), "changes the base's weights"),
+        (dict(init_lora_weights="olora"), "changes the base's weights"),
+        (dict(trainable_token_indices=[1, 2]), "trainable_token_indices = "),
+        (dict(target_modules=["q_proj", "embed_tokens"]), "unexpected: .*lora_embedding_A"),
+        (dict(target_modules=["q_proj", "lm_head"]), "unexpected: .*lm_head.lora_A"),
+    ],
+    ids=str,
+)
+def test_peft_features_that_are_not_supported(tmp_path, settings, message):
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS["llama_yarn"])
+    peft_reference.make_adapter(base, tmp_path / "theirs", dict(r=2, target_modules=["q_proj"]) | settings)
+    with pytest.raises(ValueError, match=message):
+        jaxtune.load_adapter(from_pretrained(base, dtype="float32")[0], tmp_path / "theirs")
