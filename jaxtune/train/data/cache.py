@@ -72,6 +72,8 @@ class Summary:
             text += f"; {self.bad_rows:,} bad rows left out, first {self.offenders[0]}"
         if self.untrained:
             text += f"; {self.untrained:,} rows without a trained token left out, first {self.untrained_first[0]}"
+        if self.ended < self.responses:
+            text += f"; {self.responses - self.ended:,} of {self.responses:,} responses train no end of turn"
         return text
 
 

@@ -131,7 +131,7 @@ class PackingReport:
         if self.split:
             text += f"; {self.split:,} documents split"
         if self.dropped:
-            text += f"; {self.dropped:,} documents dropped"
+            text += f"; {self.dropped:,} documents dropped (empty, or cut before their first trained token)"
         return text
 
 

@@ -99,7 +99,7 @@ def encode_rows(
         rows: from `reading.read_rows`.
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
-        num_workers: processes; None decides by the number of rows and of CPUs, 0 and 1 stay in this process.
+        num_workers: processes; None decides by the number of rows and of CPUs, 1 stays in this process.
     """
     encoder = RowEncoder(tokenizer, **options)  # here too, so that a wrong option is an error before any process
     chunks = _chunks(rows)
@@ -173,7 +173,7 @@ class _Process:
         except (EOFError, OSError, pickle.UnpicklingError):
             code = self.process.wait()
             raise RuntimeError(
-                f"a data worker ended with code {code} (killed for memory?); data.num_workers: 0 works in one process"
+                f"a data worker ended with code {code} (killed for memory?); data.num_workers: 1 works in this process"
             ) from None
         if isinstance(result, Exception):
             raise result

@@ -171,6 +171,6 @@ def test_a_worker_that_dies_is_told():
 
     process = _Process(pickle.dumps(None))
     process.process.kill()
-    with pytest.raises(RuntimeError, match=r"a data worker ended with code -9.*data.num_workers: 0"):
+    with pytest.raises(RuntimeError, match=r"a data worker ended with code -9.*data.num_workers: 1"):
         process.encode([])
     process.close()

@@ -93,6 +93,13 @@ def test_a_template_that_trains_no_end_of_turn_is_refused():
         prepare(rows, make_tokenizer(eos="<|eos|>", special=False), length=64)
 
 
+def test_some_responses_without_an_end_are_told():
+    template = PLAIN_TEMPLATE.replace("<|im_end|>", "{{ '<|im_end|>' if 'bot' in m.content else '' }}")
+    unended = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "Blue."}]}
+    summary = prepare([CHAT, unended], make_tokenizer(template), length=64).summary
+    assert "; 1 of 2 responses train no end of turn" in str(summary)
+
+
 def test_trained_tokens_beyond_the_row_are_refused(tokenizer):
     rows = [{"prompt": "Add them. " * 20, "completion": "4"}] * 2
     dataset = prepare(rows, tokenizer, length=16)

@@ -286,6 +286,12 @@ def test_plain_text_markers_survive_merged_edges():
     assert labels_of(tokenizer, text + "<|eos|>", **with_breaks)[1] == "blue<|eos|>"
 
 
+def test_a_word_that_took_the_markers_last_space_is_trained():
+    tokenizer = make_tokenizer(eos="<|eos|>")
+    parts = {"instruction_part": "user: ", "response_part": "assistant: "}
+    assert labels_of(tokenizer, "user: Add\nassistant: is<|eos|>", **parts) == [" is<|eos|>"]
+
+
 def test_markers_are_derived_from_the_template(tokenizer):
     assert derive_markers(tokenizer) == (PARTS["instruction_part"], PARTS["response_part"])
     text = chat_text(*((m["role"], m["content"]) for m in CHAT))
