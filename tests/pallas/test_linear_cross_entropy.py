@@ -1,0 +1,144 @@
+"""linear_cross_entropy against whole logits: value, gradients, chunks; and that whole logits never exist."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+
+ROWS, LENGTH, DIM, VOCAB = 2, 13, 16, 50
+
+
+def operands(dtype=jnp.float32, seed=0):
+    draw = np.random.default_rng(seed)
+    hidden = jnp.asarray(draw.standard_normal((ROWS, LENGTH, DIM)), dtype)
+    head = jnp.asarray(draw.standard_normal((VOCAB, DIM)), dtype)
+    targets = jnp.asarray(draw.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32)
+    weights = jnp.asarray(draw.choice([0.0, 1.0, 0.25], (ROWS, LENGTH)), jnp.float32)
+    return hidden, head, targets, weights
+
+
+def dense(hidden, head, targets, weights, soft_cap=None, logit_scale=1.0):
+    """float64 (loss sum, dhidden, dhead), from whole logits."""
+    hidden, head, weights = (np.asarray(a, np.float64) for a in (hidden, head, weights))
+    raw = logit_scale * hidden @ head.T
+    logits = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
+    exponential = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities = exponential / exponential.sum(-1, keepdims=True)
+    hit = np.eye(head.shape[0])[np.asarray(targets)]
+    loss = -(weights * np.log((probabilities * hit).sum(-1))).sum()
+    dlogits = (probabilities - hit) * weights[..., None] * logit_scale
+    if soft_cap is not None:
+        dlogits = dlogits * (1 - np.tanh(raw / soft_cap) ** 2)
+    return loss, dlogits @ head, np.einsum("btv,btd->vd", dlogits, hidden)
+
+
+def value_and_gradients(arguments, dloss=1.0, **options):
+    """(loss sum, count, dhidden, dhead), the loss scaled by dloss on the way back."""
+
+    def scaled(hidden, head):
+        loss, count = linear_cross_entropy(hidden, head, *arguments[2:], **options)
+        return dloss * loss, (loss, count)
+
+    gradients, (loss, count) = jax.grad(scaled, (0, 1), has_aux=True)(*arguments[:2])
+    return loss, count, *gradients
+
+
+OPTIONS = [{}, dict(soft_cap=2.0), dict(logit_scale=0.3), dict(soft_cap=1.5, logit_scale=2.0)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 10, 2 * LENGTH])
+def test_value_and_gradients(options, chunk_tokens):
+    arguments = operands()
+    loss, count, dhidden, dhead = value_and_gradients(arguments, chunk_tokens=chunk_tokens, **options)
+    want_loss, want_dhidden, want_dhead = dense(*arguments, **options)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert float(count) == float(arguments[3].sum())
+    np.testing.assert_allclose(dhidden, want_dhidden, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dhead, want_dhead, rtol=1e-5, atol=1e-5)
+    only_value, _ = linear_cross_entropy(*arguments, chunk_tokens=chunk_tokens, **options)
+    np.testing.assert_allclose(only_value, loss, rtol=1e-7)
+
+
+def test_gradients_follow_the_cotangent():
+    arguments = operands()
+    one, scaled = value_and_gradients(arguments), value_and_gradients(arguments, dloss=4096.0)
+    assert one[0] == scaled[0]
+    for plain, big in zip(one[2:], scaled[2:], strict=True):
+        np.testing.assert_array_equal(4096.0 * plain, big)  # a power of two: no rounding
+
+
+def test_hidden_gradients_do_not_depend_on_the_chunk():
+    arguments = operands()
+    whole = value_and_gradients(arguments)
+    for chunk_tokens in (2, 6, 18):
+        chunked = value_and_gradients(arguments, chunk_tokens=chunk_tokens)
+        np.testing.assert_allclose(chunked[2], whole[2], rtol=1e-6, atol=1e-7)
+
+
+def test_a_token_of_weight_zero_has_no_part():
+    hidden, head, targets, weights = operands()
+    off = np.asarray(weights) == 0
+    assert off.any()
+    changed = jnp.where(off[..., None], 100.0, hidden), head, jnp.where(off, 0, targets), weights
+    for chunk_tokens in (None, 4):
+        one = value_and_gradients((hidden, head, targets, weights), chunk_tokens=chunk_tokens)
+        other = value_and_gradients(changed, chunk_tokens=chunk_tokens)
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert not np.asarray(one[2])[off].any()
+
+
+def test_no_target_at_all():
+    hidden, head, targets, weights = operands()
+    for value in value_and_gradients((hidden, head, targets, jnp.zeros_like(weights))):
+        assert not np.asarray(value).any()
+
+
+def test_huge_logits_stay_finite():
+    hidden, head, targets, weights = operands()
+    loss, _, dhidden, dhead = value_and_gradients((hidden * 1e4, head, targets, weights))
+    logits = 1e4 * np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+    hit = np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss, (weights * (logits.max(-1) - hit)).sum(), rtol=1e-5)
+    assert all(np.isfinite(a).all() for a in (dhidden, dhead))
+
+
+def test_a_frozen_head_gets_no_gradient_and_none_is_computed():
+    arguments = operands()
+    loss, _, dhidden, dhead = value_and_gradients(arguments, head_gradient=False, chunk_tokens=6)
+    reference = value_and_gradients(arguments, chunk_tokens=6)
+    assert loss == reference[0]
+    np.testing.assert_array_equal(dhidden, reference[2])
+    assert not np.asarray(dhead).any()
+
+    def gradient(hidden, head_gradient):
+        return jax.grad(lambda h: linear_cross_entropy(h, *arguments[1:], head_gradient=head_gradient)[0])(hidden)
+
+    frozen, trained = (str(jax.make_jaxpr(lambda h, g=g: gradient(h, g))(arguments[0])) for g in (False, True))
+    product = f"f32[{VOCAB},{DIM}] = dot_general"
+    assert product in trained and product not in frozen
+
+
+def test_bf16_softmax_is_fp32():
+    """Operands in bf16, products in fp32: the loss is as exact as fp32, gradients round once to bf16."""
+    arguments = operands(jnp.bfloat16)
+    loss, _, dhidden, dhead = value_and_gradients(arguments, chunk_tokens=6)
+    want_loss, want_dhidden, want_dhead = dense(*arguments)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert dhidden.dtype == dhead.dtype == jnp.bfloat16
+    for got, want in ((dhidden, want_dhidden), (dhead, want_dhead)):
+        assert np.abs(np.asarray(got, np.float64) - want).max() < 2 * 2**-8 * np.abs(want).max()
+
+
+def test_a_head_in_fp32_under_bf16_hidden_keeps_its_gradient_in_fp32():
+    hidden, head, targets, weights = operands()
+    low = hidden.astype(jnp.bfloat16)
+    dhead = value_and_gradients((low, head, targets, weights))[3]
+    want = dense(low, head.astype(jnp.bfloat16), targets, weights)[2]
+    assert dhead.dtype == jnp.float32
+    assert np.abs(np.asarray(dhead) - want).max() < 2 * 2**-8 * np.abs(want).max()
