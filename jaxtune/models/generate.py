@@ -53,7 +53,7 @@ def generate(
     """
     config = model.config
     rows = _checked(prompts, max_new_tokens, temperature, config.vocab_size, config.max_position_embeddings)
-    ends = _end_tokens(model, eos_token_ids)
+    ends = np.atleast_1d(np.asarray(end_token_ids(model) if eos_token_ids is None else eos_token_ids, np.int32))
     count, longest = len(rows), max(map(len, rows))
     batch, new_bucket = _bucket(count, 1), _bucket(max_new_tokens, _SMALLEST_LENGTH)
     lengths = np.ones(batch, np.int32)
@@ -113,13 +113,14 @@ def _checked(prompts, max_new_tokens, temperature, vocab_size, max_positions) ->
     return rows
 
 
-def _end_tokens(model: Decoder, eos_token_ids) -> np.ndarray:
-    """int32[n]; ids that end a row."""
-    if eos_token_ids is None and model.source is not None:
+def end_token_ids(model: Decoder) -> list[int]:
+    """Tokens that end a text: of the model's generation_config.json, else config.json; none if it was made here."""
+    if model.source is not None:
         for text in (model.source.generation_config, model.source.config):
-            if text and eos_token_ids is None:
-                eos_token_ids = json.loads(text).get("eos_token_id")
-    return np.atleast_1d(np.asarray([] if eos_token_ids is None else eos_token_ids, np.int32))
+            ids = json.loads(text).get("eos_token_id") if text else None
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
+    return []
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

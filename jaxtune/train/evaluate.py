@@ -1,0 +1,62 @@
+"""Exact match: greedy answers to held-out questions, compared word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generate import end_token_ids, generate
+from jaxtune.train.data.formats import normalize
+from jaxtune.train.data.templates import RowEncoder
+
+
+def exact_match(
+    model: Decoder,
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    max_new_tokens: int = 64,
+    template: str | None = None,
+    batch_size: int = 32,
+) -> tuple[float, list[tuple[str, str, str]]]:
+    """Asks the model for the last assistant message of each row.
+
+    Prompts are tokenised as in training, up to where the answer begins. An answer ends at the first special token of
+    the tokenizer or end token of the model; white space around it does not count.
+
+    Args:
+      rows: {"messages": [..., {"role": "assistant", "content": expected}]}.
+      template: as data.template; None is the tokenizer's own.
+      batch_size: prompts answered at a time; prompts of like length go together.
+    Returns:
+      (share of right answers, [(question, expected, answer)] in the order of rows); the question is the content of
+      the message before the answer.
+    Raises:
+      ValueError: no rows; a row that does not end with an assistant's message; a prompt too long for the model.
+    """
+    if not rows:
+        raise ValueError("exact_match: there are no rows")
+    if batch_size < 1:
+        raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
+    encoder = RowEncoder(tokenizer, template=template)
+    prompts, questions, expected = [], [], []
+    for index, row in enumerate(rows):
+        example = normalize(row, "messages")
+        messages = example.messages or []
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise ValueError(f"exact_match: row {index} does not end with a question and the assistant's answer")
+        prompts.append(encoder.encode_prompt(example).tolist())
+        questions.append(messages[-2]["content"])
+        expected.append(messages[-1]["content"].strip())
+    ends = sorted(encoder.end_ids | set(end_token_ids(model)))
+    answers = [""] * len(rows)
+    order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        # Always a whole batch: the last one repeats its prompt, so that no other program is compiled for it.
+        batch = chosen + [chosen[-1]] * (batch_size - len(chosen)) if first else chosen
+        new = generate(model, [prompts[index] for index in batch], max_new_tokens, eos_token_ids=ends)
+        for index, ids in zip(chosen, new, strict=False):
+            answers[index] = tokenizer.decode(ids, skip_special_tokens=True).strip()
+    right = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
+    return right / len(rows), list(zip(questions, expected, answers, strict=True))

@@ -1,0 +1,71 @@
+"""Exact match against what the model itself says."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_models import tiny_model
+
+from jaxtune import generate
+from jaxtune.train.evaluate import exact_match
+from tests.train.data.conftest import make_tokenizer
+
+
+def conversation(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_model(vocab_size=len(tokenizer), initializer_range=0.5)
+
+
+QUESTIONS = ["Who are you?", "Name a colour.", "What is the sum of two and two, of course?", "Add them: blue, red", "4"]
+
+
+def own_answers(model, tokenizer):
+    """What the model says, by a way of its own: the chat template's prompt, one row at a time."""
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>", "<|eos|>")]
+    answers = []
+    for question in QUESTIONS:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        (ids,) = generate(model, [prompt], 9, eos_token_ids=[])
+        end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        answers.append(tokenizer.decode(ids[:end], skip_special_tokens=True).strip())
+    return answers
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_score_counts_the_right_answers(model, tokenizer, batch_size):
+    own = own_answers(model, tokenizer)
+    assert len(set(own)) == len(own) and all(own)
+    wanted = [own[0], own[1] + "x", f"  {own[2]}\n", own[4], own[4]]
+    rows = [conversation(question, answer) for question, answer in zip(QUESTIONS, wanted, strict=True)]
+    score, answers = exact_match(model, tokenizer, rows, max_new_tokens=9, batch_size=batch_size)
+    assert score == 3 / 5
+    assert [answer for _, _, answer in answers] == own
+    assert [question for question, _, _ in answers] == QUESTIONS
+    assert [expected for _, expected, _ in answers] == [answer.strip() for answer in wanted]
+
+
+def test_earlier_turns_belong_to_the_prompt(model, tokenizer):
+    row = conversation("Who are you?", "I am a bot.")
+    longer = {"messages": [*row["messages"], *conversation("4", "x")["messages"]]}
+    _, ((question, _, with_history),) = exact_match(model, tokenizer, [longer], max_new_tokens=9)
+    _, ((_, _, alone),) = exact_match(model, tokenizer, [conversation("4", "x")], max_new_tokens=9)
+    assert question == "4" and with_history != alone
+
+
+def test_errors(model, tokenizer):
+    with pytest.raises(ValueError, match="there are no rows"):
+        exact_match(model, tokenizer, [])
+    with pytest.raises(ValueError, match="row 0 does not end with"):
+        exact_match(model, tokenizer, [{"messages": [{"role": "user", "content": "Hello"}]}])
+    with pytest.raises(ValueError, match="shorten one of them"):
+        exact_match(model, tokenizer, [conversation("red " * 200, "x")])
