@@ -76,6 +76,19 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return at
 
 
+def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
+    """A marker, and how it looks after a space where that makes its first token another one ("hi ASSISTANT:")."""
+    plain = _Marker(tokenizer, text, key)
+    if text[0].isspace():
+        return [plain]
+    try:
+        spaced = _Marker(tokenizer, " " + text, key)
+    except ValueError:
+        return [plain]
+    has_plain = len(_find(spaced.core, plain.core)) > 0
+    return [plain] if has_plain else [plain, spaced]
+
+
 def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
     """Groups of kept tokens that are neighbours in `tokens`."""
     chosen, runs = set(kept), [[]]
@@ -109,8 +122,8 @@ class Markers:
             missing = "instruction_part" if instruction_part is None else "response_part"
             raise ValueError(f"data.{missing} is missing: markers come in pairs, give both or neither")
         self.tokenizer = tokenizer
-        self.instruction = _Marker(tokenizer, instruction_part, "instruction_part")
-        self.response = _Marker(tokenizer, response_part, "response_part")
+        self.instructions = _spellings(tokenizer, instruction_part, "instruction_part")
+        self.responses = _spellings(tokenizer, response_part, "response_part")
         self.opener = self._shared_special_prefix(instruction_part, response_part)
 
     def _shared_special_prefix(self, instruction_part: str, response_part: str) -> np.ndarray:
@@ -132,11 +145,15 @@ class Markers:
         turn, response marker or instruction marker, or at the end of the row.
         """
         tokens = np.asarray(tokens, np.int32)
-        responses = self.response.find(tokens)
-        if not len(responses):
+        starts = {
+            self._after(tokens, int(at) + len(marker.core), marker.trail)
+            for marker in self.responses
+            for at in marker.find(tokens)
+        }
+        if not starts:
             return []
         stops = [len(tokens)]
-        for marker in (self.response, self.instruction):
+        for marker in (*self.responses, *self.instructions):
             stops += [self._before(tokens, int(at), marker.lead) for at in marker.find(tokens)]
         if len(self.opener):
             stops += _find(tokens, self.opener).tolist()
@@ -145,13 +162,8 @@ class Markers:
         if self.tokenizer.eos_token_id is not None:
             stops += (np.flatnonzero(tokens == self.tokenizer.eos_token_id) + 1).tolist()
         ordered = np.array(sorted(stops))
-        spans = []
-        for at in responses:
-            start = self._after(tokens, int(at) + len(self.response.core), self.response.trail)
-            end = int(ordered[np.searchsorted(ordered, start)])
-            if start < end:
-                spans.append((start, end))
-        return spans
+        spans = [(start, int(ordered[np.searchsorted(ordered, start)])) for start in sorted(starts)]
+        return [(start, end) for start, end in spans if start < end]
 
     def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
         """Steps over the marker's optional tail.

@@ -189,6 +189,16 @@ def test_marker_strings_of_plain_text_on_real_tokenizers(test_data, name):
         assert [squeezed(span) for span in found] == [squeezed(answer + tokenizer.eos_token) for answer in answers]
 
 
+@pytest.mark.parametrize("name", ["llama-2", "llama-3.2", "qwen2.5"])
+def test_markers_within_a_line_on_real_tokenizers(test_data, name):
+    tokenizer = load(test_data / "tokenizers" / name)
+    eos = tokenizer.eos_token
+    tokens = tokenizer(f"USER: Hi ASSISTANT: Hello.{eos}USER: And? ASSISTANT: Blue.{eos}", add_special_tokens=False)
+    labels = mask_labels(tokens["input_ids"], tokenizer, instruction_part="USER:", response_part="ASSISTANT:")
+    found = spans(tokenizer, tokens["input_ids"], labels != -100)
+    assert [span.strip() for span in found] == [f"Hello.{eos}", f"Blue.{eos}"]
+
+
 def test_text_rows_of_the_web(test_data, tmp_path):
     tokenizer = load(test_data / "tokenizers/llama-3.2")
     path = test_data / "datasets/text/c4_demo.jsonl"

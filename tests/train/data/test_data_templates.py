@@ -292,6 +292,13 @@ def test_a_word_that_took_the_markers_last_space_is_trained():
     assert labels_of(tokenizer, "user: Add\nassistant: is<|eos|>", **parts) == [" is<|eos|>"]
 
 
+def test_markers_within_a_line_are_found_after_a_space_too():
+    tokenizer = make_tokenizer(eos="<|eos|>")
+    parts = {"instruction_part": "user:", "response_part": "assistant:"}
+    text = "user: Add assistant: It is 4<|eos|>user: colour assistant: blue user: Add\nassistant: red"
+    assert labels_of(tokenizer, text, **parts) == [" It is 4<|eos|>", " blue", " red"]
+
+
 def test_markers_are_derived_from_the_template(tokenizer):
     assert derive_markers(tokenizer) == (PARTS["instruction_part"], PARTS["response_part"])
     text = chat_text(*((m["role"], m["content"]) for m in CHAT))
@@ -319,7 +326,7 @@ def test_the_stable_core_is_what_stands_everywhere(tokenizer):
     for before in ("", "4.", "\n"):
         for after in ("It", "\n", " is", "4"):
             tokens = tokenizer(before + PARTS["response_part"] + after, add_special_tokens=False)["input_ids"]
-            assert len(markers.response.find(np.array(tokens))) == 1
+            assert len(markers.responses[0].find(np.array(tokens))) == 1
 
 
 # --- labels from messages
