@@ -32,7 +32,8 @@ IN_FLIGHT_BYTES = 1 << 30
 _THREADS = 8
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-_HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
+# Not *.safetensors: some repositories hold the weights a second time under another name.
+_HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 # Buffers that older versions of transformers saved with the weights; they follow from the config.
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -68,7 +69,9 @@ def _complete(folder: Path) -> bool:
     if (folder / _WEIGHTS).exists():
         return True
     index = folder / _INDEX
-    return index.exists() and all((folder / name).exists() for name in set(_read_json(index)["weight_map"].values()))
+    return index.exists() and all(
+        (folder / name).exists() for name in set(_read_json(index).get("weight_map", {}).values())
+    )
 
 
 def resolve_folder(path: str | os.PathLike) -> Path:
@@ -85,7 +88,7 @@ def resolve_folder(path: str | os.PathLike) -> Path:
         raise ValueError(f"{name} is a file; give the folder that holds config.json and the weights")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", name) or name.startswith("."):
         raise ValueError(f"{name}: there is no such folder (and it is not a hub name like org/model)")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError):
@@ -93,19 +96,19 @@ def resolve_folder(path: str | os.PathLike) -> Path:
         if _complete(snapshot):
             return snapshot
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+        snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+        if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns what there is of a snapshot
+            return snapshot
+    except (LocalEntryNotFoundError, ConnectionError):
+        pass
     except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        if status is not None:
-            raise ValueError(
-                f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
-            ) from None
-        reason = error
-    except Exception as error:  # no network shows as errors of several libraries
-        reason = error
+        status = getattr(error.response, "status_code", "nothing")
+        raise ValueError(
+            f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
+        ) from None
     raise ValueError(
-        f"{name}: no folder of that name, not whole in the local Hugging Face cache, and the hub cannot be reached "
-        f"({type(reason).__name__}); download it once while online, or give a folder"
+        f"{name}: no folder of that name, not whole in the local Hugging Face cache, and the hub cannot be reached; "
+        "download it once while online, or give a folder"
     )
 
 
