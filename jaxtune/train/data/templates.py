@@ -401,6 +401,8 @@ def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, st
         between.append(text[text.index(low) + len(low) : text.index(high)])
     special = [tokenizer.convert_ids_to_tokens(int(index)) for index in encoder.end_ids]
     response, instruction = (_without_turn_end(gap, special) for gap in between)
+    if instruction == between[1]:
+        raise ValueError("markers cannot be derived: no special token of this tokenizer ends a response; give both")
     if not response.strip() or not instruction.strip():
         raise ValueError(
             f"markers cannot be derived from this template ({instruction!r}, {response!r}); "

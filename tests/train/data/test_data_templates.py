@@ -305,6 +305,8 @@ def test_markers_are_derived_from_the_template(tokenizer):
     assert labels_of(tokenizer, text) == ANSWERS
     with pytest.raises(ValueError, match="markers cannot be derived"):
         derive_markers(make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    with pytest.raises(ValueError, match="no special token of this tokenizer ends a response"):
+        derive_markers(make_tokenizer(eos="<|eos|>", special=False))
 
 
 @pytest.mark.parametrize(
