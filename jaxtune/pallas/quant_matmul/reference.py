@@ -1,16 +1,91 @@
-"""quant_matmul in plain jnp: vendor GEMMs through XLA. fp32 accumulation; fp32 operands are multiplied in full fp32."""
+"""quant_matmul in plain jnp: vendor GEMMs through XLA. fp32 accumulation; fp32 operands are multiplied in full fp32.
+
+The backward is written out so that every sum is the `c` of a GEMM that follows: dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
+Autodiff adds the products pairwise, and XLA then spends a pass over memory on each addition.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 
-def _dot(x, weight):
-    """x [..., in] times weight [out, in] -> [..., out] in x's dtype."""
+def _product(x, weight, contract, dtype=None):
+    """dot_general over one axis of each, multiplied in x's dtype; the result in `dtype` (default: x's)."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight.astype(x.dtype), contract, precision=precision)
+    return jax.lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        ((contract[:1], contract[1:]), ((), ())),
+        precision=precision,
+        preferred_element_type=dtype or x.dtype,
+    )
+
+
+def _scaled(part, scale):
+    return part if scale == 1.0 else (part * scale).astype(part.dtype)
+
+
+def _parts(joined, loras):
+    """Splits [tokens, sum of ranks] into one [tokens, r] an adapter."""
+    at = 0
+    for a, _ in loras:
+        yield joined[:, at : at + a.shape[0]]
+        at += a.shape[0]
+
+
+def _join(loras, dtype):
+    """All A's in one thin matrix: its product is bound by reading x, so one pass serves them all."""
+    return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _products(x, source, weights, loras, static):
+    return _products_fwd(x, source, weights, loras, static)[0]
+
+
+def _products_fwd(x, source, weights, loras, static):
+    """x [tokens, in]; source: the adapters' input if it differs from x (dropout), else None; loras: (a, b) pairs.
+
+    static: (which weight each adapter belongs to, scales).
+    """
+    owners, scales = static
+    outputs = [_product(x, weight, (1, 1)) for weight in weights]
+    inner = None
+    if loras:
+        inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
+        for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
+            outputs[owner] = outputs[owner] + _product(_scaled(part, scale), b, (1, 1))
+    return tuple(outputs), (x, source, weights, loras, inner)
+
+
+def _products_bwd(static, residuals, doutputs):
+    owners, scales = static
+    x, source, weights, loras, inner = residuals
+    dx = dsource = None
+    dloras = []
+    if loras:
+        dinner = []
+        for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
+            dout = doutputs[owner]
+            dinner.append(_scaled(_product(dout, b, (1, 0)), scale))
+            dloras.append(_product(dout, _scaled(part, scale), (0, 0), b.dtype))
+        dinner = jnp.concatenate(dinner, axis=1)
+        da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
+        dloras = [(part.T, db) for part, db in zip(_parts(da.T, loras), dloras, strict=True)]
+        first = _product(dinner, _join(loras, x.dtype), (1, 0))
+        dx, dsource = (first, None) if source is None else (None, first)
+    for dout, weight in zip(doutputs, weights, strict=True):
+        part = _product(dout, weight, (1, 0))
+        dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the c of the left GEMM
+    # Dead code, which costs nothing, wherever the weight is frozen.
+    dweights = tuple(_product(dout, x, (0, 0), w.dtype) for dout, w in zip(doutputs, weights, strict=True))
+    return dx, dsource, dweights, tuple(dloras)
+
+
+_products.defvjp(_products_fwd, _products_bwd)
 
 
 def dropout(x, rate, key):
@@ -21,22 +96,17 @@ def dropout(x, rate, key):
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key):
     """See api.quant_matmul."""
-    outputs = [_dot(x, weight) for weight in weights]
-    adapted = [i for i, lora in enumerate(loras) if lora is not None]
-    if adapted:
-        source = x if dropout_key is None or dropout_rate == 0.0 else dropout(x, dropout_rate, dropout_key)
-        # One thin product for all A's that share x: it is bound by reading x.
-        inner = _dot(source, jnp.concatenate([loras[i].a.astype(x.dtype) for i in adapted], axis=0))
-        at = 0
-        for i in adapted:
-            lora = loras[i]
-            rank = lora.a.shape[0]
-            part = inner[..., at : at + rank]
-            at += rank
-            part = part if lora.scale == 1.0 else (part * lora.scale).astype(x.dtype)
-            outputs[i] = outputs[i] + _dot(part, lora.b)
-            if lora.row_scale is not None:
-                outputs[i] = (outputs[i] * lora.row_scale).astype(x.dtype)
-    return tuple(
-        out if bias is None else out + bias.astype(out.dtype) for out, bias in zip(outputs, biases, strict=True)
-    )
+    flat = x.reshape(-1, x.shape[-1])
+    owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
+    source = None
+    if owners and dropout_key is not None and dropout_rate > 0.0:
+        source = dropout(flat, dropout_rate, dropout_key)
+    pairs = tuple((loras[index].a, loras[index].b) for index in owners)
+    outputs = _products(flat, source, tuple(weights), pairs, (owners, tuple(loras[index].scale for index in owners)))
+    finished = []
+    for out, lora, bias in zip(outputs, loras, biases, strict=True):
+        out = out.reshape(*x.shape[:-1], -1)
+        if lora is not None and lora.row_scale is not None:
+            out = (out * lora.row_scale).astype(x.dtype)
+        finished.append(out if bias is None else out + bias.astype(out.dtype))
+    return tuple(finished)
