@@ -52,6 +52,13 @@ def pattern_value(patterns: Mapping[str, int], name: str, default):
     return default
 
 
+def _require_expression(key: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+
+
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) -> list[str]:
     """Module names that get an adapter.
 
@@ -63,7 +70,10 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) ->
     known = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
         return list(names)
+    if not target_modules:
+        raise ValueError(f"target_modules is empty: name at least one of {', '.join(known)}, or 'all-linear'")
     if isinstance(target_modules, str):
+        _require_expression("target_modules", target_modules)
         chosen = [name for name in names if re.fullmatch(target_modules, name)]
         if not chosen:
             raise ValueError(
@@ -129,7 +139,10 @@ def get_peft_model(
     chosen = select_targets(list(modules), target_modules)
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
-        for pattern in patterns:
+        for pattern, value in patterns.items():
+            _require_expression(key, pattern)
+            if value <= 0:
+                raise ValueError(f"{key}: {pattern!r}: {value} must be greater than 0")
             if not any(pattern_value({pattern: 1}, name, 0) for name in chosen):
                 raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
     keys = jax.random.split(jax.random.key(seed), len(chosen))

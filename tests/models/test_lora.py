@@ -1,0 +1,228 @@
+"""Adapters: what gets one, what stays frozen, what is shared, and every refusal."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import adapted_model, tiny_model
+
+from jaxtune.models.linear import Frozen, row_norm
+from jaxtune.models.lora import freeze, get_peft_model, linears
+from jaxtune.train.step import trainable_names
+
+TOKENS = jnp.asarray([[3, 7, 11, 2, 40]])
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return tiny_model()
+
+
+def adapted(model) -> list[str]:
+    return [name for name, linear in linears(model) if linear.lora is not None]
+
+
+def arrays(model) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model))
+    return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize(
+    ("targets", "want"),
+    [
+        ("all-linear", ALL),
+        (["q_proj", "down_proj"], ["q_proj", "down_proj"]),
+        (("mlp.up_proj",), ["up_proj"]),
+        (r".*\.(k|v)_proj", ["k_proj", "v_proj"]),
+    ],
+)
+def test_targets(base, targets, want):
+    model = get_peft_model(base, r=2, target_modules=targets)
+    every_layer = [f"model.layers.{i}." for i in range(2)]
+    assert [name.rsplit(".", 1)[1] for name in adapted(model)] == want * 2
+    assert all(name.startswith(tuple(every_layer)) for name in adapted(model))
+
+
+def test_one_layer_by_its_whole_name_and_by_expression(base):
+    for targets in (["model.layers.1.self_attn.q_proj"], r"model\.layers\.1\.self_attn\.q_proj"):
+        assert adapted(get_peft_model(base, r=2, target_modules=targets)) == ["model.layers.1.self_attn.q_proj"]
+    # The expression must match the whole name, as in PEFT.
+    with pytest.raises(ValueError, match=r"target_modules 'q_proj' matches no linear; .*last parts: down_proj"):
+        get_peft_model(base, target_modules="q_proj")
+
+
+def test_a_last_part_is_whole_words(base):
+    with pytest.raises(
+        ValueError, match=r"target_modules: 'proj' matches no linear of this model; there are: down_proj"
+    ):
+        get_peft_model(base, target_modules=["proj"])
+
+
+def test_fused_names_are_the_family_s():
+    model = get_peft_model(tiny_model(fused=True), r=2)
+    assert [name.rsplit(".", 1)[1] for name in adapted(model)] == [
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    ] * 2
+
+
+def test_what_trains_and_its_dtypes():
+    model = get_peft_model(tiny_model("bfloat16"), r=2, target_modules=["q_proj"], use_dora=True)
+    trainable = nnx.state(model, nnx.Param)
+    assert trainable_names(trainable) == [
+        f"layers.{i}.attention.q_proj.lora.{part}" for i in range(2) for part in ("a", "b", "magnitude")
+    ]
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(trainable)} == {"float32"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, Frozen))} == {"bfloat16"}
+
+
+def test_the_start_is_peft_s():
+    """A uniform in +-1 / sqrt(in), B zero; another seed, another A; every linear its own."""
+    model = get_peft_model(tiny_model(hidden_size=64), r=16, target_modules=["q_proj", "k_proj"])
+    loras = [linear.lora for _, linear in linears(model) if linear.lora is not None]
+    for lora in loras:
+        a = np.asarray(lora.a[...])
+        assert not np.asarray(lora.b[...]).any()
+        assert np.abs(a).max() <= 1 / 8
+        np.testing.assert_allclose(a.std(), 1 / 8 / np.sqrt(3), rtol=0.1)
+    assert len({np.asarray(lora.a[...]).tobytes() for lora in loras}) == 4
+    again, other = (get_peft_model(tiny_model(hidden_size=64), r=16, target_modules=["q_proj"], seed=s) for s in (0, 1))
+    first = [next(l.lora.a[...] for _, l in linears(m) if l.lora is not None) for m in (again, other)]
+    assert (np.asarray(first[0]) != np.asarray(first[1])).any()
+
+
+@pytest.mark.parametrize("settings", [{}, dict(use_dora=True), dict(use_rslora=True)])
+def test_at_its_start_the_model_is_the_base(base, settings):
+    model = get_peft_model(base, r=2, **settings)
+    want, got = np.asarray(base(TOKENS)), np.asarray(model(TOKENS))
+    if settings.get("use_dora"):
+        np.testing.assert_allclose(got, want, atol=1e-5)  # magnitude / norm is one up to a rounding
+    else:
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("settings", [dict(lora_alpha=6), dict(lora_alpha=6, use_rslora=True), dict(use_dora=True)])
+def test_the_delta_is_what_the_formula_says(base, settings):
+    model = adapted_model(base, r=4, target_modules=["o_proj"], **settings)
+    linear = dict(linears(model))["model.layers.0.self_attn.o_proj"]
+    lora, weight = linear.lora, np.asarray(linear.weight[...], np.float64)
+    alpha = settings.get("lora_alpha", 16)
+    scale = alpha / (2 if settings.get("use_rslora") else 4)
+    assert lora.scale == scale
+    total = weight + scale * np.asarray(lora.b[...], np.float64) @ np.asarray(lora.a[...], np.float64)
+    norms = np.linalg.norm(total, axis=1)
+    np.testing.assert_allclose(row_norm(linear.weight[...], lora.a[...], lora.b[...], lora.scale), norms, rtol=1e-6)
+    if settings.get("use_dora"):
+        total *= (np.asarray(lora.magnitude[...], np.float64) / norms)[:, None]
+    x = np.random.default_rng(0).standard_normal((3, weight.shape[1]))
+    np.testing.assert_allclose(linear(jnp.asarray(x, jnp.float32)), x @ total.T, rtol=1e-5, atol=1e-5)
+
+
+def test_rank_and_alpha_patterns(base):
+    model = get_peft_model(
+        base, r=4, lora_alpha=8, rank_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_proj": 3}, alpha_pattern={"mlp.*": 32}
+    )
+    got = {name: (linear.lora.rank, linear.lora.alpha) for name, linear in linears(model)}
+    assert got["model.layers.0.self_attn.q_proj"] == got["model.layers.1.self_attn.q_proj"] == (2, 8)
+    assert got["model.layers.0.mlp.up_proj"] == (4, 32)
+    assert got["model.layers.1.mlp.up_proj"] == (3, 32)
+    assert got["model.layers.0.self_attn.k_proj"] == (4, 8)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_modules_to_save_keep_a_tie(names, tied):
+    base = tiny_model("bfloat16", tie_embeddings=tied)
+    model = get_peft_model(base, r=2, target_modules=["q_proj"], modules_to_save=names)
+    whole = [name for name in trainable_names(nnx.state(model, nnx.Param)) if "lora" not in name]
+    want = {"embed_tokens": "embedding.weight", "lm_head": "head.weight"}
+    assert whole == (["embedding.weight"] if tied else [want[name] for name in names])
+    assert (model.head is None) == tied
+    for name in whole:
+        variable = model.embedding.weight if name.startswith("embedding") else model.head.weight
+        assert variable[...].dtype == jnp.float32  # masters
+    # What trains is what makes the logits, where it should be.
+    assert isinstance(model.head_variable, nnx.Param) == (tied or "lm_head" in names)
+
+
+def test_a_tied_tensor_gets_the_gradient_of_both_uses():
+    base = tiny_model(tie_embeddings=True)
+    model = get_peft_model(base, r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    gradient = np.asarray(nnx.grad(lambda m: m(TOKENS)[0, -1, 5])(model).embedding.weight[...])
+    assert gradient[5].any()  # as the head
+    assert all(gradient[int(token)].any() for token in TOKENS[0])  # as the embedding
+    assert not gradient[1].any()
+
+
+def test_the_argument_is_never_changed_and_arrays_are_shared():
+    base = tiny_model()
+    before, graph = arrays(base), nnx.graphdef(base)
+    model = adapted_model(base, r=2, use_dora=True, modules_to_save=["embed_tokens", "lm_head"])
+    assert nnx.graphdef(base) == graph
+    after = arrays(base)
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(array, after[name], err_msg=name)
+    pairs = zip(linears(base), linears(model), strict=True)
+    for (name, one), (_, other) in pairs:
+        assert one.weight.get_value() is other.weight.get_value(), name
+        assert isinstance(one.weight, nnx.Param) and isinstance(other.weight, Frozen)
+
+
+def test_freeze_leaves_nothing_to_train(base):
+    frozen = freeze(base)
+    assert not jax.tree.leaves(nnx.state(frozen, nnx.Param))
+    np.testing.assert_array_equal(frozen(TOKENS), base(TOKENS))
+    assert jax.tree.leaves(nnx.state(base, nnx.Param))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(r=0), "r = 0: the rank must be a positive integer"),
+        (dict(r=2.5), "r = 2.5: the rank must be a positive integer"),
+        (dict(lora_dropout=1.0), "lora_dropout = 1.0: must be at least 0 and below 1"),
+        (dict(lora_dropout=-0.1), "lora_dropout = -0.1"),
+        (
+            dict(target_modules=["c_attn"]),
+            "target_modules: 'c_attn' matches no linear of this model; there are: down_proj",
+        ),
+        (dict(target_modules=["q_proj", "qproj"]), "target_modules: 'qproj' matches no linear"),
+        (
+            dict(target_modules=["lm_head"]),
+            r"'lm_head' matches no linear .*put it in modules_to_save to train it whole",
+        ),
+        (
+            dict(target_modules=r".*\.c_attn"),
+            r"matches no linear; it is a regular expression over names such as 'model",
+        ),
+        (dict(target_modules=[]), "target_modules is empty: name at least one of down_proj"),
+        (dict(target_modules="(q_proj"), r"target_modules: '\(q_proj' is not a regular expression: missing \)"),
+        (
+            dict(modules_to_save=["norm"]),
+            "modules_to_save: 'norm' cannot be trained whole; there are: embed_tokens, lm_head",
+        ),
+        (dict(rank_pattern={"c_attn": 4}), "rank_pattern: 'c_attn' matches no adapted linear"),
+        (dict(alpha_pattern={"c_attn": 4}), "alpha_pattern: 'c_attn' matches no adapted linear"),
+        (
+            dict(target_modules=["q_proj"], rank_pattern={"k_proj": 4}),
+            "rank_pattern: 'k_proj' matches no adapted linear",
+        ),
+        (dict(rank_pattern={"*": 4}), r"rank_pattern: '\*' is not a regular expression: nothing to repeat"),
+        (dict(rank_pattern={"k_proj": 0}), "rank_pattern: 'k_proj': 0 must be greater than 0"),
+    ],
+)
+def test_refusals(base, settings, message):
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(base, **settings)
+
+
+def test_adapters_upon_adapters_are_refused(base):
+    with pytest.raises(ValueError, match="this model has adapters already; merge them first"):
+        get_peft_model(get_peft_model(base, r=2), r=2)

@@ -1,0 +1,198 @@
+"""The stack: whatever becomes of the residuals, the numbers stay the same."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import adapted_model, tiny_model
+
+from jaxtune.models.block import Block
+from jaxtune.models.config import LayerSpec, RopeConfig
+from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, run_stack
+from jaxtune.pallas.attention import attention
+from jaxtune.pallas.quant_matmul import reference
+
+LAYERS = 2
+SPECS = (LayerSpec(window=4), LayerSpec(rotary=1))
+SEGMENTS = np.array([[1] * 5 + [2] * 7, [0] + [3] * 8 + [0] * 3], np.int32)
+
+OFFLOAD = LayerPlan(*["offload"] * 9)
+MIX = LayerPlan(query="recompute", lse="offload", mid="recompute", gate="offload", up="recompute")
+PLANS = {
+    "keep": ResidualPlan.uniform(KEEP, LAYERS),
+    "recompute": ResidualPlan.uniform(RECOMPUTE, LAYERS),
+    "offload": ResidualPlan.uniform(OFFLOAD, LAYERS),
+    "a mix in a layer": ResidualPlan.uniform(MIX, LAYERS),
+    "a layer each": ResidualPlan((LayerPlan("offload", *["recompute"] * 8), LayerPlan(attention_out="recompute"))),
+}
+
+
+def make_model(**settings):
+    rotary = (RopeConfig(), RopeConfig(theta=100.0))
+    model = tiny_model(layers=SPECS, rotary=rotary, qk_norm="head", post_norm=True, attention_soft_cap=3.0)
+    return adapted_model(model, r=2, **settings)
+
+
+def loss_and_gradients(model, plan=None, dropout_key=None, run=run_stack):
+    """(a sum over the stack's output, its gradients to the trainables and to x), jitted."""
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    x = jax.random.normal(jax.random.key(5), (*SEGMENTS.shape, model.config.hidden_size))
+    probe = jax.random.normal(jax.random.key(6), x.shape)
+
+    @jax.jit
+    def compute(trainable, frozen, x):
+        def total(trainable, x):
+            model = nnx.merge(graph, trainable, frozen)
+            layout = model.layout(SEGMENTS.shape, jnp.asarray(SEGMENTS))
+            return (run(model.layers, model.config.layers, x, layout, plan, dropout_key) * probe).sum()
+
+        return jax.value_and_grad(total, (0, 1))(trainable, x)
+
+    return compute(trainable, frozen, x)
+
+
+def run_plainly(layers, specs, x, layout, plan, dropout_key):
+    """The same layers under JAX's own differentiation: no segments, no plan, no hand-written backward."""
+    assert plan is None and dropout_key is None
+    for block, spec in zip(layers, specs, strict=True):
+        config = block.attention.config
+        rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
+        query, key, value = block.project(x, rotary)
+        out = attention(
+            query, key, value, layout,
+            scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap,
+        )  # fmt: skip
+        mid = block.mix(out, x)
+        x = block.contract(*block.expand(mid), mid)
+    return x
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype, path
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+TARGETS = ["q_proj", "o_proj", "up_proj"]
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """(model, its results with everything kept), with dropout."""
+    model = make_model(lora_dropout=0.3, use_dora=True, target_modules=TARGETS)
+    return model, loss_and_gradients(model, PLANS["keep"], jax.random.key(9))
+
+
+@pytest.mark.parametrize("plan", [name for name in PLANS if name != "keep"])
+def test_plans_give_the_same_bits_and_masks(kept, plan):
+    model, want = kept
+    assert_same(loss_and_gradients(model, PLANS[plan], jax.random.key(9)), want)
+
+
+def test_equals_plain_differentiation():
+    model = make_model(use_dora=True, target_modules=TARGETS)
+    loss, (trainable, x) = loss_and_gradients(model)
+    want_loss, (want_trainable, want_x) = loss_and_gradients(model, run=run_plainly)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    names = set()
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path((trainable, x)), jax.tree.leaves((want_trainable, want_x)), strict=True
+    ):
+        scale = np.abs(b).max()
+        assert scale > 0, path
+        np.testing.assert_allclose(a, b, atol=2e-6 * scale, rtol=0, err_msg=jax.tree_util.keystr(path))
+        names.add(jax.tree_util.keystr(path))
+    assert len(names) == 1 + 3 * 3 * LAYERS  # x; a, b and magnitude of three linears: nothing frozen among them
+
+
+def test_full_fine_tuning_equals_plain_differentiation():
+    model = tiny_model(layers=SPECS[:1], qkv_bias=True, mlp_bias=True)
+    want = loss_and_gradients(model, run=run_plainly)
+    got = loss_and_gradients(model, ResidualPlan.uniform(RECOMPUTE, 1))
+    assert len(jax.tree.leaves(got)) > 12
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * max(1.0, np.abs(b).max()), rtol=0)
+
+
+def test_dropout_masks_differ_by_key(kept):
+    model, first = kept
+    assert first[0] != loss_and_gradients(model, PLANS["keep"], jax.random.key(1))[0]
+
+
+def test_dropout_masks_differ_by_layer_and_segment(monkeypatch):
+    model = make_model(lora_dropout=0.5)
+    seen = []
+
+    def spy(x, rate, key):
+        seen.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+        return x
+
+    monkeypatch.setattr(reference, "dropout", spy)
+    with jax.disable_jit():
+        x = jnp.zeros((*SEGMENTS.shape, model.config.hidden_size))
+        layout = model.layout(SEGMENTS.shape, jnp.asarray(SEGMENTS))
+        run_stack(model.layers, SPECS, x, layout, dropout_key=jax.random.key(0))
+    assert len(seen) == len(set(seen)) == 4 * LAYERS  # project, mix, expand, contract
+
+
+def test_equal_layers_are_traced_once(monkeypatch):
+    """32 layers of two kinds: two traces of a layer's forward and two of its backward."""
+    counts = {"project": 0}
+    project = Block.project
+
+    def counted(self, *arguments, **options):
+        counts["project"] += 1
+        return project(self, *arguments, **options)
+
+    monkeypatch.setattr(Block, "project", counted)
+    kinds = (LayerSpec(), LayerSpec(window=3))
+    model = adapted_model(tiny_model(hidden_size=24, head_dim=4, layers=kinds * 16), r=3)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    tokens = jnp.zeros((1, 7), jnp.int32)
+
+    def loss(trainable, frozen):
+        return nnx.merge(graph, trainable, frozen).hidden_states(tokens).sum()
+
+    jax.jit(loss).trace(trainable, frozen)
+    assert counts["project"] == 2
+    counts["project"] = 0
+    jax.jit(jax.grad(loss)).trace(trainable, frozen)
+    # Forward again, because it hands out residuals now; and once in the backward, under jax.vjp.
+    assert counts["project"] == 2 + 2
+
+
+def test_offloaded_residuals_are_on_the_host_and_come_back():
+    """In the program: a copy to the host for each offloaded residual of each layer, and one back."""
+    model = make_model()
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+
+    def loss(trainable, plan):
+        return nnx.merge(graph, trainable, frozen).hidden_states(jnp.asarray(SEGMENTS), plan=plan).sum()
+
+    def copies(plan):
+        text = str(jax.make_jaxpr(lambda t: jax.grad(loss)(t, plan))(trainable))
+        return text.count("Space.Host"), text.count("Space.Device")
+
+    assert copies(PLANS["recompute"]) == (0, 0)
+    assert copies(ResidualPlan.uniform(LayerPlan(gate="offload", up="offload"), LAYERS)) == (2 * LAYERS, 2 * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LayerPlan(gate="drop"), "residual gate: fate 'drop' is not one of keep, offload, recompute"),
+        (lambda: LayerPlan(layer_input="recompute"), "residual layer_input: it can be kept or offloaded"),
+    ],
+)
+def test_layer_plan_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_plan_of_another_depth():
+    with pytest.raises(ValueError, match="the residual plan has 3 layers, the model 2"):
+        make_model().hidden_states(jnp.zeros((1, 4), jnp.int32), plan=ResidualPlan.uniform(KEEP, 3))
