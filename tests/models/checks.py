@@ -9,11 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
+from jaxtune.models.generate import generate
 from jaxtune.models.hf import from_pretrained
-from jaxtune.models.registry import family
+from jaxtune.models.registry import config_from_hf, family
 
 PROMPT_TOKENS, NEW_TOKENS = 10, 12  # together past longrope's original context
+
+
+def tensors(model) -> dict[str, np.ndarray]:
+    """{Hugging Face name: value} of a model."""
+    norms = family(model.config.family).NORMS
+    return {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model))}
+
+
+def shapes_of(hf: dict) -> dict[str, tuple[int, ...]]:
+    """{Hugging Face name: shape} of our model of a config.json."""
+    config = config_from_hf(hf)
+    model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    norms = family(config.family).NORMS
+    return {tensor_name(path, norms): v.get_value().shape for path, v in nnx.to_flat_state(nnx.state(model))}
 
 
 def load(folder: Path, dtype="float32"):
@@ -34,13 +50,5 @@ def gradients(model, tokens) -> dict[str, np.ndarray]:
 
 
 def greedy(model, tokens, new_tokens: int) -> np.ndarray:
-    """Greedy continuation by whole forward passes, one length for all so that one program is compiled."""
-    rows, start = tokens.shape
-    ids = np.zeros((rows, start + new_tokens), np.int32)
-    ids[:, :start] = tokens
-    forward = jax.jit(lambda ids, segments: model(ids, segments))
-    for at in range(start, ids.shape[1]):
-        # Padding after the text: causal attention and longrope's choice see only what is there.
-        segments = np.broadcast_to((np.arange(ids.shape[1]) < at).astype(np.int32), ids.shape)
-        ids[:, at] = np.asarray(forward(ids, segments))[:, at - 1].argmax(-1)
-    return ids[:, start:]
+    """Greedy continuation with the key/value cache; no token ends it."""
+    return np.asarray(generate(model, tokens.tolist(), max_new_tokens=new_tokens, eos_token_ids=()), np.int32)

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import shapes_of
 from flax import nnx
 from random_weights import write_checkpoint
 from tiny import CONFIGS, golden_tokens
 
-from jaxtune.models.config import DecoderConfig
-from jaxtune.models.decoder import Decoder
-from jaxtune.models.families.common import tensor_name
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.registry import FAMILIES, config_from_hf, family
 
@@ -27,14 +25,8 @@ GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 families = pytest.mark.parametrize("name", CONFIGS)
 
 
-def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    norms = family(config.family).NORMS
-    return {tensor_name(path, norms): v.get_value().shape for path, v in nnx.to_flat_state(nnx.state(model))}
-
-
-def parameter_count(config: DecoderConfig) -> int:
-    return sum(math.prod(shape) for shape in shapes_of(config).values())
+def parameter_count(hf: dict) -> int:
+    return sum(math.prod(shape) for shape in shapes_of(hf).values())
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +37,7 @@ def model_of(tmp_path_factory):
     def get(name):
         if name not in models:
             folder = tmp_path_factory.mktemp(name)
-            write_checkpoint(folder, CONFIGS[name], shapes_of(config_from_hf(CONFIGS[name])))
+            write_checkpoint(folder, CONFIGS[name], shapes_of(CONFIGS[name]))
             models[name] = checks.load(folder)
         return models[name]
 
@@ -185,7 +177,7 @@ _PUBLISHED = {
 @pytest.mark.parametrize("name", _PUBLISHED)
 def test_published_parameter_count(name):
     count, hf = _PUBLISHED[name]
-    assert parameter_count(config_from_hf(hf)) == count
+    assert parameter_count(hf) == count
 
 
 def test_published_parameter_counts_of_real_configs(test_data):
@@ -198,7 +190,7 @@ def test_published_parameter_counts_of_real_configs(test_data):
         published = re.search(rf"configs/{re.escape(file.name)}` \| HF config, ([\d,]+) parameters", readme)
         assert published, file.name
         config = config_from_hf(hf)
-        assert parameter_count(config) == int(published[1].replace(",", "")), file.name
+        assert parameter_count(hf) == int(published[1].replace(",", "")), file.name
         assert config_from_hf(family(config.family).to_hf(config)) == config, file.name
         checked.append(file.name)
     assert len(checked) >= 14

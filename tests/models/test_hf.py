@@ -16,40 +16,26 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from checks import shapes_of, tensors
 from flax import nnx
 from random_weights import random_tensor, write_checkpoint
 from tiny import CONFIGS, golden_tokens
 
 import jaxtune
 from jaxtune.models import hf, shards
-from jaxtune.models.decoder import Decoder
-from jaxtune.models.families.common import tensor_name
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.registry import config_from_hf, family
 
 TIED, UNTIED = CONFIGS["llama"], CONFIGS["mistral"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
-    ours = config_from_hf(config)
-    model = nnx.eval_shape(lambda: Decoder(ours, jax.random.key(0)))
-    norms = family(ours.family).NORMS
-    return {tensor_name(path, norms): v.get_value().shape for path, v in nnx.to_flat_state(nnx.state(model))}
-
-
-def tensors_of(model) -> dict[str, np.ndarray]:
-    norms = family(model.config.family).NORMS
-    return {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model))}
-
-
 def rewrite(folder: Path, change) -> None:
     """Applies change(tensors) to model.safetensors, written by the safetensors library."""
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    change(tensors)
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    content = safetensors.numpy.load_file(folder / "model.safetensors")
+    change(content)
+    safetensors.numpy.save_file(content, folder / "model.safetensors")
 
 
 @pytest.fixture
@@ -72,9 +58,9 @@ def sharded(folder, tmp_path) -> Path:
 def test_every_tensor_is_the_file_s(folder):
     model, tokenizer = from_pretrained(folder, dtype="float32")
     assert tokenizer is None
-    tensors = tensors_of(model)
-    assert set(tensors) == set(shapes_of(UNTIED))
-    for name, value in tensors.items():
+    found = tensors(model)
+    assert set(found) == set(shapes_of(UNTIED))
+    for name, value in found.items():
         np.testing.assert_array_equal(value, random_tensor(name, value.shape), err_msg=name)
     assert model.name_or_path == str(folder)
     assert all(isinstance(v, nnx.Param) for _, v in nnx.to_flat_state(nnx.state(model)))
@@ -91,7 +77,7 @@ def test_cast_on_the_way_rounds_to_nearest_even(stored, dtype, tmp_path):
     write_checkpoint(tmp_path, UNTIED, shapes_of(UNTIED), stored)
     model, _ = from_pretrained(tmp_path, dtype=dtype)
     assert model.dtype == dtype
-    for name, value in tensors_of(model).items():
+    for name, value in tensors(model).items():
         want = random_tensor(name, value.shape).astype(stored).astype(np.float32).astype(jnp.dtype(dtype))
         assert value.dtype == want.dtype
         np.testing.assert_array_equal(value, want, err_msg=name)
@@ -101,14 +87,14 @@ def test_shards_load_as_one_file_does(folder, sharded):
     assert len(list(sharded.glob("*.safetensors"))) > 3
     whole, parts = from_pretrained(folder, dtype="float32")[0], from_pretrained(sharded, dtype="float32")[0]
     assert whole.base_fingerprint == parts.base_fingerprint
-    for name, value in tensors_of(whole).items():
-        np.testing.assert_array_equal(value, tensors_of(parts)[name])
+    for name, value in tensors(whole).items():
+        np.testing.assert_array_equal(value, tensors(parts)[name])
 
 
 def test_reads_what_the_safetensors_library_wrote(folder):
-    before = tensors_of(from_pretrained(folder, dtype="float32")[0])
+    before = tensors(from_pretrained(folder, dtype="float32")[0])
     rewrite(folder, lambda tensors: None)
-    after = tensors_of(from_pretrained(folder, dtype="float32")[0])
+    after = tensors(from_pretrained(folder, dtype="float32")[0])
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
@@ -394,9 +380,9 @@ def test_index_is_correct(sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     found = {}
     for file in sharded.glob("*.safetensors"):
-        tensors = safetensors.numpy.load_file(file)
-        assert sum(t.nbytes for t in tensors.values()) <= 100_000 or len(tensors) == 1
-        found |= {name: (file.name, tensor) for name, tensor in tensors.items()}
+        content = safetensors.numpy.load_file(file)
+        assert sum(t.nbytes for t in content.values()) <= 100_000 or len(content) == 1
+        found |= {name: (file.name, tensor) for name, tensor in content.items()}
         with safetensors.safe_open(file, "numpy") as opened:
             assert opened.metadata() == {"format": "pt"}
     assert index["weight_map"] == {name: file for name, (file, _) in found.items()}
@@ -527,7 +513,7 @@ def test_peak_host_memory(tmp_path):
 def test_real_model(test_data):
     """stories260K: the loss on TinyStories is what its README says."""
     model, tokenizer = from_pretrained(test_data / "models" / "stories260K", dtype="float32", max_length=512)
-    assert sum(value.size for value in tensors_of(model).values()) == 260_032
+    assert sum(value.size for value in tensors(model).values()) == 260_032
     text = (test_data / "datasets/text/tinystories_first60.jsonl").read_text(encoding="utf-8")
     rows = [tokenizer(json.loads(line)["text"])["input_ids"][:512] for line in text.splitlines()]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)

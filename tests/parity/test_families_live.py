@@ -14,12 +14,11 @@ import reference
 import regenerate
 import torch
 import transformers
-from flax import nnx
 from tiny import CONFIGS, golden_tokens
 
-from jaxtune.models.families.common import head_dim, tensor_name
+from jaxtune.models.families.common import head_dim
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
-from jaxtune.models.registry import config_from_hf, family
+from jaxtune.models.registry import config_from_hf
 from jaxtune.models.rope import rotary_table
 
 families = pytest.mark.parametrize("name", CONFIGS)
@@ -111,17 +110,12 @@ def test_model_made_here_loads_in_transformers(name, tmp_path):
     np.testing.assert_allclose(model(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=1e-4, rtol=0)
 
 
-def _tensors(model):
-    norms = family(model.config.family).NORMS
-    return {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model))}
-
-
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_cast_while_loading_rounds_as_torch(stored, dtype, tmp_path):
     numpy_dtype = ml_dtypes.bfloat16 if stored == "bfloat16" else stored
     folder = reference.make_checkpoint(tmp_path / "in", CONFIGS["qwen3"], numpy_dtype)
-    ours = _tensors(from_pretrained(folder, dtype=dtype)[0])
+    ours = checks.tensors(from_pretrained(folder, dtype=dtype)[0])
     theirs = reference.load(folder, getattr(torch, dtype)).state_dict()
     assert set(ours) == set(theirs)
     for key, value in theirs.items():

@@ -136,8 +136,8 @@ def rope_config(hf: Mapping[str, Any], given: Mapping[str, Any]) -> RopeConfig:
     if rope["attention_factor"] is None and mscale and mscale_all and rope["factor"] > 1:
         log = 0.1 * math.log(rope["factor"])
         rope["attention_factor"] = (mscale * log + 1) / (mscale_all * log + 1)
-    betas = {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key)}
-    return RopeConfig(**rope, **betas, truncate=given.get("truncate", True))
+    rope |= {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key)}
+    return RopeConfig(**rope, truncate=given.get("truncate", True))
 
 
 def head_dim(hf: Mapping[str, Any]) -> int:
@@ -222,7 +222,7 @@ def hf_config(config: DecoderConfig, architecture: str, **features) -> dict[str,
 
 def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """sliding_window and layer_types of a config."""
-    windows = {layer.window for layer in config.layers} - {None}
+    windows = {layer.window for layer in config.layers if layer.window is not None}
     if len(windows) > 1:
         raise ValueError(f"layers have different windows {sorted(windows)}: Hugging Face configs hold one")
     kinds = [FULL if layer.window is None else SLIDING for layer in config.layers]
@@ -271,7 +271,7 @@ def gemma_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def tensor_name(path: Sequence[str | int], norms: Mapping[str, str]) -> str:
+def tensor_name(path: Sequence[Any], norms: Mapping[str, str]) -> str:
     """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ..."""
     if path[0] == "layers":
         _, index, part, *rest = path
