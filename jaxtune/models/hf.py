@@ -24,7 +24,7 @@ from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.folders import new_folder, require_new
-from jaxtune.models.registry import config_from_hf, family
+from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 # Host memory of tensors on their way to the device, unless one alone is larger.
@@ -275,7 +275,8 @@ def from_pretrained(
         raise ValueError(f"load_in {load_in!r} is not supported; supported: None")
     dtype = _dtype_name(dtype)
     folder = resolve_folder(path)
-    hf = read_config(folder)
+    whole = read_config(folder)
+    hf = text_config(whole)
     config = config_from_hf(hf)
     positions = config.max_position_embeddings
     if max_length is not None and not 0 < max_length <= positions:
@@ -284,7 +285,11 @@ def from_pretrained(
     norms = family(config.family).NORMS
     names = [tensor_name(variable_path, norms) for variable_path, _ in flat]
     wanted = {name: variable.get_value().shape for name, (_, variable) in zip(names, flat, strict=True)}
-    entries = _match(wanted, _weight_entries(folder), config.tie_embeddings, folder)
+    entries = _weight_entries(folder)
+    if hf is not whole:
+        renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
+        entries = {name: entry for name, entry in renamed.items() if name is not None}
+    entries = _match(wanted, entries, config.tie_embeddings, folder)
     arrays, fingerprint = _stream(entries, dtype)
     state = nnx.from_flat_state(
         [(p, variable.replace(arrays[entries[n].name])) for n, (p, variable) in zip(names, flat, strict=True)]
@@ -309,10 +314,10 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
       dtype: of weights and compute.
     """
     if isinstance(config, Mapping):
-        hf, where = dict(config), "a config"
+        hf, where = text_config(dict(config)), "a config"
     else:
         file = Path(config)
-        hf, where = read_config(file) if file.is_dir() else _read_json(file), os.fspath(config)
+        hf, where = text_config(read_config(file) if file.is_dir() else _read_json(file)), os.fspath(config)
     model = Decoder(config_from_hf(hf), key, _dtype_name(dtype))
     model.source = Source(path=where, config=json.dumps(hf))
     return model

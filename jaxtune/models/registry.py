@@ -19,6 +19,28 @@ FAMILIES: dict[str, ModuleType] = {
     "smollm3": smollm3,
 }
 
+# Models with a vision tower, of which the text part is loaded: model_type -> that of the text part.
+TEXT_PARTS = {"gemma3": "gemma3_text"}
+
+
+def text_config(hf: dict) -> dict:
+    """A config.json as it is, or the text part of a model with more to it, as a config of its own."""
+    if hf.get("model_type") not in TEXT_PARTS:
+        return hf
+    text = hf.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"config.json of a {hf['model_type']!r} model lacks 'text_config'")
+    outer = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    return {key: hf[key] for key in outer if key in hf} | text | {"model_type": TEXT_PARTS[hf["model_type"]]}
+
+
+def text_tensor_name(name: str) -> str | None:
+    """The name that a tensor has in the text model alone; None for tensors of the other parts."""
+    if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
+        return None
+    # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
+    return name.replace("model.language_model.", "model.").removeprefix("language_model.")
+
 
 def family(model_type: str | None) -> ModuleType:
     """The family of a model_type; see families/common.py for what it has.
@@ -29,7 +51,7 @@ def family(model_type: str | None) -> ModuleType:
     if model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported (code that comes with a checkpoint is never run); "
-            f"supported: {', '.join(FAMILIES)}"
+            f"supported: {', '.join((*FAMILIES, *TEXT_PARTS))}"
         )
     return FAMILIES[model_type]
 
@@ -40,6 +62,7 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     Raises:
       ValueError: a feature that is not supported, by name and value.
     """
+    hf = text_config(hf)
     module = family(hf.get("model_type"))
     quantization = hf.get("quantization_config")
     if quantization:

@@ -159,6 +159,36 @@ def test_tied_model_is_saved_without_a_head(tied, tmp_path):
     assert HEAD not in safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
 
 
+# ---- the text part of a model with a vision tower
+
+
+@pytest.mark.parametrize("spelling", ["language_model.model.", "model.language_model."])  # transformers 4 and 5
+def test_text_part_of_a_multimodal_model(spelling, tmp_path):
+    text = CONFIGS["gemma3"]
+    write_checkpoint(tmp_path / "text", text, shapes_of(text))
+    write_checkpoint(tmp_path / "whole", text, shapes_of(text))
+
+    def change(content):
+        for name in list(content):
+            content[name.replace("model.", spelling, 1)] = content.pop(name)
+        content["vision_tower.vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
+        content["multi_modal_projector.mm_input_projection_weight"] = np.ones((4, 4), np.float32)
+
+    rewrite(tmp_path / "whole", change)
+    inner = {key: value for key, value in text.items() if key not in ("eos_token_id", "architectures")}
+    outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {}, "eos_token_id": [1, 106]}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(outer))
+    want, got = (from_pretrained(tmp_path / name, dtype="float32")[0] for name in ("text", "whole"))
+    assert got.config == want.config
+    for name, value in tensors(want).items():
+        np.testing.assert_array_equal(tensors(got)[name], value)
+    save_pretrained(got, tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (saved["model_type"], saved["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
+    assert saved["eos_token_id"] == [1, 106]
+    from_pretrained(tmp_path / "out")
+
+
 # ---- weights that do not fit
 
 
