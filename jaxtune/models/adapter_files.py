@@ -307,8 +307,10 @@ def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) 
     """Refuses an adapter that would part a tied head from its embedding, as PEFT can."""
     if model.head is not None:
         return
-    both = [arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head")]
-    if (both[0] is None) != (both[1] is None) or (both[0] is not None and not np.array_equal(*both)):
+    embedding, head = (arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head"))
+    if embedding is None and head is None:
+        return
+    if embedding is None or head is None or not np.array_equal(embedding, head):
         raise ValueError(
             f"{folder}: this adapter has an embedding and a head that differ, but the model ties them: refused; "
             "train it with ensure_weight_tying=True in PEFT, or load it onto a base with an untied head"

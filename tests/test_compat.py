@@ -1,0 +1,314 @@
+"""Unsloth's and TRL's names: a whole script, and what each argument becomes."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import tiny_config
+
+from jaxtune import from_pretrained, save_pretrained
+from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import linears
+from tests.train.data.conftest import make_tokenizer
+
+QUESTIONS = {"Who are you?": "I am a bot.", "Name a colour.": "It is blue.", "The sum of two and two?": "four"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model folder with a tokenizer, as a script would name it."""
+    tokenizer = make_tokenizer()
+    config = tiny_config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, head_dim=16, num_kv_heads=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("compat") / "model"
+    save_pretrained(Decoder(config, jax.random.key(0), "bfloat16"), path, tokenizer=tokenizer)
+    return str(path)
+
+
+def rows(count=24):
+    pairs = list(QUESTIONS.items())
+    return [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in (pairs[i % len(pairs)] for i in range(count))
+    ]
+
+
+def load(folder, peft=True, **settings):
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        folder, **(dict(max_seq_length=64, load_in_4bit=False) | settings)
+    )
+    return (FastLanguageModel.get_peft_model(model, r=2) if peft else model), tokenizer
+
+
+def trainer_of(folder, tmp_path, dataset=None, model=None, **settings):
+    args = SFTConfig(**(dict(output_dir=str(tmp_path / "run"), save_strategy="no") | settings))
+    return SFTTrainer(model or load(folder)[0], args=args, train_dataset=dataset or rows())
+
+
+def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"conversations": row["messages"]}) + "\n" for row in rows(48)))
+    monkeypatch.setenv("MODEL", folder)
+    monkeypatch.setenv("DATA", str(data))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    names = runpy.run_path(str(Path(__file__).parent / "compat_script.py"))
+    assert names["supervised"] == "I am a bot.<|im_end|>"
+    stats, history = names["trainer_stats"], names["trainer"].state.log_history
+    assert stats.global_step == 12 and stats.metrics["train_runtime"] > 0
+    losses = [line["loss"] for line in history]
+    assert len(losses) == 12 and losses[-1] < 0.5 * losses[0]
+    # The model that the script held all along has learnt; what it saved and loaded again says the same.
+    assert "I am a bot.<|im_end|>" in names["text"]
+    assert not np.array_equal(names["before"], names["after"])
+    np.testing.assert_array_equal(names["after"], names["again"])
+    assert sorted(os.listdir(tmp_path / "lora_model"))[:2] == ["adapter_config.json", "adapter_model.safetensors"]
+    merged, tokenizer = from_pretrained(tmp_path / "merged")
+    assert tokenizer is not None and all(linear.lora is None for _, linear in linears(merged))
+
+
+def test_arguments_become_a_train_config(folder, tmp_path):
+    config = trainer_of(
+        folder, tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_steps=7, learning_rate=1e-3,
+        weight_decay=0.02, optim="sgd", adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-7, max_grad_norm=0.5,
+        lr_scheduler_type="cosine", warmup_steps=3, logging_steps=5, report_to=["tensorboard"], seed=11, fp16=True,
+        max_length=48, packing=True, save_strategy="steps", save_steps=20, save_total_limit=3, dataset_num_proc=1,
+    ).config()  # fmt: skip
+    assert (config.rows_per_step, config.micro_batches, config.steps, config.epochs) == (12, 4, 7, None)
+    assert (config.precision, config.seed, config.max_grad_norm) == ("fp16", 11, 0.5)
+    optim = config.optim
+    assert (optim.name, optim.learning_rate, optim.weight_decay, optim.momentum) == ("sgd", 1e-3, 0.02, 0.0)
+    assert (optim.beta1, optim.beta2, optim.eps) == (0.8, 0.95, 1e-7)
+    assert (config.schedule.name, config.schedule.warmup_steps, config.schedule.warmup_ratio) == ("cosine", 3, None)
+    data = config.data
+    assert (data.length, data.packing, data.format, data.num_workers, data.overflow) == (
+        48,
+        True,
+        "messages",
+        1,
+        "truncate",
+    )
+    assert (config.checkpoint.every_steps, config.checkpoint.every_minutes, config.checkpoint.keep) == (20, None, 3)
+    assert (config.metrics.log_every, config.metrics.tensorboard, config.metrics.wandb_project) == (5, True, None)
+    assert config.memory.residuals == "recompute" and config.adapter.r == 2 and config.model.path == folder
+    assert config.output == str(tmp_path / "run")
+
+
+def test_defaults_are_unsloths(folder, tmp_path):
+    config = SFTTrainer(load(folder)[0], train_dataset=rows()).config()
+    assert (config.rows_per_step, config.micro_batches, config.epochs, config.seed) == (8, 2, 3.0, 3407)
+    assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.name) == (5e-5, 0.001, "adamw")
+    assert (config.schedule.name, config.schedule.warmup_ratio) == ("linear", 0.1)
+    assert (config.data.packing, config.data.length, config.precision) == (False, 64, "bf16")
+    assert (config.checkpoint.every_steps, config.metrics.log_every, config.output) == (500, 1, "trainer_output")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (dict(max_length=1024), 64),  # the model's max_seq_length is the ceiling
+        (dict(max_seq_length=32), 32),
+        (dict(max_length=None), 64),
+    ],
+)
+def test_length_is_the_smallest(folder, tmp_path, settings, expected):
+    assert trainer_of(folder, tmp_path, **settings).config().data.length == expected
+
+
+def test_schedules_are_transformers(folder, tmp_path):
+    model = load(folder)[0]
+
+    def schedule(**settings):
+        made = trainer_of(folder, tmp_path, model=model, **settings).config().schedule
+        return made.name, made.warmup_steps, made.warmup_ratio
+
+    assert schedule(lr_scheduler_type="constant", warmup_steps=5) == ("constant", 0, None)
+    assert schedule(lr_scheduler_type="constant_with_warmup", warmup_steps=5) == ("constant", 5, None)
+    assert schedule(warmup_ratio=0.2) == ("linear", 0, 0.2)
+    assert schedule(warmup_steps=0.05) == ("linear", 0, 0.05)
+
+
+def test_gradient_checkpointing_is_what_becomes_of_residuals(folder, tmp_path):
+    for choice, expected in (("unsloth", "recompute"), (True, "recompute"), (False, "keep")):
+        plain, _ = load(folder, peft=False)
+        model = FastLanguageModel.get_peft_model(plain, r=2, use_gradient_checkpointing=choice)
+        assert trainer_of(folder, tmp_path, model=model).config().memory.residuals == expected
+        assert (
+            trainer_of(folder, tmp_path, model=model, gradient_checkpointing=False).config().memory.residuals == "keep"
+        )
+
+
+PROMPTED = [{"prompt": "Who are you?", "completion": " I am a bot."}] * 4
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "form", "supervised"),
+    [
+        ([{"text": "I am a bot.", "messages": []}], {}, "text", "I am a bot.<|im_end|>"),
+        ([{"body": "I am a bot."}], dict(dataset_text_field="body"), "text", "I am a bot.<|im_end|>"),
+        (
+            rows(1),
+            {},
+            "messages",
+            "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\nI am a bot.<|im_end|>\n",
+        ),
+        (rows(1), dict(assistant_only_loss=True), "messages", "I am a bot.<|im_end|>"),
+        (PROMPTED, {}, "prompt_completion", " I am a bot.<|im_end|>"),
+        (PROMPTED, dict(completion_only_loss=False), "prompt_completion", "Who are you? I am a bot.<|im_end|>"),
+    ],
+)
+def test_what_is_trained_on(folder, tmp_path, dataset, settings, form, supervised):
+    trainer = trainer_of(folder, tmp_path, dataset=dataset, **settings)
+    assert trainer.config().data.format == form
+    example = trainer.train_dataset[0]
+    assert trainer.tokenizer.decode([token for token in example["labels"] if token != -100]) == supervised
+    assert len(trainer.train_dataset) == len(dataset) == len(trainer.train_dataset[:])
+
+
+def test_responses_only_by_markers_of_the_template(folder, tmp_path):
+    trainer = train_on_responses_only(trainer_of(folder, tmp_path))
+    labels = trainer.train_dataset[1]["labels"]
+    assert trainer.tokenizer.decode([token for token in labels if token != -100]) == "It is blue.<|im_end|>"
+
+
+def test_formatting_func(folder, tmp_path):
+    trainer = SFTTrainer(load(folder)[0], train_dataset=[{"a": "x"}], formatting_func=lambda row: [f"{row['a']}y"])
+    assert trainer.tokenizer.decode(trainer.train_dataset[0]["input_ids"]) == "xy<|im_end|>"
+    with pytest.raises(ValueError, match="formatting_func returned dict"):
+        SFTTrainer(load(folder)[0], train_dataset=[{"a": "x"}], formatting_func=lambda row: row)
+
+
+def test_full_finetuning_and_evaluation(folder, tmp_path):
+    model, _ = load(folder, peft=False, full_finetuning=True, dtype="float32")
+    args = SFTConfig(
+        output_dir=str(tmp_path / "run"), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=1,
+        learning_rate=1e-2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+    )  # fmt: skip
+    trainer = SFTTrainer(model, args=args, train_dataset=rows(8), eval_dataset=rows(3))
+    before = model.module
+    first = trainer.evaluate()["eval_loss"]
+    assert np.isfinite(trainer.train().training_loss)
+    assert trainer.evaluate()["eval_loss"] < first
+    assert model.module is not before and model.module.embedding.weight.get_value().dtype == jnp.float32
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [2]
+    with pytest.raises(ValueError, match="holds the checkpoints of a run: pass resume_from_checkpoint=True"):
+        trainer.train()
+    model.save_pretrained_merged(tmp_path / "merged", model.tokenizer)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    model.save_pretrained(tmp_path / "whole")
+    np.testing.assert_array_equal(
+        from_pretrained(tmp_path / "whole", dtype="float32")[0].norm.weight[...], model.module.norm.weight[...]
+    )
+
+
+def test_embedding_and_head_among_targets_are_trained_whole(folder):
+    plain, _ = load(folder, peft=False)
+    model = FastLanguageModel.get_peft_model(plain, r=2, target_modules=["q_proj", "embed_tokens", "lm_head"])
+    assert isinstance(model.module.embedding.weight, nnx.Param) and isinstance(model.module.head.weight, nnx.Param)
+    assert {name.rsplit(".", 1)[1] for name, linear in linears(model.module) if linear.lora} == {"q_proj"}
+    assert isinstance(plain.module.head.weight, nnx.Param) and plain.module.layers[0].attention.q_proj.lora is None
+
+
+def test_generate_takes_and_gives_what_transformers_does(folder):
+    model, tokenizer = load(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    prompts = ["Who are you?", "Name a colour: blue, red or green."]
+    outputs = []
+    for side in ("left", "right"):
+        inputs = tokenizer(prompts, return_tensors="np", padding=True, padding_side=side)
+        ids = model.generate(
+            **{k: inputs[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=5, eos_token_id=[]
+        )
+        np.testing.assert_array_equal(ids[:, :-5], inputs["input_ids"])
+        outputs.append(ids[:, -5:])
+    np.testing.assert_array_equal(*outputs)
+    ids = tokenizer(prompts[0], return_tensors="np")["input_ids"]
+    sampled = model.generate(ids, max_new_tokens=5, eos_token_id=[], do_sample=True, temperature=5.0)
+    assert not np.array_equal(sampled[0, -5:], outputs[0][0])
+
+
+def from_(**settings):
+    return lambda folder, tmp_path: load(folder, **settings)
+
+
+def peft_(**settings):
+    return lambda folder, tmp_path: FastLanguageModel.get_peft_model(load(folder, peft=False)[0], **settings)
+
+
+def config_(**settings):
+    return lambda folder, tmp_path: trainer_of(folder, tmp_path, **settings).config()
+
+
+def trainer_(**settings):
+    def make(folder, tmp_path):
+        return SFTTrainer(**(dict(model=load(folder)[0], train_dataset=rows(2)) | settings))
+
+    return make
+
+
+ERRORS = [
+    (from_(load_in_4bit=True), "load_in_4bit = True, its default, is not supported yet: pass load_in_4bit=False"),
+    (from_(load_in_8bit=True), "load_in_8bit = True is not supported; leave it at False"),
+    (from_(trust_remote_code=True), "trust_remote_code = True is not supported"),
+    (from_(fast_inference=True), "fast_inference = True is not supported"),
+    (
+        from_(load_in_4bits=True),
+        "load_in_4bits = True is not an argument that jaxtune.compat knows; did you mean load_in_4bit",
+    ),
+    (from_(dtype="int8"), "dtype = 'int8' is not supported"),
+    (from_(use_gradient_checkpointing="sometimes"), "use_gradient_checkpointing = 'sometimes' is not supported"),
+    (from_(max_seq_length=4096), "max_length 4096 does not fit"),
+    (from_(full_finetuning=True), "loaded with full_finetuning=True"),
+    (peft_(bias="all"), "bias = 'all' is not supported; leave it at 'none'"),
+    (peft_(loftq_config={"bits": 4}), "loftq_config = "),
+    (peft_(init_lora_weights="pissa"), "init_lora_weights = 'pissa'"),
+    (peft_(target_modules=["c_attn"]), "'c_attn' matches no linear"),
+    (peft_(max_seq_length=17), "max_seq_length = 17 belongs to from_pretrained"),
+    (config_(optim="adamw_8bit"), "optim = 'adamw_8bit': 8-bit optimizer states are not supported yet"),
+    (config_(optim="lion"), "optim = 'lion' is not supported; supported: 'adamw_torch'"),
+    (config_(neftune_noise_alpha=5), "SFTConfig: neftune_noise_alpha = 5 is not supported"),
+    (config_(packing_strategy="wrapped"), "packing_strategy = 'wrapped'"),
+    (config_(lr_scheduler_type="polynomial"), "lr_scheduler_type = 'polynomial'"),
+    (config_(save_strategy="epoch"), "save_strategy = 'epoch'"),
+    (config_(eval_strategy="steps"), "eval_strategy = 'steps' needs eval_dataset"),
+    (config_(report_to="comet_ml"), "report_to = 'comet_ml'"),
+    (config_(bf16=True, fp16=True), "bf16 and fp16 are both True"),
+    (config_(per_device_eval_batch_size=7), "per_device_eval_batch_size = 7"),
+    (config_(completion_only_loss=True), "completion_only_loss = True needs prompt and completion"),
+    (
+        config_(learning_rat=1),
+        "learning_rat = 1 is not an argument that jaxtune.compat knows; did you mean learning_rate",
+    ),
+    (config_(learning_rate=-1.0), "optim.learning_rate = -1.0"),
+    (trainer_(data_collator=object()), "SFTTrainer: data_collator = "),
+    (trainer_(callbacks=[1]), "SFTTrainer: callbacks = "),
+    (trainer_(train_dataset=None), "train_dataset is missing"),
+    (trainer_(train_dataset=[{"a": 1}]), "dataset_text_field = 'text' is not a column of the data set"),
+    (trainer_(model=3), "model is a int; load it with FastLanguageModel"),
+    (trainer_(eval_dataset=[{"text": "x"}]), "train_dataset is messages, eval_dataset is text"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message[:50] for _, message in ERRORS])
+def test_what_is_not_followed_is_an_error(folder, tmp_path, call, message):
+    with pytest.raises(ValueError) as error:
+        call(folder, tmp_path)
+    assert message in str(error.value)
+
+
+def test_a_model_without_adapter_is_not_trained_by_accident(folder):
+    with pytest.raises(ValueError, match="the model has no adapter: call FastLanguageModel.get_peft_model"):
+        SFTTrainer(load(folder, peft=False)[0], train_dataset=rows(2))
+    with pytest.raises(ValueError, match="save_method = 'merged_4bit' is not supported"):
+        load(folder)[0].save_pretrained_merged("x", save_method="merged_4bit")
