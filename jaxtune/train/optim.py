@@ -14,25 +14,18 @@ def _decayed(parameters):
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The optimizer named by `config`, in fp32; gradients come clipped."""
+    """The optimizer named by `config`, in fp32; gradients come clipped.
+
+    Each is a direction, plus weight_decay times the parameter, times the learning rate: decay means the same in all.
+    Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and takes the learning rate as it is.
+    """
     if config.name == "adamw":
-        return optax.adamw(
-            schedule,
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=_decayed,
-        )
-    if config.name == "adafactor":
-        return optax.adafactor(
-            schedule,
-            multiply_by_parameter_scale=False,
-            clipping_threshold=None,
-            weight_decay_rate=config.weight_decay or None,
-            weight_decay_mask=_decayed,
-        )
-    if config.name == "sgd":
-        decay = optax.add_decayed_weights(config.weight_decay, _decayed)
-        return optax.chain(decay, optax.sgd(schedule, momentum=config.momentum or None))
-    raise ValueError(f"optim.name = {config.name!r}: must be adamw, adafactor or sgd")
+        direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    elif config.name == "adafactor":
+        direction = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    elif config.name == "sgd":
+        direction = optax.trace(config.momentum) if config.momentum else optax.identity()
+    else:
+        raise ValueError(f"optim.name = {config.name!r}: must be adamw, adafactor or sgd")
+    decay = optax.add_decayed_weights(config.weight_decay, _decayed)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(schedule))

@@ -30,8 +30,8 @@ class TrainState:
     """Everything that an optimizer step changes; every leaf is an array.
 
     trainable: nnx.State of float32 masters. step: int32, optimizer steps tried. skipped: int32, updates not made
-    because loss or gradient was not finite; skipped_in_row: the latest run of them. loss_scale, good_steps: fp16 only,
-    1 and 0 otherwise. dropout_key: key data (uint32) of the run.
+    because the loss, the gradient or what they led to was not finite; skipped_in_row: the latest run of them.
+    loss_scale, good_steps: fp16 only, 1 and 0 otherwise. dropout_key: key data (uint32) of the run.
     """
 
     trainable: Any
@@ -133,6 +133,8 @@ class StepProgram:
                 gradients = jax.tree.map(lambda g: g * clip, gradients)
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
             trainable = optax.apply_updates(state.trainable, updates)
+            # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
+            finite &= jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(trainable)]).all()
 
             def guarded(new, old):
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)

@@ -120,7 +120,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     real = jnp.arange(length) < layout.doc_end
     dout = jnp.where(real[:, :, None, None], dout, 0)
-    delta = jnp.einsum("bqkgd,bqkgd->bqkg", fold(out).astype(jnp.float32), fold(dout).astype(jnp.float32))
+    delta = (fold(out).astype(jnp.float32) * fold(dout).astype(jnp.float32)).sum(-1)
     stats = jnp.moveaxis(lse, 1, 2).reshape(rows, length, kv_heads, group)
     chunk, padded = _chunked(length, rows * heads * length)
     precision = _precision(query.dtype)

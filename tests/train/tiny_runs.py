@@ -1,0 +1,71 @@
+"""Tiny runs of the real Trainer: rows of random tokens, a random model, and a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tiny_models import tiny_model
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.lora import get_peft_model
+from jaxtune.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.cache import Summary
+from jaxtune.train.data.packing import Document, Documents
+
+VOCAB = 48
+LENGTH = 16
+
+
+def documents(count: int, seed: int = 0, longest: int = LENGTH) -> list[Document]:
+    """Documents of 2 to `longest` tokens; of each, a random share in front is a prompt that is not trained on.
+
+    Every token is a fixed function of the one before, with a little noise: there is something to learn.
+    """
+    draw = np.random.default_rng(seed)
+    follower = draw.permutation(VOCAB)
+    made = []
+    for _ in range(count):
+        size = int(draw.integers(2, longest + 1))
+        tokens = [int(draw.integers(VOCAB))]
+        while len(tokens) < size:
+            tokens.append(int(follower[tokens[-1]]) if draw.random() < 0.9 else int(draw.integers(VOCAB)))
+        mask = np.arange(size) >= draw.integers(1, size)
+        made.append(Document(np.asarray(tokens, np.int32), mask))
+    return made
+
+
+def dataset(made: list[Document], length: int = LENGTH, packing: bool = True) -> TokenDataset:
+    return TokenDataset(Documents.gather(made), Summary(rows=len(made), documents=len(made)), length, packing)
+
+
+def make_config(output: Path | str, **changes) -> TrainConfig:
+    """fp32, four rows a step, no checkpoint, evaluation or weight decay, unless `changes` says otherwise."""
+    settings = dict(
+        model=ModelConfig(path="a model that the test made"),
+        data=DataConfig(train="rows that the test made", length=LENGTH),
+        steps=4,
+        rows_per_step=4,
+        precision="fp32",
+        optim=OptimConfig(learning_rate=1e-2),
+        schedule=ScheduleConfig(name="constant"),
+        checkpoint=CheckpointConfig(every_minutes=None),
+        evaluation=EvaluationConfig(at_end=False),
+        output=str(output),
+    )
+    return TrainConfig(**(settings | changes))
+
+
+def lora_model(dtype="float32", layers: int = 1, **settings):
+    """One layer by default: compiling is what takes the time of a test."""
+    model = tiny_model(dtype, layers=(LayerSpec(),) * layers)
+    return get_peft_model(model, **(dict(r=4, lora_alpha=8) | settings))
