@@ -207,13 +207,13 @@ def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fol
 def _stream(entries: Mapping[str, shards.TensorEntry], dtype: str) -> tuple[dict[str, jax.Array], str]:
     """({name: array on the default device in dtype}, fingerprint). Reads and transfers run in a few threads.
 
-    The fingerprint covers names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
+    The fingerprint covers our names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
     checkpoint is cut into other shards.
     """
 
-    def load(entry):
+    def load(name, entry):
         host = shards.read_tensor(entry)
-        digest = shards.tensor_digest(entry.name, host)
+        digest = shards.tensor_digest(name, host)
         # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
         array = jax.device_put(host).astype(dtype)
         return jax.block_until_ready(array), digest
@@ -224,15 +224,15 @@ def _stream(entries: Mapping[str, shards.TensorEntry], dtype: str) -> tuple[dict
 
     def collect():
         nonlocal in_flight
-        entry, future = waiting.popleft()
-        arrays[entry.name], digests[entry.name] = future.result()
+        name, entry, future = waiting.popleft()
+        arrays[name], digests[name] = future.result()
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
-        for entry in sorted(entries.values(), key=lambda e: (e.file, e.offset)):
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
             while waiting and in_flight + entry.size_bytes > IN_FLIGHT_BYTES:
                 collect()
-            waiting.append((entry, pool.submit(load, entry)))
+            waiting.append((name, entry, pool.submit(load, name, entry)))
             in_flight += entry.size_bytes
         while waiting:
             collect()
@@ -258,7 +258,7 @@ def _load_tokenizer(folder: Path):
 def from_pretrained(
     path: str | os.PathLike, dtype="bfloat16", load_in: str | None = None, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """Loads a causal language model in Hugging Face's format.
+    """Loads a causal language model in Hugging Face's format; of Gemma 3 with a vision tower, the text part.
 
     Args:
       path: folder with config.json and safetensors, or a hub name (the local cache comes first).
@@ -292,7 +292,7 @@ def from_pretrained(
     entries = _match(wanted, entries, config.tie_embeddings, folder)
     arrays, fingerprint = _stream(entries, dtype)
     state = nnx.from_flat_state(
-        [(p, variable.replace(arrays[entries[n].name])) for n, (p, variable) in zip(names, flat, strict=True)]
+        [(p, variable.replace(arrays[name])) for name, (p, variable) in zip(names, flat, strict=True)]
     )
     model = nnx.merge(graph, state)
     generation = folder / "generation_config.json"
