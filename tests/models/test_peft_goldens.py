@@ -5,42 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from peft_cases import GOLDEN_CASES
-from random_weights import random_tensor
 from safetensors.numpy import load_file
-from tiny import CONFIGS, golden_tokens
+from tiny import golden_tokens
+from tiny_models import golden_model, named
 
 from jaxtune import load_adapter, merge_adapter, save_adapter
-from jaxtune.models.families.common import tensor_name
-from jaxtune.models.hf import model_from_config
-from jaxtune.models.registry import family
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens" / "peft"
-
-
-def named(model) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable}"""
-    norms = family(model.config.family).NORMS
-    return {tensor_name(path, norms): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
-
-
-def random_model(name: str):
-    """The checkpoint that regenerate_peft.py made, without its files."""
-    model = model_from_config(CONFIGS[name], jax.random.key(0))
-    for key, variable in named(model).items():
-        variable.set_value(jnp.asarray(random_tensor(key, variable.shape)))
-    return model
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_adapter_of_peft(tmp_path, case):
     name, _ = GOLDEN_CASES[case]
-    plain = random_model(name)
+    plain = golden_model(name)
     model = load_adapter(plain, GOLDENS / case)
     expected, tokens = np.load(GOLDENS / case / "expected.npz"), jnp.asarray(golden_tokens())
     np.testing.assert_allclose(model(tokens), expected["logits"], atol=1e-4, rtol=0)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from random_weights import random_tensor
+from tiny import CONFIGS
 
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.families.common import tensor_name
+from jaxtune.models.hf import model_from_config
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.registry import family
 
 
 def tiny_config(**changes) -> DecoderConfig:
@@ -44,4 +50,18 @@ def shaken(model: Decoder, seed: int = 1) -> Decoder:
     for module in (model.embedding, model.head):
         if module is not None and isinstance(module.weight, nnx.Param):
             shake(module.weight, 0.1)
+    return model
+
+
+def named(model) -> dict[str, nnx.Variable]:
+    """{Hugging Face name: variable}"""
+    norms = family(model.config.family).NORMS
+    return {tensor_name(path, norms): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def golden_model(name: str) -> Decoder:
+    """The model of tiny.CONFIGS[name] in fp32 that the golden files were made from, without its files."""
+    model = model_from_config(CONFIGS[name], jax.random.key(0))
+    for key, variable in named(model).items():
+        variable.set_value(jnp.asarray(random_tensor(key, variable.shape)))
     return model
