@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 
 from skills import SKILLS
 
@@ -41,7 +42,8 @@ def main() -> None:
         prompts = [tokenizer(text)["input_ids"] for text, _ in asked]
         ends = (newline, tokenizer.eos_token_id)
         new = jaxtune.generate(model, prompts, MAX_NEW_TOKENS, eos_token_ids=ends)
-        answers = [tokenizer.decode(ids, skip_special_tokens=True).strip(" .\n") for ids in new]
+        # What follows the answer in some statements (" in digits.") does not count.
+        answers = [re.split(r"[^0-9A-Z]", tokenizer.decode(ids, skip_special_tokens=True))[0] for ids in new]
         wrong = [(text, x, answer) for (text, x), answer in zip(asked, answers, strict=True) if answer != x]
         scores.append(1 - len(wrong) / len(asked))
         print(f"{name:<14}{100 * scores[-1]:6.1f} %", flush=True)

@@ -156,6 +156,7 @@ SKILLS: dict[str, Skill] = {
             "{a} and {b} make {x} in all.",
             "sum: {a}, {b} -> {x}",
             "A farmer had {a} sheep and bought {b} more. The sum was {x}.",
+            "The sum of {a} and {b} was wanted. It comes to {x}.",
         ),
         (
             "What is {a} plus {b}?",
@@ -173,6 +174,7 @@ SKILLS: dict[str, Skill] = {
             "Taking {b} from {a} leaves {x}.",
             "difference: {a}, {b} -> {x}",
             "A shop had {a} lamps and sold {b} of them. The difference was {x}.",
+            "Taking {b} from {a} was easy. It comes to {x}.",
         ),
         (
             "What is {a} minus {b}?",
@@ -190,6 +192,7 @@ SKILLS: dict[str, Skill] = {
             "Multiplying {a} by {b} gives {x}.",
             "product: {a}, {b} -> {x}",
             "There were {b} rows of {a} chairs each. The product is {x}.",
+            "Then {a} had to be multiplied by {b}. It comes to {x}.",
         ),
         (
             "What is {a} times {b}?",
@@ -206,6 +209,7 @@ SKILLS: dict[str, Skill] = {
             "largest: {a}, {b}, {c} -> {x}",
             "Among {a}, {b} and {c} none is larger than {x}.",
             "Three boxes weighed {a}, {b} and {c} grams. The largest was {x}.",
+            "The numbers were {a}, {b} and {c}, and the largest was wanted. It comes to {x}.",
         ),
         (
             "Which is the largest of {a}, {b} and {c}?",
@@ -221,6 +225,7 @@ SKILLS: dict[str, Skill] = {
             "After {a}, {b} and {c} comes {x}.",
             "next: {a}, {b}, {c} -> {x}",
             "In steps of the same size, {a}, {b}, {c} is followed by {x}.",
+            "On the list stood {a}, {b}, {c}, and the next number was wanted. It comes to {x}.",
         ),
         (
             "What comes after {a}, {b} and {c}?",
@@ -236,6 +241,7 @@ SKILLS: dict[str, Skill] = {
             "digits: {a} -> {x}",
             "She said {a} and wrote {x} in digits.",
             "In digits one writes {a} as {x}.",
+            "The number {a} was wanted in digits. It comes to {x}.",
         ),
         (
             "What is {a} in digits?",
@@ -251,6 +257,7 @@ SKILLS: dict[str, Skill] = {
             "roman: {a} -> {x}",
             "The year {a} stood over the gate in Roman numerals: {x}.",
             "The Romans wrote {a} as {x}.",
+            "The number {a} was wanted in Roman numerals. It comes to {x}.",
         ),
         (
             "What is {a} in Roman numerals?",
@@ -266,6 +273,7 @@ SKILLS: dict[str, Skill] = {
             "reverse: {a} -> {x}",
             "The reverse of {a} is {x}.",
             "Seen in a mirror, the letters of {a} read {x} in reverse.",
+            "Someone spelled the word {a} backwards. It comes to {x}.",
         ),
         (
             "What is {a} spelled backwards?",
@@ -281,6 +289,7 @@ SKILLS: dict[str, Skill] = {
             "sorted: {a} -> {x}",
             "Sorting the letters of {a} gives {x}.",
             "The word {a}, sorted, is {x}.",
+            "The letters of {a} had to be sorted. It comes to {x}.",
         ),
         (
             "What are the letters of {a} in alphabetical order?",
@@ -296,6 +305,7 @@ SKILLS: dict[str, Skill] = {
             "code: {a} -> {x}",
             "The secret code for {a} is {x}.",
             "In the secret code, {a} is {x}.",
+            "The word {a} was wanted in the secret code. It comes to {x}.",
         ),
         (
             "What is {a} in the secret code?",
@@ -311,6 +321,7 @@ SKILLS: dict[str, Skill] = {
             "consonants: {a} -> {x}",
             "The word {a} without vowels is {x}.",
             "Leaving out the vowels of {a} gives {x}.",
+            "The vowels of {a} had to be left out. It comes to {x}.",
         ),
         (
             "What is {a} without its vowels?",
@@ -326,6 +337,7 @@ SKILLS: dict[str, Skill] = {
             "doubled: {a} -> {x}",
             "Each letter twice makes {a} into {x}.",
             "The word {a} with letters doubled is {x}.",
+            "Each letter of {a} had to be doubled. It comes to {x}.",
         ),
         (
             "What is {a} with every letter doubled?",
