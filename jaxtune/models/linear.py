@@ -83,12 +83,13 @@ class Linear(nnx.Module):
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight = nnx.Param((jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype))
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
-        self.lora = nnx.data(None)  # a Lora, once the model has adapters
+        self.lora: Lora | None = nnx.data(None)  # a Lora, once the model has adapters
 
     @property
     def sizes(self) -> tuple[int, int]:
         """(out, in)"""
-        return self.weight.shape
+        out_size, in_size = self.weight.shape
+        return out_size, in_size
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """[..., in] -> [..., out] in x's dtype; key draws the adapter's dropout mask."""

@@ -44,7 +44,7 @@ def name_matches(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def pattern_value(patterns: Mapping[str, int], name: str, default):
+def pattern_value(patterns: Mapping[str, float], name: str, default):
     """PEFT's rule for rank_pattern and alpha_pattern: a key is a regular expression over the end of the name."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
@@ -152,7 +152,7 @@ def get_peft_model(
         alpha = pattern_value(alphas, name, lora_alpha)
         out_size, in_size = linear.sizes
         lora = Lora(in_size, out_size, rank, alpha, lora_dropout, key, rslora=use_rslora, dora=use_dora)
-        if use_dora:
+        if lora.magnitude is not None:
             lora.magnitude.set_value(row_norm(linear.weight[...], lora.a[...], lora.b[...], lora.scale))
         linear.lora = lora
     for name in modules_to_save or ():

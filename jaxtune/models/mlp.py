@@ -41,7 +41,8 @@ class MLP(nnx.Module):
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
             return both[..., :half], both[..., half:]
-        return apply_together(x, (self.gate_proj, self.up_proj), key)
+        gate, up = apply_together(x, (self.gate_proj, self.up_proj), key)
+        return gate, up
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """-> [B, T, hidden]"""

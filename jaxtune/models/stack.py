@@ -73,8 +73,9 @@ class LayerPlan:
 
 
 KEEP = LayerPlan()
+_DROP: Fate = "recompute"
 RECOMPUTE = LayerPlan(
-    **dict.fromkeys(("query", "key", "value", "attention_out", "lse", "mid", "gate", "up"), "recompute")
+    query=_DROP, key=_DROP, value=_DROP, attention_out=_DROP, lse=_DROP, mid=_DROP, gate=_DROP, up=_DROP
 )
 
 
@@ -107,7 +108,8 @@ def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
     """Outputs of one segment, as a tuple. `keys` are one dropout key a segment, or None."""
     with jax.named_scope(segment.name):
         if segment.name == "attend":
-            return attention_forward(*values, layout, **_attention_options(block, spec))
+            query, key, value = values
+            return attention_forward(query, key, value, layout, **_attention_options(block, spec))
         key = None if keys is None else keys[SEGMENTS.index(segment)]
         if segment.name == "project":
             rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
@@ -156,13 +158,11 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                 inputs = [env[name] for name in segment.inputs]
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
+                        query, key_, value = inputs
+                        out, lse, dout = env["attention_out"], env["lse"], grads["attention_out"]
+                        options = _attention_options(block, spec)
                         dquery, dkey, dvalue, _ = attention_backward(
-                            *inputs,
-                            env["attention_out"],
-                            env["lse"],
-                            grads["attention_out"],
-                            layout,
-                            **_attention_options(block, spec),
+                            query, key_, value, out, lse, dout, layout, **options
                         )
                     for name, value in zip(segment.inputs, (dquery, dkey, dvalue), strict=True):
                         accumulate(name, value)
@@ -235,7 +235,7 @@ def _stack_bwd(static: _Static, residuals, dx):
         saved = {**kept[index], **arriving}
         if index:
             arriving, dx = fetch(index - 1, dx)
-        # Ties this layer's work to its gradient: otherwise XLA shares recomputed values with the forward and keeps them.
+        # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them.
         saved, dx = optimization_barrier((saved, dx))
         gradients[index], dx = layer_backward(
             static.graphs[index],

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 # op -> (chosen implementation, {refused implementation: why}) of the latest choice; read by tests and `jaxtune info`.
 record: dict[str, tuple[str, dict[str, str]]] = {}
@@ -46,6 +49,13 @@ def compile_for(capability: tuple[int, int]):
         _target = before
 
 
+@functools.cache
+def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
+    """A GPU's owner wants to know what keeps the faster implementation away."""
+    reasons = "; ".join(f"{other}: {reason}" for other, reason in refused)
+    logger.warning("%s runs on %s (%s)", op, name, reasons)
+
+
 def choose(op: str, table: Mapping[str, Callable[[], str | None]], implementation: str | None) -> str:
     """Name of the implementation to run.
 
@@ -68,6 +78,8 @@ def choose(op: str, table: Mapping[str, Callable[[], str | None]], implementatio
         reason = refuse()
         if reason is None:
             record[op] = (name, refused)
+            if refused and compute_capability() is not None:
+                _say_once(op, name, tuple(refused.items()))
             return name
         refused[name] = reason
     raise ValueError(f"{op}: no implementation supports this call: {refused}")

@@ -42,10 +42,15 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
     return None
 
 
+def _slots(layout: PackedLayout) -> int:
+    """Documents a row that the packed path has room for; cuDNN takes that path from two on."""
+    return max(2, layout.max_documents or 0)
+
+
 def _documents(layout: PackedLayout):
     """lengths int32[B, M], offsets int32[B, M + 1] (starts; unused entries -1), as the THD path wants them."""
     rows, length = layout.doc_start.shape
-    count = max(2, layout.max_documents)  # cuDNN takes the packed path from two on
+    count = _slots(layout)
     index = jnp.arange(length, dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
     slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, count)  # past the end: dropped
@@ -121,8 +126,9 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         rows, heads, length = lse.shape
         document, offset = _stat_index(layout)
         real = jnp.arange(length) < layout.doc_end
-        document = jnp.where(real, document, rows * max(2, layout.max_documents))
-        stats = jnp.zeros((rows * max(2, layout.max_documents), heads, length), jnp.float32)
+        count = rows * _slots(layout)
+        document = jnp.where(real, document, count)
+        stats = jnp.zeros((count, heads, length), jnp.float32)
         stats = stats.at[document, :, offset].set(jnp.moveaxis(lse, 1, 2), mode="drop")
     dquery, dkey, dvalue = cudnn._dot_product_attention_bwd_p_wrapper.bind(
         query, key, value, *arrays, stats, out, _real(layout, dout), **static

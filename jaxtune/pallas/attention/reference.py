@@ -20,7 +20,7 @@ def _precision(dtype):
 
 
 def _scores(query, key, scale, soft_cap):
-    """query [B, Q, K, G, D], key [B, T, K, D] -> (capped scores, derivative of the cap or None), fp32 [B, K, G, Q, T]."""
+    """query [B, Q, K, G, D], key [B, T, K, D] -> fp32 [B, K, G, Q, T], and the soft cap's derivative."""
     scores = jnp.einsum(
         "bqkgd,btkd->bkgqt", query, key, preferred_element_type=jnp.float32, precision=_precision(query.dtype)
     )

@@ -102,7 +102,8 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key):
     if owners and dropout_key is not None and dropout_rate > 0.0:
         source = dropout(flat, dropout_rate, dropout_key)
     pairs = tuple((loras[index].a, loras[index].b) for index in owners)
-    outputs = _products(flat, source, tuple(weights), pairs, (owners, tuple(loras[index].scale for index in owners)))
+    scales = tuple(loras[index].scale for index in owners)
+    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, (owners, scales))  # type: ignore
     finished = []
     for out, lora, bias in zip(outputs, loras, biases, strict=True):
         out = out.reshape(*x.shape[:-1], -1)

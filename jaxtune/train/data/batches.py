@@ -8,7 +8,7 @@ and resuming reads nothing that was read before.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,11 +27,11 @@ class Batch:
     positions: int32, restarts at 0 in every document; 0 on padding.
     """
 
-    tokens: jax.Array | np.ndarray
-    targets: jax.Array | np.ndarray
-    weights: jax.Array | np.ndarray
-    segment_ids: jax.Array | np.ndarray
-    positions: jax.Array | np.ndarray
+    tokens: Any
+    targets: Any
+    weights: Any
+    segment_ids: Any
+    positions: Any
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
