@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-parity env-aot quickstart test parity aot lint types clean
+.PHONY: help env env-parity env-aot quickstart quickstart-base test parity aot lint types clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,6 +18,10 @@ env-aot:
 
 quickstart: env  ## fine-tune the packaged model on the packaged data, on CPU, in about three minutes
 	@$(PY) -m jaxtune.train quickstart
+
+quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minutes on an H200)
+	sh scripts/quickstart/make_base.sh runs/quickstart-base/base
+	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
 
 test: env  ## tests on CPU (no torch, no GPU)
 	$(PY) -m pytest tests -q -n 2 --ignore=tests/parity --ignore=tests/gpu $(PYTEST_ARGS)

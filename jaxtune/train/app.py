@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +131,29 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
         results["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
     if results:
         (trainer.output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    console.print(f"done: {trainer.output}")
+    console.print(f"done: {trainer.output}\n\nnext:")
+    for what, command in next_commands(config, trainer.output):
+        console.print(f"  # {what}\n  {command}", markup=False, highlight=False)
     return 0
+
+
+def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
+    """(what for, command line): what a person wants after a run, to be typed in the folder that the run began in."""
+    interpreter = Path(sys.executable)
+    here = interpreter.is_relative_to(Path.cwd())
+    python = shlex.quote(str(interpreter.relative_to(Path.cwd()))) if here else "python"
+    commands = []
+    trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
+    if trained:
+        question = "..."
+        if config.evaluation.exact_match_rows:
+            question = conversations(config, 1)[0]["messages"][-2]["content"]
+        ask = f"{python} -m jaxtune.cli generate {shlex.quote(str(trained[0]))} --prompt {shlex.quote(question)}"
+        commands.append(("ask the trained model", ask))
+    train = f"{python} -m jaxtune.train"
+    commands.append(("train a model of the hub on rows of your own", f"{train} lora-0.5b data.train=rows.jsonl"))
+    commands.append(("what an 8B model needs on this machine", f"{train} lora-8b data.train=rows.jsonl --plan"))
+    return commands
 
 
 def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, console: Console) -> None:
