@@ -1,0 +1,150 @@
+"""Writes the measured tables of README.md from the JSON under benchmarks/results/.
+
+    python benchmarks/table.py            # rewrites the README between its markers
+    python benchmarks/table.py --check    # fails if the README differs
+
+A training record whose first loss is not near ln V, or in which a trained matrix had no gradient by step 2, proves
+nothing and is an error here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import RESULTS, honest  # noqa: E402
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+class Rejected(ValueError):
+    """A record that must not stand in a table."""
+
+
+def load(folder: Path = RESULTS) -> list[dict]:
+    """The records of a folder, by file name.
+
+    Raises:
+      Rejected: a training record that proves nothing.
+    """
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.get("benchmark") == "train/step":
+            problem = honest(record)
+            if problem is not None:
+                raise Rejected(f"{path.name}: {problem}")
+        records.append(record)
+    return records
+
+
+def _versions(record: dict) -> str:
+    cudnn = next((v for k, v in record["versions"].items() if k.startswith("nvidia-cudnn")), "none")
+    return f"{record['device']}, jax {record['versions']['jax']}, cuDNN {cudnn}, commit {record['commit'][:7]}"
+
+
+def step_table(records: list[dict]) -> list[str]:
+    lines = [
+        "| shape | rows x length | documents | residuals | tokens/s | MFU | peak GB | compile s, cold / cached |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        what = f"LoRA r={r['adapter_rank']}" if r["adapter_rank"] else "full"
+        documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
+        mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
+        lines.append(
+            f"| {r['shape']} bf16 {what} | {r['rows']} x {r['length']:,} | {documents} | {r['residuals']} "
+            f"| **{r['tokens_per_second']:,.0f}** | {mfu} | {r['peak_memory_gb']:.1f} "
+            f"| {r['compile_seconds_cold']:.1f} / {r['compile_seconds_cached']:.1f} |"
+        )
+    return [*lines, "", f"{_versions(records[0])}. `python benchmarks/train/step.py --help` says how."]
+
+
+def startup_table(record: dict) -> list[str]:
+    lines = [
+        "| start, seconds since the process began | weights loaded | data ready | first step done |",
+        "|---|---|---|---|",
+    ]
+    for name in ("cold", "cached"):
+        marks = record["runs"][name]
+        lines.append(f"| {name} | {marks['loaded']:.1f} | {marks['prepared']:.1f} | **{marks['first_step']:.1f}** |")
+    note = (
+        f"{record['shape']}, {record['bytes'] / 1e9:.1f} GB of safetensors (a plain read ran at "
+        f"{record['plain_read_gb_per_second']:.1f} GB/s); {_versions(record)}. `python benchmarks/train/startup.py`."
+    )
+    return [*lines, "", note]
+
+
+def trajectory_text(record: dict) -> list[str]:
+    return [
+        "![the same fine-tuning in jaxtune and in transformers + PEFT](benchmarks/results/trajectory.png)",
+        "",
+        f"{record['steps']} steps of LoRA r=16 in bf16 on GSM8K, a model of {record['shape']}'s shape, same base, adapter "
+        f"start and batches: the two losses differ by {record['mean_difference_last_50']:.4f} on average over the last "
+        f"50 steps, at most {record['largest_difference']:.4f} at any. {_versions(record)}. "
+        "`python benchmarks/train/trajectory.py --help` says how.",
+    ]
+
+
+def plot_trajectory(record: dict, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps = range(1, len(record["ours"]) + 1)
+    top.plot(steps, record["torch_peft"], linewidth=2.2, color="#d08770", label="transformers + PEFT")
+    top.plot(steps, record["ours"], linewidth=0.9, color="#2e5e8c", label="jaxtune")
+    top.set_ylabel("loss")
+    top.legend(frameon=False)
+    bottom.plot(steps, [a - b for a, b in zip(record["ours"], record["torch_peft"], strict=True)], color="#444444")
+    bottom.set_ylabel("difference")
+    bottom.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
+def measured(records: list[dict]) -> str:
+    """The text between the README's markers."""
+    parts: list[str] = []
+    steps = [r for r in records if r.get("benchmark") == "train/step"]
+    if steps:
+        parts += step_table(steps)
+    for r in records:
+        if r.get("benchmark") == "train/startup":
+            parts += ["", *startup_table(r)]
+    for r in records:
+        if r.get("benchmark") == "train/trajectory":
+            parts += ["", *trajectory_text(r)]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    records = load()
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    new = f"{before}{BEGIN}\n{measured(records)}\n{END}{after}"
+    if options.check:
+        if new != text:
+            print("README.md differs from benchmarks/results: run python benchmarks/table.py")
+            return 1
+        return 0
+    README.write_text(new, encoding="utf-8")
+    for record in records:
+        if record.get("benchmark") == "train/trajectory":
+            plot_trajectory(record, RESULTS / "trajectory.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
