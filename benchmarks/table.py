@@ -82,14 +82,13 @@ def startup_table(record: dict) -> list[str]:
 
 
 def trajectory_text(record: dict) -> list[str]:
-    return [
-        "![the same fine-tuning in jaxtune and in transformers + PEFT](benchmarks/results/trajectory.png)",
-        "",
-        f"{record['steps']} steps of LoRA r=16 in bf16 on GSM8K, a model of {record['shape']}'s shape, same base, adapter "
-        f"start and batches: the two losses differ by {record['mean_difference_last_50']:.4f} on average over the last "
-        f"50 steps, at most {record['largest_difference']:.4f} at any. {_versions(record)}. "
-        "`python benchmarks/train/trajectory.py --help` says how.",
-    ]
+    text = (
+        "![the same fine-tuning in jaxtune and in transformers + PEFT](benchmarks/results/trajectory.png)\n\n"
+        "{steps} steps of LoRA r=16 in bf16 on GSM8K, a model of {shape}'s shape, same base, adapter and batches: "
+        "the two losses differ by {mean_difference_last_50:.4f} on average over the last 50 steps, at most "
+        "{largest_difference:.4f} at any. {where}. `python benchmarks/train/trajectory.py --help` says how."
+    )
+    return text.format(**record, where=_versions(record)).split("\n")
 
 
 def plot_trajectory(record: dict, path: Path) -> None:
