@@ -22,7 +22,7 @@ import re
 import shutil
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,9 @@ class Checkpointer:
 
     # ---- reading
 
-    def restore(self, step: int | None = None, like: Any = None) -> tuple[int, Any, dict[str, Any]]:
+    def restore(
+        self, step: int | None = None, like: Any = None, check: Callable[[dict[str, Any]], None] | None = None
+    ) -> tuple[int, Any, dict[str, Any]]:
         """Reads the newest intact checkpoint, or exactly `step`.
 
         Args:
@@ -218,6 +220,7 @@ class Checkpointer:
           like: pytree of arrays or jax.ShapeDtypeStruct with the structure, shapes, dtypes and shardings wanted. A
             leaf without a sharding (or an uncommitted array) comes back uncommitted, a numpy leaf as numpy. None
             gives nested dicts of numpy arrays by name.
+          check: called with the meta before the arrays are read, to refuse them for a better reason than their shapes.
 
         Returns: (step, state, meta). Raises CheckpointError if nothing intact is there or `like` does not fit.
         """
@@ -232,6 +235,8 @@ class Checkpointer:
             if problem is None:
                 if damaged:
                     logger.warning("resuming from step %d instead", candidate)
+                if check is not None:
+                    check(_record(path)["meta"])
                 return candidate, *_read(path, like)
             logger.error("checkpoint %s is damaged and cannot be used: %s", path, problem)
             damaged.append(f"{path.name}: {problem}")
@@ -379,10 +384,14 @@ def _find_damage(path: Path) -> str | None:
     return None
 
 
+def _record(path: Path) -> dict[str, Any]:
+    return json.loads((path / META).read_text(encoding="utf-8"))
+
+
 def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
     import orbax.checkpoint as ocp
 
-    record = json.loads((path / META).read_text(encoding="utf-8"))
+    record = _record(path)
     described = record["arrays"]
     if like is None:
         wanted = dict.fromkeys(described)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -216,10 +217,16 @@ class Trainer:
         if data.length > limit:
             raise ValueError(f"data.length = {data.length}: the model was made for at most {limit} positions")
 
+        vocab_size = self._given.config.vocab_size
+
         def load(rows, max_rows):
             if isinstance(rows, TokenDataset):
+                if rows.summary.max_token >= vocab_size:
+                    raise ValueError(
+                        f"token id {rows.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these "
+                        "rows were prepared with the tokenizer of another model"
+                    )
                 return rows
-            vocab_size = self._given.config.vocab_size
             return prepare(rows, self.tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
         train = load(data.train if train_rows is None else train_rows, data.max_rows)
@@ -272,13 +279,13 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             accumulate = jax.jit(self.program.accumulate, donate_argnums=0, out_shardings=where)
             update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=where)
-            lowered = accumulate.lower(sums, state, frozen, batch, index), update.lower(state, sums)
-            compiled = [program.compile(compiler_options=options) for program in lowered]
+            accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
+            update = update.lower(state, sums).compile(compiler_options=options)
             evaluate = None
             if self.eval_batches is not None:
                 evaluate = jax.jit(self.program.evaluate, out_shardings=where).lower(state, frozen, batch)
                 evaluate = evaluate.compile(compiler_options=options)
-        return _Programs(*compiled, evaluate, time.perf_counter() - started)
+        return _Programs(accumulate, update, evaluate, time.perf_counter() - started)
 
     # ---- the run
 
@@ -296,7 +303,8 @@ class Trainer:
         with Checkpointer(self.output / "checkpoints", keep=config.checkpoint.keep) as checkpointer:
             state, sums, frozen = self.first_state()
             state, start = self._resume(checkpointer, state)
-            resumed_step = start if start or (self.output / m.JSONL).exists() else None
+            # A run that died before its first checkpoint left its config, and metrics that begin anew.
+            resumed_step = start if start or (self.output / "config.yaml").exists() else None
             (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
             logger = m.MetricsLogger(
                 self.output,
@@ -400,6 +408,10 @@ class Trainer:
 
     # ---- checkpoints
 
+    @functools.cached_property
+    def _tokens_crc32(self) -> int:
+        return zlib.crc32(np.ascontiguousarray(self.train_data.documents.tokens))  # once: it reads every token
+
     def _meta(self) -> dict[str, Any]:
         """What a checkpoint records beside its arrays; see _INCOMPATIBLE and _NUMERICS."""
         device = jax.devices()[0]
@@ -407,14 +419,13 @@ class Trainer:
             name: [list(leaf.shape), str(leaf.dtype)]
             for name, leaf in zip(self.names, jax.tree.leaves(self._trainable), strict=True)
         }
-        documents = self.train_data.documents
         return {
             "config": config_to_dict(self.config),
             "trainable": trainable,
             "base_fingerprint": getattr(self._given, "base_fingerprint", None),
             "data": {
                 "rows": len(self.train_data.rows),
-                "tokens_crc32": zlib.crc32(np.ascontiguousarray(documents.tokens)),
+                "tokens_crc32": self._tokens_crc32,
                 "trained_tokens": self.train_data.report.trained_tokens,
             },
             "total_steps": self.total_steps,
@@ -447,12 +458,16 @@ class Trainer:
                 f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
                 "or set checkpoint.resume: auto to go on from them"
             )
-        step, restored, meta = checkpointer.restore(like={"state": state})
-        harmless = require_compatible(meta, self._meta(), _INCOMPATIBLE)
-        exact = [d for d in harmless if any(d.key.startswith(prefix) for prefix in _NUMERICS)]
+        harmless = []
+
+        def check(saved):
+            harmless.extend(require_compatible(saved, self._meta(), _INCOMPATIBLE))
+
+        step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
         print(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
-        for difference in exact:
-            print(f"  not bit for bit the same run: {difference}")
+        for difference in harmless:
+            exact = not difference.key.startswith(_NUMERICS)
+            print(f"  {'changed' if exact else 'not bit for bit the same run'}: {difference}")
         return restored["state"], step
 
     # ---- the result
