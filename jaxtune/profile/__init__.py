@@ -1,0 +1,49 @@
+"""Where the time goes: capture a profile, read it in words, compare two.
+
+    with jaxtune.profile.capture("profiles/a", meta={"tokens_per_step": 16384}):
+        for _ in range(3):
+            state = step(state)
+
+    print(jaxtune.profile.show("profiles/a"))
+    print(jaxtune.profile.compare("profiles/a", "profiles/b"))
+
+Works on any JAX program, and reads PyTorch's Chrome traces too. Imports nothing else of jaxtune; README.md beside this
+file says how each number is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtune.profile.capture import capture
+    from jaxtune.profile.ceilings import Ceilings, ceilings
+    from jaxtune.profile.compare import Comparison, compare
+    from jaxtune.profile.report import Report, show
+    from jaxtune.profile.trace import TraceError
+
+_WHERE = {
+    "capture": "capture",
+    "ceilings": "ceilings",
+    "Ceilings": "ceilings",
+    "compare": "compare",
+    "Comparison": "compare",
+    "show": "report",
+    "Report": "report",
+    "TraceError": "trace",
+}
+__all__ = ["capture", "show", "compare", "ceilings", "Report", "Comparison", "Ceilings", "TraceError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
+    value = getattr(module, name)
+    globals()[name] = value  # over the submodule of the same name
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,122 @@
+"""Records what the devices do inside a `with` block into one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# The folder: the trace with the optimised HLO of every program that ran, its HLO as text, and everything else.
+TRACE_FILE = "trace.xplane.pb.gz"
+RECORD_FILE = "profile.json"
+HLO_FOLDER = "hlo"
+_FORMAT = 1
+
+
+@contextlib.contextmanager
+def capture(
+    folder: str | Path, meta: Mapping[str, Any] | None = None, programs: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Traces the block: `with capture("profiles/a"): run_three_steps()`.
+
+    Waits for the devices before and after, so that the trace holds the block's work and no other. Python frames are not
+    traced: they would slow the block. An earlier capture in the folder is replaced.
+
+    Args:
+      folder: where to write; made where missing.
+      meta: anything JSON can hold, kept with the trace. "tokens_per_step" gives times per token.
+      programs: compiled programs (jax.stages.Compiled) by name: their HLO text and memory analysis are written too.
+
+    Raises:
+      ValueError: the folder holds other files, meta is not JSON, or another trace is running.
+    """
+    import jax
+
+    folder = Path(folder)
+    _check_folder(folder)
+    try:
+        json.dumps(meta or {})
+    except TypeError as error:
+        raise ValueError(f"meta must hold what JSON can hold: {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        _settle()
+        try:
+            jax.profiler.start_trace(scratch, profiler_options=options)
+        except RuntimeError as error:
+            raise ValueError(f"cannot capture: {error}") from error
+        began = time.perf_counter()
+        try:
+            yield
+            _settle()
+        finally:
+            seconds = time.perf_counter() - began
+            jax.profiler.stop_trace()
+        found = sorted(Path(scratch).rglob("*.xplane.pb"))
+        if not found:
+            raise ValueError("the profiler wrote no XPlane file")
+        with found[-1].open("rb") as source, gzip.open(folder / TRACE_FILE, "wb", compresslevel=6) as sink:
+            shutil.copyfileobj(source, sink, 1 << 20)
+    record = {"format": _FORMAT, "seconds": seconds, "meta": dict(meta or {}), **_environment()}
+    if programs:
+        record["memory"] = {name: _write_program(folder, name, program) for name, program in programs.items()}
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give a folder for the profile")
+    foreign = [p.name for p in folder.iterdir() if p.name not in (TRACE_FILE, RECORD_FILE, HLO_FOLDER)] if folder.exists() else []
+    if foreign:
+        raise ValueError(f"{folder} holds other files ({', '.join(sorted(foreign)[:3])}): give a new folder")
+    shutil.rmtree(folder / HLO_FOLDER, ignore_errors=True)
+    (folder / RECORD_FILE).unlink(missing_ok=True)
+    (folder / TRACE_FILE).unlink(missing_ok=True)
+
+
+def _settle() -> None:
+    """Waits until the devices have nothing left to do."""
+    import jax
+
+    for device in jax.local_devices():
+        device.synchronize_all_activity()
+
+
+def _environment() -> dict[str, Any]:
+    import platform
+    from importlib import metadata
+
+    import jax
+
+    versions = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "jaxtune", "flax", "optax"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    devices = jax.local_devices()
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices]
+    return {
+        "device": devices[0].device_kind,
+        "num_devices": len(devices),
+        "backend": jax.default_backend(),
+        "peak_memory_bytes": max(peaks),
+        "versions": versions,
+    }
+
+
+def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
+    """Writes hlo/NAME.txt.gz; returns the compiler's memory analysis, in bytes."""
+    (folder / HLO_FOLDER).mkdir(exist_ok=True)
+    with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
+        sink.write(program.as_text())
+    analysis = program.memory_analysis()
+    keys = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes",
+            "host_temp_size_in_bytes")  # fmt: skip
+    return {key.replace("_size_in_", "_"): int(getattr(analysis, key, 0) or 0) for key in keys}

@@ -1,0 +1,226 @@
+"""What a device can do: measured once and cached, or from its data sheet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+# Dense bf16 and FP8 TFLOP/s with fp32 accumulation, memory TB/s: the vendor's data sheets. None: the chip has no FP8.
+_DATA_SHEETS: dict[str, tuple[float, float | None, float]] = {
+    "B200": (2250, 4500, 8.0),
+    "GB200": (2500, 5000, 8.0),
+    "H200": (989, 1979, 4.8),
+    "GH200": (989, 1979, 4.9),
+    "H100 PCIe": (756, 1513, 2.0),
+    "H100 NVL": (835, 1671, 3.9),
+    "H100": (989, 1979, 3.35),
+    "A100": (312, None, 2.0),
+    "L40S": (362, 733, 0.864),
+    "L4": (121, 242, 0.3),
+    "A10G": (70, None, 0.6),
+    "RTX 5090": (209, 419, 1.79),
+    "RTX 4090": (165, 330, 1.01),
+    "RTX 3090": (71, None, 0.936),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """Rates of one device; 0 where unknown.
+
+    gemm_*: TFLOP/s of a large product. copy_tbps: bytes read plus bytes written. to_device_gbps, to_host_gbps: pinned
+    host memory. launch_us: between the starts of small programs launched back to back. power: what nvidia-smi said
+    under load. source: "measured" or "data sheet".
+    """
+
+    device: str
+    gemm_bf16_tflops: float
+    gemm_fp8_tflops: float
+    copy_tbps: float
+    to_device_gbps: float = 0.0
+    to_host_gbps: float = 0.0
+    launch_us: float = 0.0
+    power: dict[str, str] = dataclasses.field(default_factory=dict)
+    source: str = "data sheet"
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    measured_at: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def cache_file(device: str) -> Path:
+    """Where a device's measured ceilings stand; JAXTUNE_CACHE moves the folder."""
+    root = os.environ.get("JAXTUNE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtune")
+    return Path(root) / "ceilings" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', device)}.json"
+
+
+def known_ceilings(device: str) -> Ceilings | None:
+    """The cached measurement of this kind of device, else its data sheet, else None. Measures nothing."""
+    file = cache_file(device)
+    if file.is_file():
+        try:
+            return Ceilings(**json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}): delete it, then run `jaxtune profile ceilings`") from None
+    # "H200" is in "GH200" too: the longest name that the device bears is the right one
+    names = [name for name in _DATA_SHEETS if re.search(rf"(?<![A-Z0-9]){re.escape(name)}(?![0-9])", device)]
+    if not names:
+        return None
+    bf16, fp8, copy = _DATA_SHEETS[max(names, key=len)]
+    return Ceilings(device, bf16, fp8 or 0.0, copy)
+
+
+def ceilings(*, remeasure: bool = False) -> Ceilings:
+    """The ceilings of this process's first device: measured at the first call (about 10 s on a GPU), cached after."""
+    import jax
+
+    device = jax.local_devices()[0]
+    known = known_ceilings(device.device_kind)
+    if known is not None and known.source == "measured" and not remeasure:
+        return known
+    measured = _measure(device)
+    file = cache_file(device.device_kind)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(measured.to_dict(), indent=2), encoding="utf-8")
+    partial.replace(file)
+    return measured
+
+
+def _measure(device) -> Ceilings:
+    import jax
+    import jax.numpy as jnp
+    import jaxlib
+
+    on_gpu = device.platform == "gpu"
+    bf16, power = _gemm_tflops(device, jnp.bfloat16, 8192 if on_gpu else 512, sample_power=on_gpu)
+    fp8 = 0.0
+    if not on_gpu or float(getattr(device, "compute_capability", "0")) >= 8.9:
+        fp8, _ = _gemm_tflops(device, jnp.float8_e4m3fn, 8192 if on_gpu else 256)
+    num_bytes = (1 << 30) if on_gpu else (1 << 24)
+    to_device, to_host = _host_link_gbps(device, num_bytes // 2)
+    return Ceilings(
+        device=device.device_kind,
+        gemm_bf16_tflops=bf16,
+        gemm_fp8_tflops=fp8,
+        copy_tbps=_copy_tbps(device, num_bytes),
+        to_device_gbps=to_device,
+        to_host_gbps=to_host,
+        launch_us=_launch_us(device),
+        power=power,
+        source="measured",
+        versions={"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+def _seconds(run, *, repeats: int = 5) -> float:
+    """Median wall time of run(), which returns arrays; the first, which compiles, is not counted."""
+    import jax
+
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2]
+
+
+def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
+    """TFLOP/s of a chain of size x size products, and the power state under them."""
+    import jax
+    import jax.numpy as jnp
+
+    chain = 16 if device.platform == "gpu" else 2
+    wide = jnp.bfloat16 if device.platform == "gpu" else jnp.float32
+
+    def run(a, b):
+        for _ in range(chain):  # x B^T, which FP8 needs and bf16 takes as well
+            product = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+            a = product.astype(dtype)
+        return a
+
+    with jax.default_device(device):
+        keys = jax.random.split(jax.random.key(0))
+        a, b = ((jax.random.normal(k, (size, size), jnp.float32) / size**0.5).astype(dtype) for k in keys)
+        program = jax.jit(run).lower(a, b).compile()
+        seconds = _seconds(lambda: program(a, b))
+        power = {}
+        if sample_power:
+            loaded = [program(a, b) for _ in range(40)]
+            power = _power_state()
+            jax.block_until_ready(loaded)
+    return 2 * size**3 * chain / seconds / 1e12, power
+
+
+def _copy_tbps(device, num_bytes: int) -> float:
+    import jax
+    import jax.numpy as jnp
+
+    with jax.default_device(device):
+        x = jnp.zeros(num_bytes // 4, jnp.float32)
+        add = jax.jit(lambda x: x + 1.0).lower(x).compile()
+        count = 8
+        seconds = _seconds(lambda: [add(x) for _ in range(count)][-1])
+    return 2 * num_bytes * count / seconds / 1e12
+
+
+def _host_link_gbps(device, num_bytes: int) -> tuple[float, float]:
+    """(to device, to host) of pinned memory; (0, 0) where the backend has none."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds or "device" not in kinds:
+        return 0.0, 0.0
+    near = SingleDeviceSharding(device, memory_kind="device")
+    far = SingleDeviceSharding(device, memory_kind="pinned_host")
+    here = jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), near)
+    there = jax.device_put(here, far)
+    down = _seconds(lambda: jax.device_put(there, near))
+    up = _seconds(lambda: jax.device_put(here, far))
+    return num_bytes / down / 1e9, num_bytes / up / 1e9
+
+
+def _launch_us(device) -> float:
+    import jax
+    import jax.numpy as jnp
+
+    count = 500
+    with jax.default_device(device):
+        x = jnp.zeros((), jnp.float32)
+        add = jax.jit(lambda x: x + 1.0).lower(x).compile()
+
+        def run():
+            y = x
+            for _ in range(count):
+                y = add(y)
+            return y
+
+        return _seconds(run) / count * 1e6
+
+
+def _power_state() -> dict[str, str]:
+    """What nvidia-smi reads; nothing is set. Empty where there is no nvidia-smi."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
+    try:
+        done = subprocess.run(
+            [tool, f"--query-gpu={','.join(keys)}", "--format=csv,noheader", "--id=0"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(keys, (value.strip() for value in done.stdout.splitlines()[0].split(","))))

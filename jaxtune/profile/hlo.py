@@ -1,0 +1,479 @@
+"""The optimised HLO of a traced program: instructions in launch order, their shapes, scopes, FLOPs and bytes.
+
+An XPlane file holds the HloProto of every module that ran; nothing else is needed. Field numbers are those of XLA's
+xla/service/hlo.proto and xla/xla_data.proto.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator
+
+from jaxtune.profile.wire import fields, repeated_ints, text
+
+# xla_data.proto, PrimitiveType: (name, bits)
+_TYPES = {
+    1: ("pred", 8), 2: ("s8", 8), 3: ("s16", 16), 4: ("s32", 32), 5: ("s64", 64),
+    6: ("u8", 8), 7: ("u16", 16), 8: ("u32", 32), 9: ("u64", 64),
+    10: ("f16", 16), 11: ("f32", 32), 12: ("f64", 64), 15: ("c64", 64), 16: ("bf16", 16), 18: ("c128", 128),
+    19: ("f8e5m2", 8), 20: ("f8e4m3fn", 8), 21: ("s4", 4), 22: ("u4", 4), 23: ("f8e4m3b11fnuz", 8),
+    24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8), 26: ("s2", 2), 27: ("u2", 2), 28: ("f8e4m3", 8), 29: ("f8e3m4", 8),
+    32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8),
+}  # fmt: skip
+# Opcodes that launch nothing on the device.
+SILENT = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id "
+    "copy-done async-done async-update all-reduce-done all-gather-done collective-permute-done add-dependency "
+    "domain".split()
+)
+# HloInstructionProto fields that change no kernel: name, metadata, control edges.
+_NOT_COMPILED = (1, 7, 37)
+HOST_MEMORY = 5  # LayoutProto.memory_space of pinned host memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array, or a tuple of shapes."""
+
+    dtype: str
+    dims: tuple[int, ...] = ()
+    bits: int = 0
+    parts: tuple[Shape, ...] | None = None
+    on_host: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        if self.parts is not None:
+            return sum(part.num_bytes for part in self.parts)
+        return math.ceil(math.prod(self.dims) * self.bits / 8)
+
+    def __str__(self) -> str:
+        if self.parts is not None:
+            return f"({', '.join(map(str, self.parts))})"
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclasses.dataclass(eq=False)
+class Instruction:
+    name: str
+    opcode: str
+    shape: Shape
+    id: int
+    scope: str = ""  # metadata op_name
+    kernel: str = ""  # name of the instruction whose kernel this one shares
+    operands: tuple[int, ...] = ()
+    called: tuple[int, ...] = ()
+    target: str = ""  # custom_call_target
+    fusion_kind: str = ""
+    config: bytes = b""
+    dot: tuple[tuple[int, ...], ...] = ((), (), (), ())  # contracting lhs, rhs; batch lhs, rhs
+    parameter: int = -1
+    computation: Computation | None = None
+
+    @property
+    def operand_shapes(self) -> list[Shape]:
+        assert self.computation is not None
+        by_id = self.computation.by_id
+        return [by_id[i].shape for i in self.operands if i in by_id]
+
+    @property
+    def is_gemm(self) -> bool:
+        return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
+
+
+@dataclasses.dataclass(eq=False)
+class Computation:
+    name: str
+    id: int
+    instructions: list[Instruction]  # in schedule order where the module is scheduled
+    root: int = 0
+    module: Module | None = None
+
+    @functools.cached_property
+    def by_id(self) -> dict[int, Instruction]:
+        return {i.id: i for i in self.instructions}
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """Equal for computations that differ in names and metadata only: XLA compiles one kernel for them."""
+        assert self.module is not None
+        return self.module.fingerprint(self.id)
+
+
+class Module:
+    """One HloProto, parsed a computation at a time, on demand."""
+
+    def __init__(self, proto: memoryview):
+        module = buffers = None
+        for number, value in fields(proto):
+            if number == 1:
+                module = value
+            elif number == 3:
+                buffers = value
+        if module is None:
+            raise ValueError("an HLO proto without a module")
+        self.name, entry_name, self.entry_id = "", "", 0
+        self._raw: dict[int, memoryview] = {}
+        self._schedule: dict[int, list[int]] = {}
+        self._parsed: dict[int, Computation] = {}
+        self._buffers = buffers
+        names = {}
+        for number, value in fields(module):
+            if number == 1:
+                self.name = text(value)
+            elif number == 2:
+                entry_name = text(value)
+            elif number == 3:
+                head = {n: v for n, v in fields(value) if n in (1, 5)}
+                self._raw[head[5]] = value
+                names[text(head[1])] = head[5]
+            elif number == 6:
+                self.entry_id = value
+            elif number == 7:
+                self._schedule = _schedule(value)
+        if self.entry_id not in self._raw:
+            self.entry_id = names[entry_name]
+
+    def computation(self, id: int) -> Computation:
+        if id not in self._parsed:
+            self._parsed[id] = _computation(self._raw[id], self._schedule.get(id), self)
+        return self._parsed[id]
+
+    def fingerprint(self, id: int) -> int:
+        place, rows = {}, []
+        for number, raw in fields(self._raw[id]):
+            if number != 2:
+                continue
+            row, operands, own = [], [], 0
+            for n, v in fields(raw):
+                if n == 35:
+                    own = v
+                elif n == 36:
+                    operands += repeated_ints(v)
+                elif n == 38:
+                    row += [self.fingerprint(called) for called in repeated_ints(v)]
+                elif n not in _NOT_COMPILED and n < 64:
+                    row.append((n, v if isinstance(v, int) else bytes(v)))
+            place[own] = len(rows)
+            rows.append((tuple(row), tuple(place.get(i, -1) for i in operands)))
+        return hash(tuple(rows))
+
+    @property
+    def entry(self) -> Computation:
+        return self.computation(self.entry_id)
+
+    def launches(self) -> list[Instruction]:
+        """Instructions that put work on the device, in the order of the schedule, loop bodies repeated."""
+        return list(self._launches(self.entry, 0))
+
+    def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
+        for instruction in computation.instructions:
+            opcode = instruction.opcode
+            if opcode in SILENT or depth > 16:
+                continue
+            if opcode == "while":
+                body = [self.computation(id) for id in instruction.called]
+                for _ in range(trip_count(instruction)):
+                    for called in reversed(body):  # called is (body, condition); the condition runs first
+                        yield from self._launches(called, depth + 1)
+            elif opcode in ("call", "conditional"):
+                for id in instruction.called:
+                    yield from self._launches(self.computation(id), depth + 1)
+            else:
+                yield instruction
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Every instruction that launches something, of the entry and of loop bodies."""
+        out, seen = {}, set()
+        queue = [self.entry_id]
+        while queue:
+            id = queue.pop()
+            if id in seen:
+                continue
+            seen.add(id)
+            for instruction in self.computation(id).instructions:
+                if instruction.opcode in ("while", "call", "conditional"):
+                    queue += instruction.called
+                elif instruction.opcode not in SILENT:
+                    out[instruction.name] = instruction
+        return out
+
+    def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
+        """(bytes, instruction, kind) of each buffer that is live at the moment of the device's peak; kind is
+        "argument", "output", "temporary", "constant" or "fragmentation"."""
+        return [] if self._buffers is None else _peak_buffers(self._buffers, self)
+
+    @functools.cached_property
+    def _every_instruction(self) -> dict[int, Instruction]:
+        return {i.id: i for id in self._raw for i in self.computation(id).instructions}
+
+
+def trip_count(loop: Instruction) -> int:
+    try:
+        return int(json.loads(loop.config)["known_trip_count"]["n"])
+    except (ValueError, KeyError, TypeError):
+        return 1
+
+
+def _schedule(message: memoryview) -> dict[int, list[int]]:
+    out = {}
+    for number, entry in fields(message):
+        if number == 1:
+            pair = dict(fields(entry))
+            out[pair[1]] = [i for n, v in fields(pair[2]) if n == 1 for i in repeated_ints(v)] if 2 in pair else []
+    return out
+
+
+def _computation(message: memoryview, order: list[int] | None, module: Module) -> Computation:
+    name, id, root, instructions = "", 0, 0, []
+    for number, value in fields(message):
+        if number == 1:
+            name = text(value)
+        elif number == 2:
+            instructions.append(_instruction(value))
+        elif number == 5:
+            id = value
+        elif number == 6:
+            root = value
+    if order:
+        by_id = {i.id: i for i in instructions}
+        instructions = [by_id[i] for i in order if i in by_id]
+    computation = Computation(name, id, instructions, root, module)
+    for instruction in instructions:
+        instruction.computation = computation
+    return computation
+
+
+def _instruction(message: memoryview) -> Instruction:
+    out = Instruction("", "", Shape(""), 0)
+    operands: list[int] = []
+    called: list[int] = []
+    for number, value in fields(message):
+        if number == 1:
+            out.name = text(value)
+        elif number == 2:
+            out.opcode = text(value)
+        elif number == 3:
+            out.shape = _shape(bytes(value))
+        elif number == 7:
+            for n, v in fields(value):
+                if n == 2:
+                    out.scope = text(v)
+                elif n == 12:
+                    out.kernel = text(v)
+        elif number == 9:
+            out.parameter = value
+        elif number == 11:
+            out.fusion_kind = text(value)
+        elif number == 28:
+            out.target = text(value)
+        elif number == 30:
+            lists: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
+            for n, v in fields(value):
+                if n in lists:
+                    lists[n] += repeated_ints(v)
+            out.dot = tuple(tuple(lists[n]) for n in (1, 2, 3, 4))
+        elif number == 35:
+            out.id = value
+        elif number == 36:
+            operands += repeated_ints(value)
+        elif number == 38:
+            called += repeated_ints(value)
+        elif number == 43:
+            out.config = bytes(value)
+    out.operands, out.called = tuple(operands), tuple(called)
+    return out
+
+
+@functools.lru_cache(maxsize=65536)
+def _shape(message: bytes) -> Shape:
+    type_number, dims, parts, host = 0, [], [], False
+    for number, value in fields(memoryview(message)):
+        if number == 2:
+            type_number = value
+        elif number == 3:
+            dims += repeated_ints(value)
+        elif number == 4:
+            parts.append(_shape(bytes(value)))
+        elif number == 5:
+            host = any(n == 8 and v == HOST_MEMORY for n, v in fields(value))
+    if type_number == 13:
+        return Shape("tuple", parts=tuple(parts))
+    dtype, bits = _TYPES.get(type_number, ("token" if type_number == 17 else "?", 0))
+    return Shape(dtype, tuple(dims), bits, on_host=host)
+
+
+# ---- work
+
+
+def flops(instruction: Instruction) -> int:
+    """Multiply-adds times two of the products in an instruction; 0 where it has none that shapes tell.
+
+    cuDNN attention counts as causal over whole rows: 2 products forward, 5 backward, each half of seq x seq.
+    """
+    operands = instruction.operand_shapes
+    if instruction.opcode == "dot":
+        return _dot_flops(instruction.shape, operands, instruction.dot[0])
+    if "matmul" in instruction.target:
+        contracting = _cublas_contracting(instruction)
+        return _dot_flops(_first(instruction.shape), operands, contracting)
+    if instruction.target.startswith("__cudnn$fmha"):
+        return _attention_flops(instruction, operands)
+    if instruction.opcode == "fusion":
+        module = instruction.computation and instruction.computation.module
+        if module is not None:
+            inner = (i for id in instruction.called for i in module.computation(id).instructions)
+            return sum(flops(i) for i in inner if i.opcode == "dot" or i.opcode == "fusion")
+    return 0
+
+
+def _first(shape: Shape) -> Shape:
+    return shape.parts[0] if shape.parts else shape
+
+
+def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) -> int:
+    if not operands:
+        return 0
+    lhs = operands[0].dims
+    if not contracting or max(contracting) >= len(lhs):
+        return 0
+    return 2 * math.prod(out.dims) * math.prod(lhs[i] for i in contracting)
+
+
+def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
+    try:
+        numbers = json.loads(instruction.config)["gemm_backend_config"]["dot_dimension_numbers"]
+        return tuple(int(i) for i in numbers["lhs_contracting_dimensions"])
+    except (ValueError, KeyError, TypeError):
+        return ()
+
+
+def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
+    query, key = operands[0].dims, operands[1].dims
+    if len(query) != 4 or len(key) != 4:
+        return 0
+    try:
+        config = json.loads(instruction.config)["cudnn_fmha_backend_config"]
+        causal = "CAUSAL" in config.get("mask_type", "")
+    except (ValueError, KeyError, TypeError):
+        causal = False
+    rows, length, heads, head_dim = query  # [B, T, heads, D] as jax.nn hands them over
+    products = 5 if "Backward" in instruction.target else 2
+    dense = products * 2 * rows * heads * length * key[1] * head_dim
+    return dense // 2 if causal else dense
+
+
+def moved_bytes(instruction: Instruction) -> int:
+    """Bytes read and written, each operand and output once.
+
+    An operand that a fusion only slices counts what is sliced; one that the output updates in place counts the
+    update.
+    """
+    workspace = 0
+    if instruction.shape.parts and "matmul" in instruction.target:
+        workspace = instruction.shape.parts[-1].num_bytes  # cuBLASLt's scratch, declared as an s8 output
+    total = max(instruction.shape.num_bytes - workspace, 0)
+    shapes = instruction.operand_shapes
+    module = instruction.computation and instruction.computation.module
+    if instruction.opcode != "fusion" or module is None or len(instruction.called) != 1:
+        return total + sum(shape.num_bytes for shape in shapes)
+    inner = module.computation(instruction.called[0])
+    users: dict[int, list[Instruction]] = {}
+    for user in inner.instructions:
+        for operand in user.operands:
+            users.setdefault(operand, []).append(user)
+    for parameter in inner.instructions:
+        if parameter.opcode != "parameter" or parameter.parameter >= len(shapes):
+            continue
+        whole = shapes[parameter.parameter].num_bytes
+        used_by = users.get(parameter.id, [])
+        if used_by and all(u.opcode in ("slice", "dynamic-slice", "gather") for u in used_by):
+            whole = min(whole, sum(u.shape.num_bytes for u in used_by))
+        elif used_by and all(u.opcode == "dynamic-update-slice" and u.operands[0] == parameter.id for u in used_by):
+            updates = sum(inner.by_id[u.operands[1]].shape.num_bytes for u in used_by)
+            total -= max(whole - updates, 0)  # the output is the operand, written in place
+            whole = 0
+        total += whole
+    return max(total, 0)
+
+
+# ---- memory
+
+
+def _peak_buffers(message: memoryview, module: Module) -> list[tuple[int, Instruction | None, str]]:
+    """Replays the compiler's buffer assignment: for an allocation that values share over time, the values live when it
+    is fullest (by the heap simulator's trace), with what it holds unused; its largest value where there is no trace."""
+    sizes: dict[int, int] = {}
+    defined: dict[int, int] = {}
+    allocations, traces = [], []
+    for number, value in fields(message):
+        if number == 1:
+            logical = dict(fields(value))
+            sizes[logical.get(1, 0)] = logical.get(2, 0)
+            location = dict(fields(logical[3])) if 3 in logical else {}
+            defined[logical.get(1, 0)] = location.get(4, 0)
+        elif number == 3:
+            allocations.append(list(fields(value)))
+        elif number == 4:
+            heap = (dict(fields(v)) for n, v in fields(value) if n == 1)
+            traces.append([(event.get(1, 0), event.get(2, 0), event.get(5, 0)) for event in heap])
+    out: list[tuple[int, Instruction | None, str]] = []
+    instructions = module._every_instruction
+    for allocation in allocations:
+        simple = {n: v for n, v in allocation if n != 9}
+        if simple.get(8, 0):  # another memory space: host
+            continue
+        size = simple.get(2, 0)
+        assigned = [dict(fields(v)).get(1, 0) for n, v in allocation if n == 9]
+        kind = "argument" if simple.get(5) else "constant" if simple.get(12) else "output" if simple.get(10) else "temporary"
+        held = set(assigned)
+        trace = next((t for t in traces if len(assigned) > 1 and any(b in held for _, b, _ in t)), None)
+        if trace is not None:
+            live = [b for b in _fullest([e for e in trace if e[1] in held], sizes)]
+            out += [(sizes.get(b, 0), instructions.get(defined.get(b, -1)), kind) for b in live]
+            out.append((max(0, size - sum(sizes.get(b, 0) for b in live)), None, "fragmentation"))
+        else:
+            largest = max(assigned, key=lambda b: sizes.get(b, 0), default=None)
+            origin = None if largest is None else instructions.get(defined.get(largest, -1))
+            out.append((size, origin, kind))
+    return sorted(out, key=lambda row: -row[0])
+
+
+def _fullest(events: list[tuple[int, int, int]], sizes: dict[int, int]) -> list[int]:
+    """Buffers live at the peak. Events are (kind, buffer, shared with): 0 alloc, 1 free, 2 share."""
+    live: dict[int, int] = {}
+    canonical: dict[int, int] = {}
+    total = best_total = 0
+    best_at = -1
+    for index, (kind, buffer, shared) in enumerate(events):
+        root = canonical.get(buffer, buffer)
+        if kind == 0:
+            live[buffer] = 1
+            total += sizes.get(buffer, 0)
+        elif kind == 2:
+            root = canonical.setdefault(buffer, canonical.get(shared, shared))
+            if live.get(root, 0) == 0:
+                total += sizes.get(root, 0)
+            live[root] = live.get(root, 0) + 1
+        elif kind == 1 and live.get(root, 0):
+            live[root] -= 1
+            if live[root] == 0:
+                total -= sizes.get(root, 0)
+        if total > best_total:
+            best_total, best_at = total, index
+    live.clear()
+    canonical.clear()
+    for kind, buffer, shared in events[: best_at + 1]:
+        root = canonical.get(buffer, buffer)
+        if kind == 0:
+            live[buffer] = 1
+        elif kind == 2:
+            root = canonical.setdefault(buffer, canonical.get(shared, shared))
+            live[root] = live.get(root, 0) + 1
+        elif live.get(root, 0):
+            live[root] -= 1
+    return [buffer for buffer, count in live.items() if count]

@@ -1,0 +1,225 @@
+"""Which HLO instruction launched each kernel.
+
+A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel bears the
+graph's name. XLA also compiles one kernel for all fusions that are alike, named after the first. So: instructions and
+kernels are put into classes of what could have launched what, and within a class the n-th kernel of a program's
+execution belongs to the n-th instruction of its schedule. Where the counts of a class do not fit, only the stretch
+between two kernels that are known is searched.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import re
+from collections.abc import Hashable, Sequence
+
+from jaxtune.profile.hlo import Instruction, Module
+from jaxtune.profile.scopes import is_attention_kernel, is_gemm_kernel
+
+_MANGLED = re.compile(r"[^A-Za-z0-9_]")
+# Kernels that a library launches beside its main one: (pattern, whether the main one comes after).
+_SATELLITES = (
+    (re.compile(r"splitKreduce|convert_dq|fmha_reduce_head|cublasLt.*(reduce|epilogue)", re.I), False),
+    (re.compile(r"^memset|compute_dot_do_o|cudnn::fusion", re.I), True),
+)
+
+
+@dataclasses.dataclass(slots=True)
+class Launch:
+    """One kernel or copy of a trace; `hlo_op` as the trace names it. The join fills the rest."""
+
+    name: str
+    hlo_op: str
+    is_copy: bool
+    instruction: Instruction | None = None
+    execution: int = 0
+    main: bool = True  # not a satellite: carries the instruction's FLOPs
+
+
+def join(module: Module, launches: Sequence[Launch]) -> None:
+    """Finds the instruction and the execution of each launch, given in order of their starts."""
+    schedule = module.launches()
+    known = module.by_name
+    kernel_owner = {_MANGLED.sub("_", name): instruction for name, instruction in known.items()}
+    classes = _Classes()
+    wanted: dict[Hashable, list[int]] = collections.defaultdict(list)
+    for index, instruction in enumerate(schedule):
+        wanted[classes.of(instruction)].append(index)
+
+    seen: dict[Hashable, list[int]] = collections.defaultdict(list)
+    rest = []
+    for index, launch in enumerate(launches):
+        if _satellite(launch.name) is not None:
+            launch.main = False
+            continue
+        key = _class_of_launch(launch, known, kernel_owner, classes)
+        if key is None or key not in wanted:
+            rest.append(index)
+        else:
+            seen[key].append(index)
+
+    executions = _executions(wanted, seen)
+    position = [-1] * len(launches)  # in the schedule repeated `executions` times
+    for key, indices in seen.items():
+        places = wanted[key]
+        if len(indices) == len(places) * executions:
+            for count, index in enumerate(indices):
+                position[index] = count // len(places) * len(schedule) + places[count % len(places)]
+        else:
+            rest += indices
+    _drop_disorder(position)
+    _fill(position, sorted(rest), launches, schedule, executions, known, kernel_owner, classes)
+    _attach_satellites(position, launches, schedule)
+    last = 0
+    for index, launch in enumerate(launches):
+        if position[index] >= 0:
+            launch.instruction = schedule[position[index] % len(schedule)]
+            last = position[index] // len(schedule)
+        launch.execution = last
+        if launch.hlo_op in known:
+            launch.instruction = known[launch.hlo_op]
+
+
+class _Classes:
+    """Instructions that may share kernels, by a key."""
+
+    def __init__(self):
+        self._keys: dict[int, Hashable] = {}
+
+    def of(self, instruction: Instruction) -> Hashable:
+        if id(instruction) not in self._keys:
+            self._keys[id(instruction)] = self._key(instruction)
+        return self._keys[id(instruction)]
+
+    def _key(self, instruction: Instruction) -> Hashable:
+        if instruction.opcode in ("async-start", "fusion") and instruction.called:
+            assert instruction.computation is not None and instruction.computation.module is not None
+            called = instruction.computation.module.computation(instruction.called[0])
+            if instruction.opcode == "async-start":
+                inner = [i for i in called.instructions if i.opcode != "parameter"]
+                return self.of(inner[-1]) if inner else "async"
+            return ("fusion", called.fingerprint)
+        if instruction.opcode == "custom-call":
+            if instruction.is_gemm:
+                return "gemm"
+            if "fmha" in instruction.target:
+                return "attention backward" if "Backward" in instruction.target else "attention forward"
+            return ("custom-call", instruction.target)
+        if instruction.opcode.startswith("copy"):
+            return "copy"
+        return (instruction.opcode, instruction.name)
+
+
+def _satellite(name: str) -> bool | None:
+    """None: a main kernel. Otherwise whether its main kernel comes after it."""
+    for pattern, before in _SATELLITES:
+        if pattern.search(name):
+            return before
+    return None
+
+
+def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
+    if launch.hlo_op in known:
+        return classes.of(known[launch.hlo_op])
+    if launch.is_copy:
+        return "copy"
+    owner = kernel_owner.get(launch.name)
+    if owner is not None:
+        return classes.of(owner)
+    if is_attention_kernel(launch.name):
+        return "attention backward" if re.search(r"bprop|bwd|backward", launch.name) else "attention forward"
+    if is_gemm_kernel(launch.name):
+        return "gemm"
+    return None
+
+
+def _executions(wanted, seen) -> int:
+    """How often the program ran, by the votes of the classes; an execution that the trace cuts is not counted."""
+    votes: collections.Counter[int] = collections.Counter()
+    for key, indices in seen.items():
+        count, rest = divmod(len(indices), len(wanted[key]))
+        if rest == 0:
+            votes[count] += len(indices)
+    return max(votes, key=lambda n: votes[n]) if votes else 1
+
+
+def _drop_disorder(position: list[int]) -> None:
+    """Keeps a longest increasing run of positions and forgets the rest, which contradict it."""
+    tails: list[int] = []
+    tail_index: list[int] = []
+    before: dict[int, int] = {}
+    for index, place in enumerate(position):
+        if place < 0:
+            continue
+        at = bisect.bisect_left(tails, place)
+        if at == len(tails):
+            tails.append(place)
+            tail_index.append(index)
+        else:
+            tails[at] = place
+            tail_index[at] = index
+        if at:
+            before[index] = tail_index[at - 1]
+    keep = set()
+    index = tail_index[-1] if tail_index else None
+    while index is not None:
+        keep.add(index)
+        index = before.get(index)
+    kept = [position[i] for i in sorted(keep)]
+    places = sorted(keep)
+    for index, place in enumerate(position):
+        if place >= 0 and index not in keep:
+            # Concurrent kernels of a graph change places with near neighbours: only what is far off is forgotten.
+            near = bisect.bisect_left(places, index)
+            around = [kept[i] for i in (near - 1, near) if 0 <= i < len(kept)]
+            if all(abs(place - other) > 64 for other in around):
+                position[index] = -1
+
+
+def _fill(position, rest, launches, schedule, executions, known, kernel_owner, classes) -> None:
+    """Assigns what is left, in order, to instructions of its class between its known neighbours."""
+    taken = {place for place in position if place >= 0}
+    before = list(position)
+    for index in range(1, len(before)):
+        before[index] = before[index] if before[index] >= 0 else before[index - 1]
+    after = list(position)
+    for index in range(len(after) - 2, -1, -1):
+        after[index] = after[index] if after[index] >= 0 else after[index + 1]
+    total = executions * len(schedule)
+    for index in rest:
+        key = _class_of_launch(launches[index], known, kernel_owner, classes)
+        first = max(before[index] if index else -1, -1)
+        last = after[index] if after[index] >= 0 else total
+        for place in range(max(first, 0), min(last, total)):
+            instruction = schedule[place % len(schedule)]
+            if key is None:
+                fits = instruction.opcode == "custom-call"
+            elif key == "copy":  # XLA runs fusions that only move data as copies too
+                fits = instruction.opcode.startswith(("copy", "async-start")) or "dynamic" in instruction.name
+            else:
+                fits = classes.of(instruction) == key
+            if place not in taken and fits:
+                position[index] = place
+                taken.add(place)
+                break
+
+
+def _attach_satellites(position, launches, schedule) -> None:
+    main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
+    for index, launch in enumerate(launches):
+        if launch.main:
+            continue
+        before = _satellite(launch.name)
+        near = bisect.bisect_left(main, index)
+        order = range(near, min(near + 6, len(main))) if before else range(near - 1, max(near - 7, -1), -1)
+        attention = is_attention_kernel(launch.name)
+        for at in order:
+            instruction = schedule[position[main[at]] % len(schedule)]
+            if instruction.opcode != "custom-call":
+                continue
+            if attention and "fmha" not in instruction.target:
+                continue
+            position[index] = position[main[at]]
+            break

@@ -1,0 +1,79 @@
+"""Finds the trace in a folder or file, whoever wrote it, and reads it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from jaxtune.profile.capture import RECORD_FILE, TRACE_FILE
+from jaxtune.profile.trace import Trace, TraceError
+
+
+def read(path: str | Path) -> Trace:
+    """Reads a folder that capture, jax.profiler or PyTorch's profiler wrote, or one file of theirs.
+
+    Raises TraceError, with what is wrong and what would do.
+    """
+    path = Path(path)
+    file = _find(path)
+    data = _bytes(file)
+    if not data:
+        raise TraceError(f"{file} is empty: the capture did not finish; record it again")
+    name = file.name.removesuffix(".gz")
+    if name.endswith(".json") or data[:1] in (b"{", b"["):
+        from jaxtune.profile.chrome import read_chrome
+
+        trace = read_chrome(data, str(file))
+    elif name.endswith(".pb"):
+        from jaxtune.profile.xplane import read_xplane
+
+        trace = read_xplane(data, str(file))
+    else:
+        raise TraceError(f"{file} is no trace: want an XPlane file (*.xplane.pb) or a Chrome trace (*.json), or .gz of one")
+    trace.path = str(path)
+    _add_record(trace, file.parent / RECORD_FILE)
+    return trace
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise TraceError(f"{path} does not exist")
+    if (path / TRACE_FILE).is_file():
+        return path / TRACE_FILE
+    for pattern in ("*.xplane.pb", "*.xplane.pb.gz", "*.pt.trace.json", "*.pt.trace.json.gz", "*.trace.json.gz", "*.json.gz", "*.json"):
+        found = [p for p in path.rglob(pattern) if p.is_file() and p.name != RECORD_FILE]
+        if found:
+            return max(found, key=lambda p: (p.stat().st_mtime, str(p)))  # the latest, as jax.profiler adds folders
+    inside = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "nothing"
+    raise TraceError(f"{path} holds no trace (*.xplane.pb, *.json), but {inside}")
+
+
+def _bytes(file: Path) -> bytes:
+    data = file.read_bytes()
+    if data[:2] != b"\x1f\x8b":
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{file} is cut or damaged: {error}; record it again") from error
+
+
+def _add_record(trace: Trace, file: Path) -> None:
+    """What capture wrote beside the trace."""
+    if not file.is_file():
+        return
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        trace.meta = dict(record.get("meta", {}))
+        trace.meta.update({key: record[key] for key in ("memory",) if key in record})
+        trace.versions |= {str(k): str(v) for k, v in record.get("versions", {}).items()}
+        trace.peak_memory_bytes = trace.peak_memory_bytes or int(record.get("peak_memory_bytes") or 0)
+        if trace.device in ("", "CPU") and record.get("device"):
+            trace.device = str(record["device"])
+    except (ValueError, AttributeError, TypeError) as error:
+        raise TraceError(f"{file} is damaged: {error}; delete it to read the trace without it") from error

@@ -1,0 +1,318 @@
+"""One trace as tables: where the step's time went, how well it was used, what it waited for."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtune.profile.ceilings import Ceilings, known_ceilings
+from jaxtune.profile.reading import read
+from jaxtune.profile.roofline import LAUNCH_GAP_NS, Loss, floor_ns, losses
+from jaxtune.profile.scopes import CATEGORIES, readable
+from jaxtune.profile.timeline import TRANSFERS, charge, gaps, union
+from jaxtune.profile.trace import Event, Trace
+
+_MS = 1e-6
+_TOP_KERNELS = 200
+_TOP_BUFFERS = 12
+
+
+@dataclasses.dataclass
+class Share:
+    """Time of a category or scope. ms is the mean over steps; per_step_ms holds each."""
+
+    name: str
+    ms: float
+    share: float
+    per_step_ms: list[float]
+    phase: str = ""
+
+
+@dataclasses.dataclass
+class KernelRow:
+    """Calls of one kernel from one scope with one shape. count and ms are per step.
+
+    tflops and tbps: achieved; 0 where shapes do not tell. of_ceiling: least time on this device over the time taken;
+    0 where unknown. bound: "compute" or "memory", by which ceiling the least time comes from.
+    """
+
+    name: str
+    category: str
+    scope: str
+    phase: str
+    shape: str
+    count: float
+    ms: float
+    per_step_ms: list[float]
+    tflops: float = 0.0
+    tbps: float = 0.0
+    bound: str = ""
+    of_ceiling: float = 0.0
+
+
+@dataclasses.dataclass
+class Transfer:
+    """Copies over the host link, or collectives, per step: how much of their time ran under compute."""
+
+    name: str
+    count: float
+    ms: float
+    hidden_ms: float
+    exposed_ms: float
+    gb: float
+    gb_per_s: float
+    waits: list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Idle:
+    """Time in which nothing ran, per step: short gaps between launches, and longer waits."""
+
+    ms: float
+    launch_gaps: float
+    launch_gap_ms: float
+    wait_ms: float
+    longest: list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Report:
+    """What `show` found. Times are ms of device time per step, means over the captured steps."""
+
+    path: str
+    framework: str
+    device: str
+    num_devices: int
+    versions: dict[str, str]
+    meta: dict[str, Any]
+    notes: list[str]
+    steps_ms: list[float]
+    step_ms: float
+    tokens_per_step: int | None
+    categories: list[Share]
+    scopes: list[Share]
+    kernels: list[KernelRow]
+    transfers: list[Transfer]
+    idle: Idle
+    peak_memory_bytes: int
+    buffers: list[dict[str, Any]]
+    flops_per_step: float
+    ceilings: Ceilings | None
+    losses: list[Loss]
+    timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, without the timeline (the page holds it)."""
+        out = dataclasses.asdict(self)
+        del out["timeline"]
+        return out
+
+    def to_text(self, width: int = 120) -> str:
+        from jaxtune.profile.text import report_text
+
+        return report_text(self, width)
+
+    def to_html(self) -> str:
+        """One self-contained page."""
+        from jaxtune.profile.page import report_page
+
+        return report_page(self)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def show(path: str | Path) -> Report:
+    """Reads the profile in a folder or file: capture's, jax.profiler's, or a Chrome trace of PyTorch's profiler.
+
+    Raises TraceError where there is none that can be read.
+    """
+    return make_report(read(path))
+
+
+def make_report(trace: Trace) -> Report:
+    charge(trace.events)
+    num_steps = len(trace.steps)
+    inside = [event for event in trace.events if event.step >= 0]
+    steps_ms = [(end - start) * _MS for start, end in trace.steps]
+    step_ms = statistics.fmean(steps_ms)
+    idle = _idle(inside, trace.steps)
+    idle_per_step = [
+        max(0.0, total - sum(e.self_ns for e in inside if e.step == i) * _MS) for i, total in enumerate(steps_ms)
+    ]
+    tokens = trace.meta.get("tokens_per_step")
+    ceilings = known_ceilings(trace.device)
+    found = [] if ceilings is None else losses(inside, num_steps, idle.ms, ceilings, waits=_wait_words(idle))
+    return Report(
+        path=trace.path,
+        framework=trace.framework,
+        device=trace.device,
+        num_devices=trace.num_devices,
+        versions=trace.versions,
+        meta=trace.meta,
+        notes=trace.notes + _own_notes(trace, ceilings),
+        steps_ms=steps_ms,
+        step_ms=step_ms,
+        tokens_per_step=int(tokens) if isinstance(tokens, (int, float)) and tokens > 0 else None,
+        categories=_categories(inside, num_steps, step_ms, idle_per_step),
+        scopes=_scopes(inside, num_steps, step_ms, idle_per_step),
+        kernels=_kernels(inside, num_steps, ceilings)[:_TOP_KERNELS],
+        transfers=_transfers(inside, num_steps),
+        idle=idle,
+        peak_memory_bytes=trace.peak_memory_bytes,
+        buffers=_buffers(trace),
+        flops_per_step=sum(event.flops for event in inside) / num_steps,
+        ceilings=ceilings,
+        losses=found,
+        timeline=_timeline(inside, trace.steps),
+    )
+
+
+def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
+    notes = []
+    busy = sum(e.duration_ns for e in trace.events) or 1.0
+    if trace.unmatched_ns > 0.02 * busy:
+        notes.append(f"{trace.unmatched_ns / busy:.0%} of the kernel time was not found in the HLO")
+    if ceilings is None and trace.device != "CPU":
+        notes.append(f"no ceilings known for {trace.device}: run `jaxtune profile ceilings` on it")
+    return notes
+
+
+def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") -> Share:
+    ms = statistics.fmean(per_step)
+    return Share(name, ms, ms / step_ms if step_ms else 0.0, per_step, phase)
+
+
+def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]]:
+    out: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0] * num_steps)
+    for event in events:
+        out[key(event)][event.step] += event.self_ns * _MS
+    return out
+
+
+def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
+    sums = _sums(events, num_steps, lambda e: e.category)
+    rows = [_share(name, sums[name], step_ms) for name in CATEGORIES if name in sums and name != "idle"]
+    return [*rows, _share("idle", idle, step_ms)]
+
+
+def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
+    sums = _sums(events, num_steps, lambda e: (e.scope, e.phase))
+    rows = [_share(scope or "(no scope)", per_step, step_ms, phase) for (scope, phase), per_step in sums.items()]
+    rows.sort(key=lambda row: -row.ms)
+    return [*rows, _share("idle", idle, step_ms)]
+
+
+def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
+    groups: dict[tuple, list[Event]] = collections.defaultdict(list)
+    for event in events:
+        groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)
+    rows = []
+    for (name, category, scope, phase, shape), members in groups.items():
+        per_step = [0.0] * num_steps
+        for event in members:
+            per_step[event.step] += event.self_ns * _MS
+        total_ns = sum(e.self_ns for e in members)
+        row = KernelRow(name, category, scope, phase, shape, len(members) / num_steps, total_ns * _MS / num_steps, per_step)
+        flops, moved = sum(e.flops for e in members), sum(e.moved_bytes for e in members)
+        if total_ns:
+            row.tflops, row.tbps = flops / total_ns / 1e3, moved / total_ns / 1e3
+            if ceilings is not None and (flops or moved) and members[0].kind not in TRANSFERS:
+                least, row.bound = floor_ns(flops, moved, members[0].dtype, ceilings)
+                row.of_ceiling = least / total_ns
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row.ms)
+
+
+def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
+    rows = []
+    names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
+    for kind, name in names.items():
+        members = [e for e in events if e.kind == kind]
+        if not members:
+            continue
+        whole = sum(e.duration_ns for e in members)
+        exposed = sum(e.self_ns for e in members)
+        moved = sum(e.moved_bytes for e in members)
+        worst = sorted((e for e in members if e.self_ns > 0), key=lambda e: -e.self_ns)[:5]
+        waits = [{"ms": e.self_ns * _MS, "op": e.op or e.name, "scope": e.scope, "step": e.step} for e in worst]
+        scale = _MS / num_steps
+        rows.append(
+            Transfer(
+                name, len(members) / num_steps, whole * scale, (whole - exposed) * scale, exposed * scale,
+                moved / num_steps / 1e9, moved / whole if whole else 0.0, waits,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle:
+    short = long = 0.0
+    count = 0
+    waits = []
+    ends = {e.end_ns: e for e in events}
+    starts = {e.start_ns: e for e in events}
+    for index, (start, end) in enumerate(steps):
+        for begun, done in gaps(events, start, end):
+            if done - begun < LAUNCH_GAP_NS:
+                short += done - begun
+                count += 1
+            else:
+                long += done - begun
+                before, after = ends.get(begun), starts.get(done)
+                waits.append({
+                    "ms": (done - begun) * _MS,
+                    "step": index,
+                    "after": "" if before is None else before.op or readable(before.name),
+                    "before": "" if after is None else after.op or readable(after.name),
+                })  # fmt: skip
+    waits.sort(key=lambda w: -w["ms"])
+    scale = _MS / len(steps)
+    return Idle((short + long) * scale, count / len(steps), short * scale, long * scale, waits[:5])
+
+
+def _wait_words(idle: Idle) -> list[str]:
+    if not idle.longest or idle.longest[0]["ms"] < 0.05:
+        return []
+    wait = idle.longest[0]
+    return [f"the longest wait is {wait['ms']:.2f} ms, before {wait['before'] or 'the end of the step'};"]
+
+
+def _buffers(trace: Trace) -> list[dict[str, Any]]:
+    """Live buffers at the peak, alike ones of different layers together, the largest groups first."""
+    groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    for buffer in trace.buffers:
+        what = re.sub(r"\[(\d+)\]", lambda m: "[*]" if "['" in buffer.what else m.group(0), buffer.what)
+        groups[what, buffer.kind].append(buffer.num_bytes)
+    rows = [{"bytes": sum(s), "count": len(s), "what": what, "kind": kind} for (what, kind), s in groups.items()]
+    return sorted(rows, key=lambda r: -r["bytes"])[:_TOP_BUFFERS]
+
+
+def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """One step in the middle, a row of [start us, length us, category, kernel, scope] a stream.
+
+    Neighbours of one kind and place that touch are drawn as one where there are many."""
+    step = len(steps) // 2
+    origin, end = steps[step]
+    streams: dict[str, list[list[Any]]] = {}
+    for event in (e for e in events if e.step == step):
+        row = streams.setdefault(event.stream, [])
+        where = f"{event.scope} {event.phase}".strip()
+        start, stop = (event.start_ns - origin) / 1e3, (event.end_ns - origin) / 1e3
+        if row and row[-1][2] == event.category and row[-1][4] == where and start - row[-1][0] - row[-1][1] < 2.0:
+            row[-1][1] = round(max(stop - row[-1][0], row[-1][1]), 1)
+            if readable(event.name) not in row[-1][3]:
+                row[-1][3] = (row[-1][3] + ", " + readable(event.name))[:160]
+        else:
+            row.append([round(start, 1), round(stop - start, 1), event.category, readable(event.name)[:120], where])
+    return {"step": step, "length_us": round((end - origin) / 1e3, 1), "streams": streams}
+
+
+def busy_ms(events: Sequence[Event]) -> float:
+    """Time in which anything ran."""
+    return sum(end - start for start, end in union([(e.start_ns, e.end_ns) for e in events])) * _MS

@@ -1,0 +1,157 @@
+"""Names to meaning: op_name to (scope, phase), kernels and scopes to categories."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from jaxtune.profile.trace import COLLECTIVE, COPY, MEMSET, TO_DEVICE, TO_HOST
+
+# In the order of the tables.
+CATEGORIES = (
+    "gemm",
+    "attention",
+    "dequantise",
+    "moe",
+    "elementwise and norms",
+    "loss",
+    "optimizer",
+    "device copies",
+    "copies to device",
+    "copies to host",
+    "collectives",
+    "other",
+    "idle",
+)
+
+_WRAPPER = re.compile(r"^([a-z_]+)\((.*)\)$")
+_SILENT = frozenset(
+    "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat forward backward recompute "
+    "shard_map branch_0_fun branch_1_fun core_call custom_vjp_call custom_jvp_call pjit scan xla_call".split()
+)
+
+
+@functools.lru_cache(maxsize=65536)
+def scope_of(op_name: str) -> tuple[str, str]:
+    """(scope, phase) of an HLO op_name.
+
+    JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope that they met, the last
+    part is the primitive. The phase is "recompute" under jax.checkpoint's second run or a scope named so, "backward"
+    under a transpose or a scope named so, and "forward" elsewhere.
+    """
+    if not op_name:
+        return "", ""
+    parts = _split(op_name.split(";")[0])
+    phase, out = "forward", []
+    for part in parts[:-1]:
+        name, transposed = _unwrap(part)
+        if transposed or part == "backward":
+            phase = "backward" if phase != "recompute" else phase
+        if part in ("recompute", "rematted_computation"):
+            phase = "recompute"
+        if name and name not in _SILENT and "->" not in name:  # an einsum's formula is no scope
+            out.append(name)
+    return "/".join(out), phase
+
+
+def _split(path: str) -> list[str]:
+    """Parts between the slashes that stand outside parentheses and brackets."""
+    parts, depth, current = [], 0, ""
+    for char in path:
+        depth += (char in "([") - (char in ")]")
+        if char == "/" and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += char
+    return [*parts, current]
+
+
+def _unwrap(part: str) -> tuple[str, bool]:
+    """The scope inside wrappers ("" for a jitted function's own name), and whether one of them is a transpose."""
+    transposed = False
+    while match := _WRAPPER.match(part):
+        wrapper, part = match.groups()
+        transposed |= wrapper == "transpose"
+        if wrapper in ("jit", "pjit", "xla_pmap", "pmap"):
+            return "", transposed
+    return part, transposed
+
+
+_GEMM_KERNEL = re.compile(
+    r"nvjet|cutlass.*(gemm|mma)|gemm|cublas|wgmma_.*gemm|_s\d+gemm|sgemm|hgemm|xmma|ampere_.*16816|sm\d+_xmma"
+    r"|splitKreduce|matmul(?!.*norm)|gemv|dot_kernel",
+    re.IGNORECASE,
+)
+_ATTENTION_KERNEL = re.compile(
+    r"flash|fmha|sdpa|attention|cudnn::fusion::(compute_dot_do_o|convert_dq|fmha)|cudnn_generated.*sdpa|mha_|attn",
+    re.IGNORECASE,
+)
+_ATTENTION_SCOPE = re.compile(r"(^|/)(attend|dot_product_attention\w*|flash_attention\w*|sdpa|scaled_dot_product\w*)(/|$)")
+_DEQUANTISE = re.compile(r"dequant|kdequantize|nf4|unpack_4bit|decode_blockwise", re.IGNORECASE)
+_MOE = re.compile(r"(^|[/_.])(moe|router|routing|ragged_dot|grouped_matmul|experts?|permute_tokens)([/_.]|$)", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all|collective[-_]?permute", re.I)
+_LOSS = re.compile(r"loss|cross_?entropy|log_?softmax|nll", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"(^|[/_.])(optimizer|optim|adamw?|adafactor|lion|muon|clip_grad\w*|apply_updates)([/_.]|$)", re.I)
+_OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply|FusedAdam|adam|LpNormFunctor|kOptimizer", re.I)
+_DEVICE_COPY = re.compile(r"^(copy|transpose|loop_copy|wrapped_copy|wrapped_transpose|input_transpose|wrapped_bitcast|"
+                          r"loop_transpose|loop_slice|loop_dynamic_update_slice|loop_dynamic_slice|"
+                          r"loop_pad|loop_broadcast|wrapped_broadcast)", re.I)  # fmt: skip
+
+
+def is_collective(name: str) -> bool:
+    return bool(_COLLECTIVE.search(name))
+
+
+def categorise(
+    kind: str, kernel: str, scope: str, *, module: str = "", is_gemm: bool | None = None, target: str = ""
+) -> str:
+    """Category of an event.
+
+    What a kernel does comes first: a product is "gemm" in the loss as in a layer, so that frameworks that cut their
+    work differently still align. Then where it stands. is_gemm: what the HLO says; None where only the name is known.
+    """
+    if kind == TO_HOST:
+        return "copies to host"
+    if kind == TO_DEVICE:
+        return "copies to device"
+    if kind == COLLECTIVE or _COLLECTIVE.search(kernel):
+        return "collectives"
+    if "fmha" in target or _ATTENTION_SCOPE.search(scope) or _ATTENTION_KERNEL.search(kernel):
+        return "attention"
+    if _DEQUANTISE.search(kernel) or _DEQUANTISE.search(scope):
+        return "dequantise"
+    if _MOE.search(scope) or _MOE.search(kernel):
+        return "moe"
+    if is_gemm or (is_gemm is None and _GEMM_KERNEL.search(kernel)):
+        return "gemm"
+    if _LOSS.search(scope) or _LOSS.search(kernel):
+        return "loss"
+    if _OPTIMIZER.search(scope) or _OPTIMIZER_KERNEL.search(kernel):
+        return "optimizer"
+    if kind in (COPY, MEMSET) or _DEVICE_COPY.search(kernel):
+        return "device copies"
+    return "elementwise and norms"
+
+
+def is_gemm_kernel(name: str) -> bool:
+    return bool(_GEMM_KERNEL.search(name))
+
+
+def is_attention_kernel(name: str) -> bool:
+    return bool(_ATTENTION_KERNEL.search(name))
+
+
+def readable(kernel: str) -> str:
+    """A kernel's name for a table: C++ template arguments and the argument list cut."""
+    name = kernel.removeprefix("void ")
+    depth, out = 0, ""
+    for char in name:
+        if char in "<(":
+            depth += 1
+        elif char in ">)":
+            depth -= 1
+        elif depth == 0:
+            out += char
+    out = out.strip()
+    return out if len(out) > 8 or out == name else name[:100]

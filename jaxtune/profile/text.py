@@ -1,0 +1,117 @@
+"""Reports and comparisons as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from jaxtune.profile.report import Report
+
+_SHOWN = 15
+
+
+def _console(width: int) -> Console:
+    return Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    for column in columns:
+        name = column.lstrip("<")
+        table.add_column(name, justify="left" if column.startswith("<") else "right", overflow="fold",
+                         no_wrap=not column.startswith("<"))  # fmt: skip
+    return table
+
+
+def _text(console: Console) -> str:
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def bar(share: float, width: int = 24) -> str:
+    return "█" * round(share * width)
+
+
+def headline(report: Report) -> list[str]:
+    """The lines that stand above every table."""
+    spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
+    line = f"step {report.step_ms:.2f} ms"
+    if len(report.steps_ms) > 1:
+        line += f" ± {spread:.2f} over {len(report.steps_ms)} steps"
+    if report.tokens_per_step:
+        line += f", {report.tokens_per_step / report.step_ms * 1e3:,.0f} tokens/s"
+    if report.flops_per_step:
+        rate = report.flops_per_step / report.step_ms / 1e9
+        line += f", {rate:.0f} TFLOP/s in products" if rate >= 1 else f", {rate * 1e3:.1f} GFLOP/s in products"
+    where = f"{report.device or 'device unknown'}" + (f" (first of {report.num_devices})" if report.num_devices > 1 else "")
+    versions = ", ".join(f"{k} {v}" for k, v in report.versions.items() if k in ("jax", "jaxlib", "torch", "cuda", "gpu"))
+    return [f"{report.path}: {where}, {versions or report.framework}", line]
+
+
+def report_text(report: Report, width: int) -> str:
+    console = _console(width)
+    for line in headline(report):
+        console.print(line)
+    for note in report.notes:
+        console.print(f"note: {note}")
+    if report.losses:
+        console.print("\nThe three largest losses against the roofline")
+        for number, loss in enumerate(report.losses[:3], 1):
+            console.print(f"  {number}. {loss.text}")
+
+    table = _table("\nBy category", "<category", "ms/step", "share", "<")
+    for row in report.categories:
+        table.add_row(row.name, f"{row.ms:.2f}", percent(row.share), bar(row.share))
+    table.add_row("sum", f"{sum(r.ms for r in report.categories):.2f}", percent(sum(r.share for r in report.categories)), "")
+    console.print(table)
+
+    table = _table("\nBy scope", "<scope", "<phase", "ms/step", "share")
+    for row in report.scopes[:_SHOWN]:
+        table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
+    rest = report.scopes[_SHOWN:]
+    if rest:
+        table.add_row(f"({len(rest)} more)", "", f"{sum(r.ms for r in rest):.2f}", percent(sum(r.share for r in rest)))
+    console.print(table)
+
+    table = _table("\nTop kernels", "<kernel", "<scope", "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling")
+    for row in report.kernels[:_SHOWN]:
+        table.add_row(
+            row.name[:48], f"{row.scope} {row.phase}".strip() + (f"\n{row.shape}" if row.shape else ""), f"{row.count:g}",
+            f"{row.ms:.2f}", f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else "",
+            percent(row.of_ceiling) if row.of_ceiling else "",
+        )  # fmt: skip
+    console.print(table)
+
+    if report.transfers:
+        table = _table("\nTransfers", "<", "count", "ms/step", "under compute", "exposed ms", "GB", "GB/s", "<longest wait")
+        for row in report.transfers:
+            hidden = row.hidden_ms / row.ms if row.ms else 0.0
+            wait = f"{row.waits[0]['ms']:.2f} ms, {row.waits[0]['op']}" if row.waits else ""
+            table.add_row(row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(hidden), f"{row.exposed_ms:.2f}",
+                          f"{row.gb:.3f}", f"{row.gb_per_s:.1f}", wait)  # fmt: skip
+        console.print(table)
+
+    idle = report.idle
+    console.print(f"\nIdle: {idle.ms:.2f} ms/step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms together, "
+                  f"waits of {idle.wait_ms:.2f} ms")  # fmt: skip
+    for wait in idle.longest[:3]:
+        console.print(f"  {wait['ms']:.3f} ms after {wait['after'] or '?'}, before {wait['before'] or '?'}")
+    if report.peak_memory_bytes:
+        console.print(f"\nPeak memory {report.peak_memory_bytes / 1e9:.2f} GB; largest at the peak of the largest program:")
+        table = _table("", "GB", "buffers", "<kind", "<what")
+        for row in report.buffers[:8]:
+            table.add_row(f"{row['bytes'] / 1e9:.3f}", str(row["count"]), row["kind"], row["what"])
+        console.print(table)
+    if report.ceilings is not None:
+        c = report.ceilings
+        console.print(f"\nCeilings ({c.source}): bf16 {c.gemm_bf16_tflops:.0f} TFLOP/s, FP8 {c.gemm_fp8_tflops:.0f} TFLOP/s, "
+                      f"copy {c.copy_tbps:.2f} TB/s")  # fmt: skip
+    return _text(console)

@@ -1,0 +1,71 @@
+"""Device time: whose each moment is, what ran under compute, and where nothing ran."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from jaxtune.profile.trace import COLLECTIVE, TO_DEVICE, TO_HOST, Event
+
+TRANSFERS = (TO_HOST, TO_DEVICE, COLLECTIVE)
+
+
+def charge(events: Sequence[Event]) -> None:
+    """Sets every event's self_ns so that they sum to the busy time of the device: no moment counts twice.
+
+    Kernels launched dependently, or on several streams, overlap. A moment belongs to the kernel that began first among
+    those running (a dependent launch waits for it); to a copy or collective only where no kernel ran.
+    """
+    compute = sorted((e for e in events if e.kind not in TRANSFERS), key=lambda e: (e.start_ns, e.end_ns))
+    reached = float("-inf")
+    for event in compute:
+        event.self_ns = max(0.0, event.end_ns - max(event.start_ns, reached))
+        reached = max(reached, event.end_ns)
+    busy = union([(e.start_ns, e.end_ns) for e in compute])
+    starts = [start for start, _ in busy]
+    reached = float("-inf")
+    for event in sorted((e for e in events if e.kind in TRANSFERS), key=lambda e: (e.start_ns, e.end_ns)):
+        start = max(event.start_ns, reached)
+        event.self_ns = max(0.0, event.end_ns - start - _overlap(start, event.end_ns, busy, starts))
+        reached = max(reached, event.end_ns)
+
+
+def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments as disjoint intervals in order."""
+    out: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if out and start <= out[-1][1]:
+            if end > out[-1][1]:
+                out[-1] = (out[-1][0], end)
+        elif end > start:
+            out.append((start, end))
+    return out
+
+
+def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: list[float]) -> float:
+    total, index = 0.0, max(0, bisect.bisect_right(starts, start) - 1)
+    while index < len(busy) and busy[index][0] < end:
+        total += max(0.0, min(end, busy[index][1]) - max(start, busy[index][0]))
+        index += 1
+    return total
+
+
+def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float, float]]:
+    """Intervals of [start, end] in which nothing ran on the device."""
+    busy = union([(max(e.start_ns, start), min(e.end_ns, end)) for e in events if e.end_ns > start and e.start_ns < end])
+    out, at = [], start
+    for begun, done in busy:
+        if begun > at:
+            out.append((at, begun))
+        at = max(at, done)
+    if end > at:
+        out.append((at, end))
+    return out
+
+
+def find_period(names: Sequence[str]) -> int:
+    """The shortest length after which a sequence repeats itself throughout; its own length if it never does."""
+    for period in range(1, len(names) // 2 + 1):
+        if all(names[i] == names[i + period] for i in range(len(names) - period)):
+            return period
+    return len(names)

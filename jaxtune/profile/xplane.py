@@ -1,0 +1,348 @@
+"""XPlane files, what jax.profiler writes, read into a Trace.
+
+Events come through jax.profiler.ProfileData; the HLO of every program that ran stands in the plane "/host:metadata",
+which ProfileData does not show, so that plane is read from its bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+from jaxtune.profile.hlo import Instruction, Module, flops, moved_bytes
+from jaxtune.profile.launches import Launch, join
+from jaxtune.profile.scopes import categorise, is_collective, scope_of
+from jaxtune.profile.timeline import find_period
+from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, MEMSET, TO_DEVICE, TO_HOST, Buffer, Event, Trace, TraceError
+from jaxtune.profile.wire import WireError, fields, text
+
+_COPY_KINDS = {"MemcpyD2H": TO_HOST, "MemcpyH2D": TO_DEVICE, "MemcpyD2D": COPY, "MemcpyP2P": COPY}
+# A program below such a share of the device time is no part of the step's rhythm; the first that gives one is taken.
+_MINOR = (0.0002, 0.002, 0.02)
+
+
+@dataclasses.dataclass(slots=True)
+class _Raw:
+    start_ns: float
+    end_ns: float
+    name: str
+    stream: str
+    stats: dict[str, Any]
+
+
+def read_xplane(data: bytes, path: str) -> Trace:
+    """Raises TraceError for bytes that are no XPlane, or hold nothing that ran."""
+    import warnings
+
+    with warnings.catch_warnings():  # jaxlib 0.11's stats lack a __module__
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.profiler import ProfileData
+
+        modules, versions = _metadata(memoryview(data), path)
+        try:
+            profile = ProfileData.from_serialized_xspace(data)
+            planes = list(profile.planes)
+        except Exception as error:
+            raise TraceError(f"{path}: not a whole XPlane file: {error}") from error
+        devices = [plane for plane in planes if plane.name.startswith("/device:")]
+        by_device = [(plane, _device_events(plane)) for plane in devices]
+        by_device = [(plane, raw) for plane, raw in by_device if raw]
+        host = next((plane for plane in planes if plane.name == "/host:CPU"), None)
+        if by_device:
+            plane, raw = max(by_device, key=lambda pair: sum(r.end_ns - r.start_ns for r in pair[1]))
+            stats = {str(key): value for key, value in plane.stats if key}
+            device = str(stats.get("gpu_device_name") or stats.get("device_type_string") or plane.name)
+        elif host is not None:
+            raw, device = _cpu_events(host), "CPU"
+        else:
+            raw, device = [], ""
+        marks = [] if host is None else _step_marks(host)
+        peak = 0 if host is None else _peak_memory(host)
+    if not raw:
+        names = ", ".join(plane.name for plane in planes) or "none"
+        raise TraceError(f"{path}: no device work in it (planes: {names}); capture around code that runs programs")
+    raw.sort(key=lambda r: (r.start_ns, r.end_ns))
+    origin = raw[0].start_ns
+    events, runs, unmatched_ns = _events(raw, modules, origin)
+    notes = []
+    steps = _steps(events, runs, marks, notes)
+    if not modules:
+        notes.append("the trace holds no HLO: kernels are told by their names, without scopes, FLOPs or bytes")
+    used = {event.module for event in events}
+    buffers, program_bytes = _buffers([module for module in modules.values() if module.name in used])
+    return Trace(
+        path=path,
+        framework="jax",
+        device=device,
+        events=events,
+        steps=steps,
+        num_devices=max(1, len(by_device)),
+        versions=versions,
+        notes=notes,
+        peak_memory_bytes=peak or program_bytes,
+        buffers=buffers,
+        unmatched_ns=unmatched_ns,
+    )
+
+
+def _metadata(data: memoryview, path: str) -> tuple[dict[str, Module], dict[str, str]]:
+    """Modules by program id (and by name), and the versions that the file records."""
+    modules: dict[str, Module] = {}
+    versions: dict[str, str] = {}
+    try:
+        for number, plane in fields(data):
+            if number != 1:
+                continue
+            parts = list(fields(plane))
+            if not any(n == 2 and bytes(v) == b"/host:metadata" for n, v in parts):
+                continue
+            names = {}
+            for n, v in parts:
+                if n == 5:
+                    entry = dict(fields(v))
+                    names[entry[1]] = text(dict(fields(entry[2])).get(2, memoryview(b"")))
+            for n, v in parts:
+                if n == 4:
+                    _program(dict(fields(dict(fields(v))[2])), v, names, modules)
+                elif n == 6:
+                    stat = dict(fields(v))
+                    name = names.get(stat.get(1, 0), "")
+                    if name.endswith("_version") and 5 in stat:
+                        versions[name.removesuffix("_version")] = text(stat[5])
+    except (WireError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise TraceError(f"{path}: not a whole XPlane file: {error}") from error
+    return modules, versions
+
+
+def _program(head: dict[int, Any], entry: memoryview, names: dict[int, str], modules: dict[str, Module]) -> None:
+    metadata = dict(fields(entry))[2]
+    for number, value in fields(metadata):
+        if number != 5:
+            continue
+        stat = dict(fields(value))
+        if names.get(stat.get(1, 0)) == "Hlo Proto" and 6 in stat:
+            module = Module(stat[6])
+            match = re.search(r"\((\d+)\)$", text(head[2])) if 2 in head else None
+            modules[match.group(1) if match else module.name] = module
+
+
+def _device_events(plane) -> list[_Raw]:
+    lines = list(plane.lines)
+    if any(line.name == "XLA Ops" for line in lines):  # TPU: the other lines repeat the same time
+        lines = [line for line in lines if line.name == "XLA Ops"]
+    else:
+        lines = [line for line in lines if line.name.startswith("Stream")]
+    out = []
+    for line in lines:
+        stream = line.name.split("(")[0]
+        for event in line.events:
+            out.append(_Raw(event.start_ns, event.end_ns, event.name, stream, {k: v for k, v in event.stats if k}))
+    return out
+
+
+def _cpu_events(plane) -> list[_Raw]:
+    """The CPU backend's thunks: host events that name an instruction and its module."""
+    out = []
+    for line in plane.lines:
+        if line.name == "python" or line.name.startswith("python3"):
+            continue
+        for event in line.events:
+            stats = {k: v for k, v in event.stats if k}
+            if "hlo_op" in stats and "hlo_module" in stats and event.duration_ns > 0:
+                out.append(_Raw(event.start_ns, event.end_ns, event.name, line.name.split("/")[0], stats))
+    return out
+
+
+def _step_marks(plane) -> list[tuple[float, int]]:
+    """(start, number) of each jax.profiler.StepTraceAnnotation."""
+    out = []
+    for line in plane.lines:
+        for event in line.events:
+            if event.name.startswith("$") or event.duration_ns <= 0:  # Python frames
+                continue
+            for key, value in event.stats:
+                if key == "step_num":
+                    out.append((event.start_ns, int(value)))
+    return sorted(out)
+
+
+def _peak_memory(plane) -> int:
+    peak = 0
+    for line in plane.lines:
+        for event in line.events:
+            if event.name in ("MemoryAllocation", "MemoryDeallocation"):
+                stats = {k: v for k, v in event.stats if k}
+                if str(stats.get("allocator_name", "")).startswith("GPU"):
+                    peak = max(peak, int(stats.get("peak_bytes_in_use", 0)))
+    return peak
+
+
+# ---- kernels
+
+
+def _kind(raw: _Raw) -> str:
+    details = str(raw.stats.get("memcpy_details", ""))
+    if raw.name in _COPY_KINDS or details:
+        if "kind_src:device kind_dst:device" in details:
+            return COPY
+        if "kind_dst:device" in details:
+            return TO_DEVICE
+        if "kind_src:device" in details:
+            return TO_HOST
+        return _COPY_KINDS.get(raw.name, COPY)
+    if raw.name.startswith("Memset"):
+        return MEMSET
+    if is_collective(raw.name):
+        return COLLECTIVE
+    return KERNEL
+
+
+def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
+    """(events, runs, ns not found in the HLO); a run is (start, module name, execution)."""
+    groups: dict[str, list[int]] = collections.defaultdict(list)
+    for index, event in enumerate(raw):
+        if event.stats.get("hlo_module"):
+            groups[str(event.stats.get("program_id") or event.stats["hlo_module"])].append(index)
+    by_name = {module.name: module for module in modules.values()}
+    joined: dict[int, Launch] = {}
+    unmatched = 0.0
+    for key, indices in groups.items():
+        name = str(raw[indices[0]].stats["hlo_module"])
+        module = modules.get(key) or by_name.get(name)
+        launches = [
+            Launch(raw[i].name, str(raw[i].stats.get("hlo_op", "")), _is_copy(raw[i])) for i in indices
+        ]
+        if module is not None:
+            join(module, launches)
+            unmatched += sum(
+                raw[i].end_ns - raw[i].start_ns for i, launch in zip(indices, launches) if launch.instruction is None
+            )
+        joined.update(zip(indices, launches))
+    work = _WorkCache()
+    out, runs, running = [], [], {}
+    for index, item in enumerate(raw):
+        launch = joined.get(index)
+        event = Event(
+            item.start_ns - origin, item.end_ns - origin, item.name, item.stream, _kind(item),
+            module=str(item.stats.get("hlo_module", "")),
+        )  # fmt: skip
+        instruction = None if launch is None else launch.instruction
+        if launch is not None:
+            event.execution = launch.execution
+            event.op = launch.hlo_op if instruction is None else instruction.name
+            key = (event.module, launch.execution)
+            if key not in running:
+                running[key] = True
+                runs.append((event.start_ns, *key))
+        if instruction is not None:
+            event.scope, event.phase = scope_of(work.scope(instruction))
+            if launch is not None and launch.main:
+                event.flops, event.moved_bytes, event.shape, event.dtype = work.of(instruction)
+            event.kind = COLLECTIVE if is_collective(instruction.opcode) else event.kind
+        is_gemm = None if instruction is None else bool(work.of(instruction)[0]) or instruction.is_gemm
+        event.category = categorise(
+            event.kind, item.name, event.scope, module=event.module, is_gemm=is_gemm,
+            target="" if instruction is None else instruction.target,
+        )  # fmt: skip
+        if event.kind in (COPY, TO_HOST, TO_DEVICE):
+            size = re.search(r"size:(\d+)", str(item.stats.get("memcpy_details", "")))
+            if size:
+                event.moved_bytes = float(size.group(1)) * (2 if event.kind == COPY else 1)
+        out.append(event)
+    return out, runs, unmatched
+
+
+def _is_copy(raw: _Raw) -> bool:
+    return raw.name.startswith(("Memcpy", "memcpy"))
+
+
+class _WorkCache:
+    """Work of each instruction, computed once however often it runs."""
+
+    def __init__(self):
+        self._work: dict[int, tuple[float, float, str, str]] = {}
+
+    def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
+        if id(instruction) not in self._work:
+            shapes = instruction.operand_shapes
+            result = instruction.shape
+            if result.parts and instruction.is_gemm:
+                result = result.parts[0]
+            words = ", ".join(str(s) for s in shapes[:4]) + (", ..." if len(shapes) > 4 else "")
+            dtype = shapes[0].dtype if shapes else result.dtype
+            work = float(flops(instruction)), float(moved_bytes(instruction)), f"{words} -> {result}", dtype
+            self._work[id(instruction)] = work
+        return self._work[id(instruction)]
+
+    def scope(self, instruction: Instruction) -> str:
+        """The instruction's op_name; for a fusion or an asynchronous call without one, that of what it calls."""
+        if instruction.scope or not instruction.called or instruction.computation is None:
+            return instruction.scope
+        module = instruction.computation.module
+        assert module is not None
+        for id in instruction.called:
+            inner = module.computation(id)
+            for item in reversed(inner.instructions):
+                if item.scope and item.opcode != "parameter":
+                    return item.scope
+        return ""
+
+
+# ---- steps
+
+
+def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
+    """Steps from the rhythm in which the programs run. Work before the first program belongs to none."""
+    busy: collections.Counter[str] = collections.Counter()
+    for event in events:
+        busy[event.module] += event.duration_ns
+    total = sum(busy.values())
+    count = len({number for _, number in marks})
+    major, period = [], 0
+    for share in _MINOR:
+        major = sorted(run for run in runs if busy[run[1]] >= share * total)
+        period = find_period([name for _, name, _ in major])
+        if period < len(major):
+            break
+    if not major:
+        return [(events[0].start_ns, max(e.end_ns for e in events))]
+    names = [name for _, name, _ in major]
+    if count and len(names) % count == 0:
+        period = len(names) // count
+    elif count:
+        notes.append(f"{count} marked steps, but {len(names)} program runs: steps follow the runs")
+    starts = [major[index][0] for index in range(0, len(names) - period + 1, period)]
+    end = max(event.end_ns for event in events if event.module in names)
+    if len(names) % period:
+        end = major[len(starts) * period][0]
+        notes.append("the last step is cut by the end of the capture and is left out")
+    steps = list(zip(starts, [*starts[1:], end]))
+    for event in events:
+        for index, (start, stop) in enumerate(steps):
+            if start <= event.start_ns < stop or (index == len(steps) - 1 and event.start_ns == stop):
+                event.step = index
+    return steps
+
+
+def _buffers(modules: list[Module]) -> tuple[list[Buffer], int]:
+    """Buffers live at the peak of the program that needs most, and that peak."""
+    best: list[Buffer] = []
+    for module in modules:
+        rows = [
+            Buffer(size, _what(instruction), kind) for size, instruction, kind in module.peak_buffers() if size > 0
+        ]
+        if sum(r.num_bytes for r in rows) > sum(r.num_bytes for r in best):
+            best = rows
+    return best, sum(r.num_bytes for r in best)
+
+
+def _what(instruction: Instruction | None) -> str:
+    if instruction is None:
+        return "between buffers"
+    if instruction.opcode == "parameter" and instruction.scope:
+        return instruction.scope
+    scope, phase = scope_of(instruction.scope)
+    where = f"{scope} ({phase})" if scope else instruction.name
+    return f"{where}: {instruction.shape if instruction.shape.parts is None else instruction.opcode}"
