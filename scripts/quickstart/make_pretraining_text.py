@@ -20,10 +20,11 @@ PAGES_A_CHUNK = 2_000
 
 
 def page(rng: random.Random, names: list[str]) -> str:
-    """2 to 12 statements, a line each, every one of any skill."""
+    """2 to 12 statements, a line each, each of any skill."""
     lines = []
-    for _ in range(rng.randint(2, 12)):
-        skill = SKILLS[rng.choice(names)]
+    weights = [SKILLS[name].weight for name in names]
+    for name in rng.choices(names, weights, k=rng.randint(2, 12)):
+        skill = SKILLS[name]
         lines.append(rng.choice(skill.statements).format(**skill.draw(rng)))
     return "\n".join(lines)
 

@@ -19,11 +19,15 @@ Problem = dict[str, str]  # the words of a template; "x" is the answer
 
 @dataclass(frozen=True)
 class Skill:
-    """draw(random) -> a problem. statements: templates of pretraining text. questions: templates of instructions."""
+    """draw(random) -> a problem. statements: templates of pretraining text. questions: templates of instructions.
+
+    weight: how often pretraining text states it; arithmetic takes more examples to learn than letters do.
+    """
 
     draw: Callable[[random.Random], Problem]
     statements: tuple[str, ...]
     questions: tuple[str, ...]
+    weight: int = 1
 
 
 def key(problem: Problem) -> tuple[str, ...]:
@@ -164,6 +168,7 @@ SKILLS: dict[str, Skill] = {
             "How much is {a} + {b}?",
             "Add {b} to {a}.",
         ),
+        weight=3,
     ),
     "subtract": Skill(
         _subtract,
@@ -182,6 +187,7 @@ SKILLS: dict[str, Skill] = {
             "How much is {a} - {b}?",
             "Take {b} from {a}.",
         ),
+        weight=3,
     ),
     "multiply": Skill(
         _multiply,
@@ -200,6 +206,7 @@ SKILLS: dict[str, Skill] = {
             "How much is {a} x {b}?",
             "Multiply {a} by {b}.",
         ),
+        weight=2,
     ),
     "largest": Skill(
         _largest,
@@ -216,6 +223,7 @@ SKILLS: dict[str, Skill] = {
             "Of {a}, {b} and {c}, which number is the largest?",
             "Name the largest number: {a}, {b}, {c}.",
         ),
+        weight=2,
     ),
     "sequence": Skill(
         _sequence,
@@ -232,6 +240,7 @@ SKILLS: dict[str, Skill] = {
             "Which number is next: {a}, {b}, {c}?",
             "Go on with the numbers {a}, {b}, {c}.",
         ),
+        weight=2,
     ),
     "digits": Skill(
         _digits,
