@@ -86,8 +86,8 @@ def _settle() -> None:
     """Waits until the devices have nothing left to do."""
     import jax
 
-    for device in jax.local_devices():
-        device.synchronize_all_activity()
+    jax.effects_barrier()
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
 
 
 def _environment() -> dict[str, Any]:
