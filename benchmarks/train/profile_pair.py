@@ -103,7 +103,9 @@ def record_hf(file: Path, shape: dict, rows: int, length: int, steps: int, check
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.set_default_dtype(torch.float32)
     model.config.use_cache = False
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(LINEARS), task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(LINEARS), task_type="CAUSAL_LM")
+    )
     model.train()
     name_modules(model, record_function)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -17,18 +17,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtune.profile.capture import capture
-    from jaxtune.profile.ceilings import Ceilings, ceilings
-    from jaxtune.profile.compare import Comparison, compare
+    from jaxtune.profile.comparison import Comparison, compare
+    from jaxtune.profile.device import Ceilings, ceilings
+    from jaxtune.profile.record import capture
     from jaxtune.profile.report import Report, show
     from jaxtune.profile.trace import TraceError
 
 _WHERE = {
-    "capture": "capture",
-    "ceilings": "ceilings",
-    "Ceilings": "ceilings",
-    "compare": "compare",
-    "Comparison": "compare",
+    "capture": "record",
+    "ceilings": "device",
+    "Ceilings": "device",
+    "compare": "comparison",
+    "Comparison": "comparison",
     "show": "report",
     "Report": "report",
     "TraceError": "trace",
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
     value = getattr(module, name)
-    globals()[name] = value  # over the submodule of the same name
+    globals()[name] = value
     return value
 
 

@@ -24,11 +24,11 @@ _TYPES = {
     32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8),
 }  # fmt: skip
 # Opcodes that launch nothing on the device.
-SILENT = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id "
-    "copy-done async-done async-update all-reduce-done all-gather-done collective-permute-done add-dependency "
-    "domain".split()
-)
+SILENT = frozenset((
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
+    "replica-id", "add-dependency", "domain", "copy-done", "async-done", "async-update", "all-reduce-done",
+    "all-gather-done", "collective-permute-done",
+))  # fmt: skip
 # HloInstructionProto fields that change no kernel: name, metadata, control edges.
 _NOT_COMPILED = (1, 7, 37)
 HOST_MEMORY = 5  # LayoutProto.memory_space of pinned host memory
@@ -429,11 +429,19 @@ def _peak_buffers(message: memoryview, module: Module) -> list[tuple[int, Instru
             continue
         size = simple.get(2, 0)
         assigned = [dict(fields(v)).get(1, 0) for n, v in allocation if n == 9]
-        kind = "argument" if simple.get(5) else "constant" if simple.get(12) else "output" if simple.get(10) else "temporary"
+        kind = (
+            "argument"
+            if simple.get(5)
+            else "constant"
+            if simple.get(12)
+            else "output"
+            if simple.get(10)
+            else "temporary"
+        )
         held = set(assigned)
         trace = next((t for t in traces if len(assigned) > 1 and any(b in held for _, b, _ in t)), None)
         if trace is not None:
-            live = [b for b in _fullest([e for e in trace if e[1] in held], sizes)]
+            live = _fullest([e for e in trace if e[1] in held], sizes)
             out += [(sizes.get(b, 0), instructions.get(defined.get(b, -1)), kind) for b in live]
             out.append((max(0, size - sum(sizes.get(b, 0) for b in live)), None, "fragmentation"))
         else:

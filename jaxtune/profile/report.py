@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune.profile.ceilings import Ceilings, known_ceilings
+from jaxtune.profile.device import Ceilings, known_ceilings
 from jaxtune.profile.reading import read
 from jaxtune.profile.roofline import LAUNCH_GAP_NS, Loss, floor_ns, losses
 from jaxtune.profile.scopes import CATEGORIES, readable
-from jaxtune.profile.timeline import TRANSFERS, charge, gaps, union
+from jaxtune.profile.timeline import TRANSFERS, charge, gaps
 from jaxtune.profile.trace import Event, Trace
 
 _MS = 1e-6
@@ -147,7 +147,7 @@ def make_report(trace: Trace) -> Report:
     ]
     tokens = trace.meta.get("tokens_per_step")
     ceilings = known_ceilings(trace.device)
-    found = [] if ceilings is None else losses(inside, num_steps, idle.ms, ceilings, waits=_wait_words(idle))
+    found = [] if ceilings is None else losses(inside, num_steps, idle.ms, ceilings, wait=_wait_words(idle))
     return Report(
         path=trace.path,
         framework=trace.framework,
@@ -178,7 +178,7 @@ def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:
         notes.append(f"{trace.unmatched_ns / busy:.0%} of the kernel time was not found in the HLO")
-    if ceilings is None and trace.device != "CPU":
+    if ceilings is None and trace.device.lower() != "cpu":
         notes.append(f"no ceilings known for {trace.device}: run `jaxtune profile ceilings` on it")
     return notes
 
@@ -218,7 +218,9 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
         for event in members:
             per_step[event.step] += event.self_ns * _MS
         total_ns = sum(e.self_ns for e in members)
-        row = KernelRow(name, category, scope, phase, shape, len(members) / num_steps, total_ns * _MS / num_steps, per_step)
+        row = KernelRow(
+            name, category, scope, phase, shape, len(members) / num_steps, total_ns * _MS / num_steps, per_step
+        )
         flops, moved = sum(e.flops for e in members), sum(e.moved_bytes for e in members)
         if total_ns:
             row.tflops, row.tbps = flops / total_ns / 1e3, moved / total_ns / 1e3
@@ -276,18 +278,19 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
     return Idle((short + long) * scale, count / len(steps), short * scale, long * scale, waits[:5])
 
 
-def _wait_words(idle: Idle) -> list[str]:
+def _wait_words(idle: Idle) -> str:
     if not idle.longest or idle.longest[0]["ms"] < 0.05:
-        return []
+        return ""
     wait = idle.longest[0]
-    return [f"the longest wait is {wait['ms']:.2f} ms, before {wait['before'] or 'the end of the step'};"]
+    return f" (longest: {wait['ms']:.2f} ms, before {wait['before'] or 'the end of the step'})"
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
     """Live buffers at the peak, alike ones of different layers together, the largest groups first."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
-        what = re.sub(r"\[(\d+)\]", lambda m: "[*]" if "['" in buffer.what else m.group(0), buffer.what)
+        # A parameter's path, "layers[3]['mlp']", and not a shape
+        what = re.sub(r"\[\d+\]", "[*]", buffer.what) if "['" in buffer.what else buffer.what
         groups[what, buffer.kind].append(buffer.num_bytes)
     rows = [{"bytes": sum(s), "count": len(s), "what": what, "kind": kind} for (what, kind), s in groups.items()]
     return sorted(rows, key=lambda r: -r["bytes"])[:_TOP_BUFFERS]
@@ -311,8 +314,3 @@ def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> 
         else:
             row.append([round(start, 1), round(stop - start, 1), event.category, readable(event.name)[:120], where])
     return {"step": step, "length_us": round((end - origin) / 1e3, 1), "streams": streams}
-
-
-def busy_ms(events: Sequence[Event]) -> float:
-    """Time in which anything ran."""
-    return sum(end - start for start, end in union([(e.start_ns, e.end_ns) for e in events])) * _MS

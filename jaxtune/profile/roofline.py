@@ -6,10 +6,11 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from jaxtune.profile.ceilings import Ceilings
+from jaxtune.profile.device import Ceilings
 from jaxtune.profile.trace import Event
 
 EIGHT_BIT = ("f8", "s8", "u8", "float8", "c10::Float8")
+TRANSFER_CATEGORIES = ("copies to device", "copies to host", "collectives")
 # Idle stretches below this are launches that came late; longer ones are waits for the host.
 LAUNCH_GAP_NS = 20_000
 
@@ -32,76 +33,81 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
 
 
 def losses(
-    events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, waits: Sequence[str] = ()
+    events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
-    """Every loss, the largest first. A moment counts in one of them only."""
-    scale = 1 / 1e6 / num_steps
-    recompute = 0.0
-    thick: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)  # category: time, floor, flops, all
-    thin = [0.0, 0.0, 0]
-    passes: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
-    transfers: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
-    helpers = 0.0
+    """Every loss, the largest first; a moment counts in one of them only. wait: words on the longest wait."""
+    per_step = 1e-6 / num_steps
+    kinds: dict[str, list[Event]] = collections.defaultdict(list)
     for event in events:
-        time = event.self_ns
-        if event.phase == "recompute":
-            recompute += time
-        elif event.category in ("gemm", "attention", "moe"):
-            floor, bound = floor_ns(event.flops, event.moved_bytes, event.dtype, ceilings)
-            if not event.flops:
-                if event.category == "attention":
-                    thick["attention"][0] += time
-                else:
-                    helpers += time
-            elif bound == "memory":
-                thin[0] += time
-                thin[1] += floor
-                thin[2] += 1
-            else:
-                row = thick[event.category]
-                row[0] += time
-                row[1] += min(floor, time)
-                row[2] += event.flops
-        elif event.category in ("copies to device", "copies to host", "collectives"):
-            row = transfers[event.category]
-            row[0] += time
-            row[1] += event.duration_ns
-            row[2] += event.moved_bytes
-        else:
-            row = passes[_place(event)]
-            row[0] += time
-            row[1] += event.moved_bytes
-            row[2] += min(time, floor_ns(0.0, event.moved_bytes, event.dtype, ceilings)[0])
+        kinds[_kind(event, ceilings)].append(event)
     out = []
-    if recompute:
-        won = recompute * scale
-        out.append(Loss("recompute", won, f"Recomputing the forward for the backward takes {won:.1f} ms a step: kept in memory or offloaded under compute, it is won."))  # fmt: skip
-    for category, (time, floor, flops, _) in thick.items():
-        won = (time - floor) * scale
-        rate = flops / time / 1e3 if time else 0.0
-        name = {"gemm": "The large matrix products", "attention": "Attention", "moe": "The experts' products"}[category]
-        out.append(Loss(category, won, f"{name} take{'s' if category == 'attention' else ''} {time * scale:.1f} ms at {rate:.0f} TFLOP/s, where this device reaches {ceilings.gemm_bf16_tflops:.0f} in bf16 ({ceilings.source}): {won:.1f} ms would be won at that speed."))  # fmt: skip
-    if thin[0]:
-        won = thin[0] * scale
-        out.append(Loss("thin products", won, f"{thin[2] / num_steps:.0f} thin products (adapters and the like) take {won:.1f} ms, bound by memory traffic and not by their FLOPs: fused into the products beside them, up to {won:.1f} ms are won."))  # fmt: skip
-    for place, (time, moved, floor) in passes.items():
-        won = time * scale
-        speed = f" at {moved / time / 1e3:.2f} TB/s" if moved else ""
-        more = f" ({(time - floor) * scale:.1f} ms of it by reaching {ceilings.copy_tbps:.1f} TB/s)" if moved and ceilings.copy_tbps and time - floor > 0.1 * time else ""  # fmt: skip
-        out.append(Loss(f"passes over memory: {place}", won, f"Elementwise passes over memory in {place} take {won:.1f} ms{speed}: fused into their neighbours, up to {won:.1f} ms are won{more}."))  # fmt: skip
-    for category, (exposed, whole, moved) in transfers.items():
-        won = exposed * scale
-        out.append(Loss(category, won, f"{category[0].upper() + category[1:]} take {whole * scale:.1f} ms ({moved * scale / 1e3:.2f} GB), of which {won:.1f} ms do not run under compute: overlapped, they are won."))  # fmt: skip
-    if idle_ms:
-        where = f" {waits[0]}" if waits else ""
-        out.append(Loss("idle", idle_ms, f"The device waits {idle_ms:.1f} ms a step for its next launch:{where} with launches ahead of the device, it is won."))  # fmt: skip
-    if helpers:
-        out.append(Loss("helpers", helpers * scale, f"Helper kernels of products take {helpers * scale:.1f} ms."))
-    return sorted((loss for loss in out if loss.won_ms > 0), key=lambda loss: -loss.won_ms)
+    for kind, members in kinds.items():
+        ms = sum(e.self_ns for e in members) * per_step
+        if ms <= 0:
+            continue
+        if kind == "recompute":
+            text = f"Recomputing the forward for the backward takes {ms:.1f} ms: won where memory or the host link can "
+            out.append(Loss(kind, ms, text + "keep what is recomputed."))
+        elif kind in _PRODUCTS:
+            out.append(_slow_products(kind, members, ms, per_step, ceilings))
+        elif kind == "thin products":
+            count = len(members) / num_steps
+            text = f"{count:.0f} thin products (adapters and the like) take {ms:.1f} ms, bound by memory and not by FLOPs: "
+            out.append(
+                Loss(kind, ms, text + f"up to {ms:.1f} ms are won by fusing them into the products beside them.")
+            )
+        elif kind in TRANSFER_CATEGORIES:
+            whole = sum(e.duration_ns for e in members) * per_step
+            moved = sum(e.moved_bytes for e in members) / num_steps / 1e9
+            text = f"{kind.capitalize()} take {whole:.1f} ms ({moved:.2f} GB), of which {ms:.1f} ms do not run under "
+            out.append(Loss(kind, ms, text + f"compute: {ms:.1f} ms are won by overlapping them."))
+        else:
+            out.append(_passes(kind, members, ms, per_step, ceilings))
+    if idle_ms > 0:
+        text = f"The device waits {idle_ms:.1f} ms a step for its next launch{wait}: won with launches ahead of it."
+        out.append(Loss("idle", idle_ms, text))
+    return sorted(out, key=lambda loss: -loss.won_ms)
 
 
-def _place(event: Event) -> str:
-    if event.category in ("loss", "optimizer", "dequantise"):
-        return {"loss": "the loss", "optimizer": "the optimizer", "dequantise": "dequantising"}[event.category]
-    parts = [p for p in event.scope.split("/") if p]
-    return "/".join(parts[:2]) if parts else "unnamed places"
+_PRODUCTS = {"gemm": "The large matrix products take", "attention": "Attention takes", "moe": "The experts take"}
+
+
+def _kind(event: Event, ceilings: Ceilings) -> str:
+    if event.phase == "recompute":
+        return "recompute"
+    if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "moe"):
+        return event.category
+    if event.category == "gemm":
+        # Helpers of a product (a split's reduction, its memset) have no FLOPs of their own.
+        thin = event.flops and floor_ns(event.flops, event.moved_bytes, event.dtype, ceilings)[1] == "memory"
+        return "thin products" if thin else "gemm"
+    if event.category in ("loss", "optimizer"):
+        return f"the {event.category}"
+    if event.category == "dequantise":
+        return "dequantising"
+    return "/".join([part for part in event.scope.split("/") if part][:2]) or "unnamed places"
+
+
+def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
+    flops = sum(e.flops for e in events)
+    rate = flops / sum(e.self_ns for e in events) / 1e3
+    # A kernel can beat a ceiling that was measured on another shape: then nothing is lost in it.
+    least = sum(min(e.self_ns, floor_ns(e.flops, 0.0, e.dtype, ceilings)[0]) for e in events)
+    won = ms - least * per_step
+    text = f"{_PRODUCTS[kind]} {ms:.1f} ms at {rate:.0f} TFLOP/s, where the device's ceiling is "
+    text += f"{ceilings.gemm_bf16_tflops:.0f} in bf16 ({ceilings.source}): {won:.1f} ms are won at that speed."
+    if not flops:
+        won, text = 0.0, f"{_PRODUCTS[kind]} {ms:.1f} ms; the trace does not tell their FLOPs."
+    return Loss(kind, won, text)
+
+
+def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
+    moved = sum(e.moved_bytes for e in events)
+    text = f"Passes over memory in {place} take {ms:.1f} ms"
+    if moved:
+        text += f" at {moved / sum(e.self_ns for e in events) / 1e3:.2f} TB/s"
+    text += f": up to {ms:.1f} ms are won by fusing them into their neighbours"
+    slow = ms - sum(min(e.self_ns, floor_ns(0.0, e.moved_bytes, e.dtype, ceilings)[0]) for e in events) * per_step
+    if moved and slow > 0.1 * ms:
+        text += f", {slow:.1f} ms by reaching {ceilings.copy_tbps:.1f} TB/s"
+    return Loss(f"passes over memory: {place}", ms, text + ".")

@@ -25,10 +25,11 @@ CATEGORIES = (
 )
 
 _WRAPPER = re.compile(r"^([a-z_]+)\((.*)\)$")
-_SILENT = frozenset(
-    "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat forward backward recompute "
-    "shard_map branch_0_fun branch_1_fun core_call custom_vjp_call custom_jvp_call pjit scan xla_call".split()
-)
+_CONTROL = ("while", "body", "cond", "scan", "branch_0_fun", "branch_1_fun", "pjit", "core_call", "shard_map")
+_TRANSFORMS = ("closed_call", "eval_jaxpr", "checkpoint", "remat", "rematted_computation", "custom_vjp_call",
+               "custom_jvp_call")  # fmt: skip
+_PHASES = ("forward", "backward", "recompute")
+_SILENT = frozenset((*_CONTROL, *_TRANSFORMS, *_PHASES))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -50,7 +51,8 @@ def scope_of(op_name: str) -> tuple[str, str]:
         if part in ("recompute", "rematted_computation"):
             phase = "recompute"
         if name and name not in _SILENT and "->" not in name:  # an einsum's formula is no scope
-            out.append(name)
+            if out[-1:] != [name]:  # a scope entered again by a transformation of what is in it
+                out.append(name)
     return "/".join(out), phase
 
 
@@ -87,12 +89,20 @@ _ATTENTION_KERNEL = re.compile(
     r"flash|fmha|sdpa|attention|cudnn::fusion::(compute_dot_do_o|convert_dq|fmha)|cudnn_generated.*sdpa|mha_|attn",
     re.IGNORECASE,
 )
-_ATTENTION_SCOPE = re.compile(r"(^|/)(attend|dot_product_attention\w*|flash_attention\w*|sdpa|scaled_dot_product\w*)(/|$)")
+_ATTENTION_SCOPE = re.compile(
+    r"(^|/)(attend|dot_product_attention\w*|flash_attention\w*|sdpa|scaled_dot_product\w*)(/|$)"
+)
 _DEQUANTISE = re.compile(r"dequant|kdequantize|nf4|unpack_4bit|decode_blockwise", re.IGNORECASE)
-_MOE = re.compile(r"(^|[/_.])(moe|router|routing|ragged_dot|grouped_matmul|experts?|permute_tokens)([/_.]|$)", re.IGNORECASE)
-_COLLECTIVE = re.compile(r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all|collective[-_]?permute", re.I)
+_MOE = re.compile(
+    r"(^|[/_.])(moe|router|routing|ragged_dot|grouped_matmul|experts?|permute_tokens)([/_.]|$)", re.IGNORECASE
+)
+_COLLECTIVE = re.compile(
+    r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all|collective[-_]?permute", re.IGNORECASE
+)
 _LOSS = re.compile(r"loss|cross_?entropy|log_?softmax|nll", re.IGNORECASE)
-_OPTIMIZER = re.compile(r"(^|[/_.])(optimizer|optim|adamw?|adafactor|lion|muon|clip_grad\w*|apply_updates)([/_.]|$)", re.I)
+_OPTIMIZER = re.compile(
+    r"(^|[/_.])(optimizer|optim|adamw?|adafactor|lion|muon|clip_grad\w*|apply_updates)([/_.]|$)", re.IGNORECASE
+)
 _OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply|FusedAdam|adam|LpNormFunctor|kOptimizer", re.I)
 _DEVICE_COPY = re.compile(r"^(copy|transpose|loop_copy|wrapped_copy|wrapped_transpose|input_transpose|wrapped_bitcast|"
                           r"loop_transpose|loop_slice|loop_dynamic_update_slice|loop_dynamic_slice|"
@@ -103,9 +113,7 @@ def is_collective(name: str) -> bool:
     return bool(_COLLECTIVE.search(name))
 
 
-def categorise(
-    kind: str, kernel: str, scope: str, *, module: str = "", is_gemm: bool | None = None, target: str = ""
-) -> str:
+def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
     """Category of an event.
 
     What a kernel does comes first: a product is "gemm" in the loss as in a layer, so that frameworks that cut their

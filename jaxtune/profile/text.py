@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -40,6 +41,14 @@ def bar(share: float, width: int = 24) -> str:
     return "█" * round(share * width)
 
 
+def _short(shape: str) -> str:
+    """Two operands and the first result: what tells one product from another."""
+    operands, _, result = shape.partition(" -> ")
+    parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
+    results = re.findall(r"[a-z]\w*\[[\d,]*\]", result)[:1]
+    return " ".join(parts) + (f" > {results[0]}" if results else "")
+
+
 def headline(report: Report) -> list[str]:
     """The lines that stand above every table."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
@@ -51,8 +60,12 @@ def headline(report: Report) -> list[str]:
     if report.flops_per_step:
         rate = report.flops_per_step / report.step_ms / 1e9
         line += f", {rate:.0f} TFLOP/s in products" if rate >= 1 else f", {rate * 1e3:.1f} GFLOP/s in products"
-    where = f"{report.device or 'device unknown'}" + (f" (first of {report.num_devices})" if report.num_devices > 1 else "")
-    versions = ", ".join(f"{k} {v}" for k, v in report.versions.items() if k in ("jax", "jaxlib", "torch", "cuda", "gpu"))
+    where = f"{report.device or 'device unknown'}" + (
+        f" (first of {report.num_devices})" if report.num_devices > 1 else ""
+    )
+    versions = ", ".join(
+        f"{k} {v}" for k, v in report.versions.items() if k in ("jax", "jaxlib", "torch", "cuda", "gpu")
+    )
     return [f"{report.path}: {where}, {versions or report.framework}", line]
 
 
@@ -70,7 +83,9 @@ def report_text(report: Report, width: int) -> str:
     table = _table("\nBy category", "<category", "ms/step", "share", "<")
     for row in report.categories:
         table.add_row(row.name, f"{row.ms:.2f}", percent(row.share), bar(row.share))
-    table.add_row("sum", f"{sum(r.ms for r in report.categories):.2f}", percent(sum(r.share for r in report.categories)), "")
+    table.add_row(
+        "sum", f"{sum(r.ms for r in report.categories):.2f}", percent(sum(r.share for r in report.categories)), ""
+    )
     console.print(table)
 
     table = _table("\nBy scope", "<scope", "<phase", "ms/step", "share")
@@ -81,17 +96,18 @@ def report_text(report: Report, width: int) -> str:
         table.add_row(f"({len(rest)} more)", "", f"{sum(r.ms for r in rest):.2f}", percent(sum(r.share for r in rest)))
     console.print(table)
 
-    table = _table("\nTop kernels", "<kernel", "<scope", "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling")
+    table = _table("\nTop kernels", "<kernel", "<scope", "<shape", "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling")
     for row in report.kernels[:_SHOWN]:
-        table.add_row(
-            row.name[:48], f"{row.scope} {row.phase}".strip() + (f"\n{row.shape}" if row.shape else ""), f"{row.count:g}",
-            f"{row.ms:.2f}", f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else "",
-            percent(row.of_ceiling) if row.of_ceiling else "",
-        )  # fmt: skip
+        where = f"{row.scope} {row.phase}".strip()
+        rates = f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else ""
+        reached = percent(row.of_ceiling) if row.of_ceiling else ""
+        table.add_row(row.name[:40], where, _short(row.shape), f"{row.count:g}", f"{row.ms:.2f}", *rates, reached)
     console.print(table)
 
     if report.transfers:
-        table = _table("\nTransfers", "<", "count", "ms/step", "under compute", "exposed ms", "GB", "GB/s", "<longest wait")
+        table = _table(
+            "\nTransfers", "<", "count", "ms/step", "under compute", "exposed ms", "GB", "GB/s", "<longest wait"
+        )
         for row in report.transfers:
             hidden = row.hidden_ms / row.ms if row.ms else 0.0
             wait = f"{row.waits[0]['ms']:.2f} ms, {row.waits[0]['op']}" if row.waits else ""
@@ -100,18 +116,22 @@ def report_text(report: Report, width: int) -> str:
         console.print(table)
 
     idle = report.idle
-    console.print(f"\nIdle: {idle.ms:.2f} ms/step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms together, "
-                  f"waits of {idle.wait_ms:.2f} ms")  # fmt: skip
+    gaps = f"{idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms together, waits of {idle.wait_ms:.2f} ms"
+    console.print(f"\nIdle: {idle.ms:.2f} ms/step: {gaps}")
     for wait in idle.longest[:3]:
         console.print(f"  {wait['ms']:.3f} ms after {wait['after'] or '?'}, before {wait['before'] or '?'}")
     if report.peak_memory_bytes:
-        console.print(f"\nPeak memory {report.peak_memory_bytes / 1e9:.2f} GB; largest at the peak of the largest program:")
+        console.print(
+            f"\nPeak memory {report.peak_memory_bytes / 1e9:.2f} GB; largest at the peak of the largest program:"
+        )
         table = _table("", "GB", "buffers", "<kind", "<what")
         for row in report.buffers[:8]:
             table.add_row(f"{row['bytes'] / 1e9:.3f}", str(row["count"]), row["kind"], row["what"])
         console.print(table)
     if report.ceilings is not None:
         c = report.ceilings
-        console.print(f"\nCeilings ({c.source}): bf16 {c.gemm_bf16_tflops:.0f} TFLOP/s, FP8 {c.gemm_fp8_tflops:.0f} TFLOP/s, "
-                      f"copy {c.copy_tbps:.2f} TB/s")  # fmt: skip
+        rates = (
+            f"bf16 {c.gemm_bf16_tflops:.0f} TFLOP/s, FP8 {c.gemm_fp8_tflops:.0f} TFLOP/s, copy {c.copy_tbps:.2f} TB/s"
+        )
+        console.print(f"\nCeilings ({c.source}): {rates}")
     return _text(console)

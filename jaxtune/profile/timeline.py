@@ -52,7 +52,9 @@ def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: 
 
 def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float, float]]:
     """Intervals of [start, end] in which nothing ran on the device."""
-    busy = union([(max(e.start_ns, start), min(e.end_ns, end)) for e in events if e.end_ns > start and e.start_ns < end])
+    busy = union(
+        [(max(e.start_ns, start), min(e.end_ns, end)) for e in events if e.end_ns > start and e.start_ns < end]
+    )
     out, at = [], start
     for begun, done in busy:
         if begun > at:

@@ -211,9 +211,7 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
     for key, indices in groups.items():
         name = str(raw[indices[0]].stats["hlo_module"])
         module = modules.get(key) or by_name.get(name)
-        launches = [
-            Launch(raw[i].name, str(raw[i].stats.get("hlo_op", "")), _is_copy(raw[i])) for i in indices
-        ]
+        launches = [Launch(raw[i].name, str(raw[i].stats.get("hlo_op", "")), _is_copy(raw[i])) for i in indices]
         if module is not None:
             join(module, launches)
             unmatched += sum(
@@ -243,9 +241,11 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
             event.kind = COLLECTIVE if is_collective(instruction.opcode) else event.kind
         is_gemm = None if instruction is None else bool(work.of(instruction)[0]) or instruction.is_gemm
         event.category = categorise(
-            event.kind, item.name, event.scope, module=event.module, is_gemm=is_gemm,
+            event.kind, item.name, event.scope, is_gemm=is_gemm,
             target="" if instruction is None else instruction.target,
         )  # fmt: skip
+        if event.kind in (TO_HOST, TO_DEVICE):
+            event.scope = event.scope or "host link"
         if event.kind in (COPY, TO_HOST, TO_DEVICE):
             size = re.search(r"size:(\d+)", str(item.stats.get("memcpy_details", "")))
             if size:
@@ -330,9 +330,7 @@ def _buffers(modules: list[Module]) -> tuple[list[Buffer], int]:
     """Buffers live at the peak of the program that needs most, and that peak."""
     best: list[Buffer] = []
     for module in modules:
-        rows = [
-            Buffer(size, _what(instruction), kind) for size, instruction, kind in module.peak_buffers() if size > 0
-        ]
+        rows = [Buffer(size, _what(instruction), kind) for size, instruction, kind in module.peak_buffers() if size > 0]
         if sum(r.num_bytes for r in rows) > sum(r.num_bytes for r in best):
             best = rows
     return best, sum(r.num_bytes for r in best)

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, linears
 from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
+from jaxtune.profile import capture
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
 from jaxtune.train.config import TrainConfig
@@ -343,8 +344,9 @@ class Trainer:
                 if step + 1 < self.total_steps:
                     coming = pool.submit(self._load_step, step + 1)
                 if config.profile.steps and step - start == config.profile.start:
-                    jax.block_until_ready(state.step)
-                    trace.enter_context(jax.profiler.trace(str(self.profile_folder)))
+                    watch.flush()
+                    trace.enter_context(self._capture(programs))
+                    watch.restart()
                     tracing = True
                 for index, batch in zip(micro_index, parts, strict=True):
                     sums = programs.accumulate(sums, state, frozen, batch, index)
@@ -352,8 +354,9 @@ class Trainer:
                 watch.step_dispatched(step, latest, counts)
                 done = step + 1
                 if tracing and step - start == config.profile.start + config.profile.steps - 1:
-                    jax.block_until_ready(state.step)
+                    watch.flush()
                     trace.close()
+                    watch.restart()
                     tracing = False
                 save = policy.should_save(done, time.monotonic())
                 if stop.requested or (save and done < self.total_steps):
@@ -375,6 +378,13 @@ class Trainer:
             self._save(checkpointer, self.total_steps, state)
             checkpointer.wait()
         return state
+
+    def _capture(self, programs: _Programs):
+        meta = {
+            "config": config_to_dict(self.config),
+            "tokens_per_step": self.config.rows_per_step * self.batches.length,
+        }
+        return capture(self.profile_folder, meta, {"accumulate": programs.accumulate, "update": programs.update})
 
     def _compile_guess(self) -> float:
         layers = self._given.config.num_layers

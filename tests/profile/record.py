@@ -3,8 +3,8 @@
     python tests/profile/record.py FOLDER
 
 ours.xplane.pb.gz (jaxtune, LoRA), flax.xplane.pb.gz (a plain flax program), torch.json.gz (transformers + PEFT).
-The numbers that the tests compare with are in expected.json there: `python tests/profile/record.py --expect` writes them
-anew from the traces, on any machine; look at the difference before keeping it.
+The numbers that the tests compare with are in expected.json there: `python tests/profile/record.py --expect` writes
+them anew from the traces, on any machine; look at the difference before keeping it.
 """
 
 from __future__ import annotations

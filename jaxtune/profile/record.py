@@ -74,7 +74,11 @@ def capture(
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
-    foreign = [p.name for p in folder.iterdir() if p.name not in (TRACE_FILE, RECORD_FILE, HLO_FOLDER)] if folder.exists() else []
+    foreign = (
+        [p.name for p in folder.iterdir() if p.name not in (TRACE_FILE, RECORD_FILE, HLO_FOLDER)]
+        if folder.exists()
+        else []
+    )
     if foreign:
         raise ValueError(f"{folder} holds other files ({', '.join(sorted(foreign)[:3])}): give a new folder")
     shutil.rmtree(folder / HLO_FOLDER, ignore_errors=True)
