@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import cudnn, reference
+from jaxtune.pallas.attention import cudnn, mosaic, reference
 from jaxtune.pallas.attention.layout import PackedLayout
 
-IMPLEMENTATIONS = {"cudnn": cudnn, "reference": reference}
+IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "reference": reference}
 
 
 def _pick(query, key, value, layout, implementation, **options):
@@ -23,8 +23,12 @@ def _pick(query, key, value, layout, implementation, **options):
         raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
     table = {
         "cudnn": functools.partial(cudnn.refusal, query, layout, **options),
+        "mosaic": functools.partial(mosaic.refusal, query, layout, **options),
         "reference": lambda: None,
     }
+    if layout.max_documents != 1:
+        # On packed rows our kernels win by the blocks they skip; on whole rows the vendor's are still faster.
+        table = {"mosaic": table.pop("mosaic"), **table}
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
@@ -60,7 +64,7 @@ def attention_forward(
       window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window), or None.
       soft_cap: cap * tanh(score / cap), or None (Gemma 2).
       sinks: float[heads], one extra logit a head that carries no value, or None (gpt-oss).
-      implementation: "cudnn", "reference", or None for the first that supports the call.
+      implementation: "cudnn", "mosaic", "reference", or None for the first that supports the call.
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T] natural log). Padding gives out = 0; its lse
       means nothing.

@@ -1,0 +1,118 @@
+"""The Mosaic attention kernels' bodies, run by Pallas' GPU interpreter: forward and backward, several tiles and a tail.
+
+Their products with a left side in registers are written out there (the interpreter has no such wgmma); everything
+else is the code that a GPU runs.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.attention import attention_backward, attention_forward, mosaic, packed_layout, reference
+
+ROWS, LENGTH, HEADS, KV_HEADS, DIM = 1, 300, 4, 2, 64  # three tiles of queries, the last one with a tail
+
+# Padding in front, between and behind; a document of one token; an id that returns; bounds off the tiles' edges.
+SEGMENTS = np.concatenate(
+    [np.repeat(i, n) for i, n in ((0, 5), (1, 90), (2, 1), (1, 60), (0, 7), (3, 110), (0, 27))]
+).astype(np.int32)[None]
+
+CASES = {
+    "packed": (SEGMENTS, {}),
+    "window_sinks": (SEGMENTS, {"window": 50, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}),
+    "soft_cap": (SEGMENTS, {"soft_cap": 4.0}),
+    "one_document": (None, {}),
+}
+
+
+def operands(dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    made = [jax.random.normal(k, (ROWS, LENGTH, h, DIM)).astype(jnp.bfloat16) for k, h in zip(keys, heads, strict=True)]
+    return [x.astype(dtype) for x in made]
+
+
+def outputs(implementation, arrays, segments, features):
+    layout = packed_layout((ROWS, LENGTH), None if segments is None else jnp.asarray(segments))
+    query, key, value, dout = arrays
+    options = dict(features, scale=DIM**-0.5, implementation=implementation)
+    out, lse = attention_forward(query, key, value, layout, **options)
+    gradients = attention_backward(query, key, value, out, lse, dout, layout, **options)
+    return [np.asarray(x, np.float64) for x in (out, *gradients) if x is not None], np.asarray(lse)
+
+
+def distance(got, want):
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_kernels_against_the_reference(case):
+    segments, features = CASES[case]
+    exact, exact_lse = outputs("reference", operands(jnp.float32), segments, features)
+    xla, _ = outputs("reference", operands(jnp.bfloat16), segments, features)
+    with mosaic.interpreted():
+        got, lse = outputs("mosaic", operands(jnp.bfloat16), segments, features)
+    assert dispatch.record["attention"][0] == "mosaic"
+    for mine, theirs, want in zip(got, xla, exact, strict=True):
+        assert distance(mine, want) <= 2 * distance(theirs, want)
+    real = np.ones(LENGTH, bool) if segments is None else segments[0] > 0
+    np.testing.assert_allclose(lse[:, :, real], exact_lse[:, :, real], atol=2e-5)
+    for array in got[:4]:
+        assert not array[:, ~real].any(), "padding must give zeros"
+
+
+def test_no_bit_of_one_document_reaches_another():
+    with mosaic.interpreted():
+        before, _ = outputs("mosaic", operands(jnp.bfloat16), SEGMENTS, {})
+        arrays = operands(jnp.bfloat16)
+        inside = (np.arange(LENGTH) >= 163) & (np.arange(LENGTH) < 273)  # the document of id 3
+        arrays = [jnp.where(inside[None, :, None, None], -3 * x, x) for x in arrays]
+        after, _ = outputs("mosaic", arrays, SEGMENTS, {})
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a[:, ~inside], b[:, ~inside])
+        assert (a[:, inside] != b[:, inside]).any()
+
+
+def test_packed_rows_go_to_the_kernels_and_whole_rows_to_cudnn():
+    query = jnp.zeros((1, 128, 4, 64), jnp.bfloat16)
+    packed, whole = packed_layout((1, 128), jnp.ones((1, 128), jnp.int32)), packed_layout((1, 128))
+
+    def chosen(layout, **features):
+        options = dict(scale=1.0, **features)
+        with dispatch.compile_for((9, 0)):
+            jax.eval_shape(lambda q: attention_forward(q, q, q, layout, **options), query)
+        return dispatch.record["attention"]
+
+    assert chosen(packed)[0] == "mosaic"
+    assert chosen(whole)[0] == "cudnn"
+    assert chosen(whole, soft_cap=5.0) == ("mosaic", {"cudnn": "soft cap"})
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dim", "reason"),
+    [
+        ((8, 0), jnp.bfloat16, 64, "Hopper"),
+        ((9, 0), jnp.float32, 64, "float32"),
+        ((9, 0), jnp.bfloat16, 80, "head dim 80"),
+    ],
+)
+def test_refusals_say_why(capability, dtype, dim, reason):
+    query = jnp.zeros((1, 128, 2, dim), dtype)
+    layout = packed_layout((1, 128))
+    with dispatch.compile_for(capability), pytest.raises(ValueError, match=reason):
+        attention_forward(query, query, query, layout, scale=1.0, implementation="mosaic")
+
+
+def test_bounds_rise_along_the_row_and_match_the_definition():
+    layout = packed_layout((1, LENGTH), jnp.asarray(SEGMENTS))
+    for window in (None, 50):
+        lower, upper = (np.asarray(x)[0] for x in mosaic._bounds(layout, window))
+        assert (np.diff(lower) >= 0).all() and (np.diff(upper) >= 0).all()
+        index = np.arange(LENGTH)
+        from_queries = (index >= lower[:, None]) & (index <= index[:, None])
+        from_keys = (index[:, None] >= index) & (index[:, None] < upper)
+        visible = np.asarray(reference._visible(layout.doc_start, layout.doc_end, 0, LENGTH, window))[0, 0, 0]
+        np.testing.assert_array_equal(from_queries, visible)
+        np.testing.assert_array_equal(from_keys & (SEGMENTS[0] > 0)[:, None], visible)
