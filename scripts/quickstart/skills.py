@@ -39,8 +39,9 @@ def key(problem: Problem) -> tuple[str, ...]:
 
 
 def number(rng: random.Random) -> int:
-    """10..999, with two digits as often as with three."""
-    return rng.randint(10, 99) if rng.random() < 0.4 else rng.randint(100, 999)
+    """2..999: one digit at times, two or three as a rule."""
+    low, high = rng.choices(((2, 9), (10, 99), (100, 999)), (1, 4, 5))[0]
+    return rng.randint(low, high)
 
 
 def made_up_word(rng: random.Random) -> str:
