@@ -18,7 +18,6 @@ from jaxtune.profile.timeline import TRANSFERS, charge, gaps
 from jaxtune.profile.trace import Event, Trace
 
 _MS = 1e-6
-_TOP_KERNELS = 200
 _TOP_BUFFERS = 12
 
 
@@ -161,7 +160,7 @@ def make_report(trace: Trace) -> Report:
         tokens_per_step=int(tokens) if isinstance(tokens, (int, float)) and tokens > 0 else None,
         categories=_categories(inside, num_steps, step_ms, idle_per_step),
         scopes=_scopes(inside, num_steps, step_ms, idle_per_step),
-        kernels=_kernels(inside, num_steps, ceilings)[:_TOP_KERNELS],
+        kernels=_kernels(inside, num_steps, ceilings),
         transfers=_transfers(inside, num_steps),
         idle=idle,
         peak_memory_bytes=trace.peak_memory_bytes,

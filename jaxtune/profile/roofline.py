@@ -52,7 +52,7 @@ def losses(
             out.append(_slow_products(kind, members, ms, per_step, ceilings))
         elif kind == "thin products":
             count = len(members) / num_steps
-            text = f"{count:.0f} thin products (adapters and the like) take {ms:.1f} ms, bound by memory and not by FLOPs: "
+            text = f"{count:.0f} thin products (adapters and alike) take {ms:.1f} ms, bound by memory: "
             out.append(
                 Loss(kind, ms, text + f"up to {ms:.1f} ms are won by fusing them into the products beside them.")
             )
@@ -69,18 +69,18 @@ def losses(
     return sorted(out, key=lambda loss: -loss.won_ms)
 
 
-_PRODUCTS = {"gemm": "The large matrix products take", "attention": "Attention takes", "moe": "The experts take"}
+_PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention takes", "MoE": "The experts take"}
 
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
     if event.phase == "recompute":
         return "recompute"
-    if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "moe"):
+    if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):
         return event.category
-    if event.category == "gemm":
+    if event.category == "GEMM":
         # Helpers of a product (a split's reduction, its memset) have no FLOPs of their own.
         thin = event.flops and floor_ns(event.flops, event.moved_bytes, event.dtype, ceilings)[1] == "memory"
-        return "thin products" if thin else "gemm"
+        return "thin products" if thin else "GEMM"
     if event.category in ("loss", "optimizer"):
         return f"the {event.category}"
     if event.category == "dequantise":

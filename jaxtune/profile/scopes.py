@@ -9,10 +9,10 @@ from jaxtune.profile.trace import COLLECTIVE, COPY, MEMSET, TO_DEVICE, TO_HOST
 
 # In the order of the tables.
 CATEGORIES = (
-    "gemm",
+    "GEMM",
     "attention",
     "dequantise",
-    "moe",
+    "MoE",
     "elementwise and norms",
     "loss",
     "optimizer",
@@ -116,7 +116,7 @@ def is_collective(name: str) -> bool:
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
     """Category of an event.
 
-    What a kernel does comes first: a product is "gemm" in the loss as in a layer, so that frameworks that cut their
+    What a kernel does comes first: a product is "GEMM" in the loss as in a layer, so that frameworks that cut their
     work differently still align. Then where it stands. is_gemm: what the HLO says; None where only the name is known.
     """
     if kind == TO_HOST:
@@ -130,9 +130,9 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
     if _DEQUANTISE.search(kernel) or _DEQUANTISE.search(scope):
         return "dequantise"
     if _MOE.search(scope) or _MOE.search(kernel):
-        return "moe"
+        return "MoE"
     if is_gemm or (is_gemm is None and _GEMM_KERNEL.search(kernel)):
-        return "gemm"
+        return "GEMM"
     if _LOSS.search(scope) or _LOSS.search(kernel):
         return "loss"
     if _OPTIMIZER.search(scope) or _OPTIMIZER_KERNEL.search(kernel):

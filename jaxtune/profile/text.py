@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from jaxtune.profile.comparison import Comparison
     from jaxtune.profile.report import Report
 
 _SHOWN = 15
@@ -134,4 +135,33 @@ def report_text(report: Report, width: int) -> str:
             f"bf16 {c.gemm_bf16_tflops:.0f} TFLOP/s, FP8 {c.gemm_fp8_tflops:.0f} TFLOP/s, copy {c.copy_tbps:.2f} TB/s"
         )
         console.print(f"\nCeilings ({c.source}): {rates}")
+    return _text(console)
+
+
+def comparison_text(comparison: Comparison, width: int) -> str:
+    console = _console(width)
+    for name, report in (("A", comparison.a), ("B", comparison.b)):
+        first, second = headline(report)
+        console.print(f"{name}: {first}\n   {second}")
+    for note in comparison.notes:
+        console.print(f"note: {note}")
+    console.print()
+    for sentence in comparison.sentences:
+        console.print(sentence)
+    tables = (
+        ("\nBy category", [comparison.step, *comparison.categories], 0),
+        (f"\nBy {comparison.aligned_by}", comparison.scopes, _SHOWN),
+        ("\nKernels that changed", [row for row in comparison.kernels if row.verdict != "same"], _SHOWN),
+    )
+    for title, rows, most in tables:
+        if not rows:
+            continue
+        columns = ("A ms", "B ms", "B - A", "noise", "<")
+        table = _table(title, "<", "<phase", *columns)
+        for row in rows[: most or None]:
+            change = f"{row.diff_ms:+.2f}" if row.verdict != "same" else f"({row.diff_ms:+.2f})"
+            name = row.name if not row.detail else f"{row.name[:60]}\n  {row.detail[:100]}"
+            figures = (f"{row.a_ms:.2f}", f"{row.b_ms:.2f}", change, f"{row.noise_ms:.2f}")
+            table.add_row(name, row.phase, *figures, row.verdict)
+        console.print(table)
     return _text(console)

@@ -1,0 +1,365 @@
+"""Chrome traces of PyTorch's profiler, read into a Trace.
+
+Kernels hang on the CPU call that launched them (by correlation id), and that on the operators and ranges around it.
+Scopes are the ranges that a program marks (torch.profiler.record_function) and the modules of a profile taken with
+with_stack=True; a backward operator has the scope of the forward operator with its sequence number. Without either the
+scope is the outermost aten operator. Shapes need record_shapes=True.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxtune.profile.scopes import categorise
+from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, MEMSET, TO_DEVICE, TO_HOST, Event, Trace, TraceError
+
+_STEP = re.compile(r"^ProfilerStep#(\d+)$")
+_OPTIMIZER_STEP = re.compile(r"^Optimizer\.(step|zero_grad)#")
+_MODULE = re.compile(r"^nn\.Module: (.+?)(_\d+)?$")
+_PRODUCTS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_mm",
+    "aten::addmm_",
+    "aten::linear",
+}
+# The argument is_causal of ATen's attention operators.
+_IS_CAUSAL = {
+    "flash_attention_backward": 11,
+    "cudnn_attention_backward": 14,
+    "efficient_attention_backward": 11,
+    "flash_attention": 4,
+    "cudnn_attention": 6,
+    "efficient_attention": 6,
+}
+_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "int": 4, "long int": 8, "bool": 1,
+          "unsigned char": 1, "signed char": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}  # fmt: skip
+_SHORT = {"c10::BFloat16": "bf16", "c10::Half": "f16", "float": "f32", "double": "f64", "long int": "s64", "int": "s32"}
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """A range on a CPU thread; `parent` is the one around it."""
+
+    start: float
+    end: float
+    name: str
+    category: str
+    args: dict[str, Any]
+    parent: _Call | None = None
+    main_counted: bool = False  # its FLOPs are on a kernel already
+
+    def up(self) -> Iterable[_Call]:
+        call: _Call | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+
+def read_chrome(data: bytes, path: str) -> Trace:
+    """Raises TraceError for JSON that is no trace, or a trace without device work."""
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise TraceError(f"{path}: not whole JSON ({error}); record it again") from None
+    rows = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows[:100]):
+        raise TraceError(f"{path}: JSON, but no Chrome trace: it has no list traceEvents")
+    head = content if isinstance(content, dict) else {}
+    device_rows, calls, launches = [], collections.defaultdict(list), {}
+    try:
+        for row in rows:
+            if row.get("ph") != "X":
+                continue
+            category, args = str(row.get("cat", "")), row.get("args") or {}
+            if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+                device_rows.append(row)
+            elif category in ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver"):
+                start = float(row["ts"])
+                call = _Call(start, start + float(row.get("dur", 0)), str(row["name"]), category, args)
+                calls[row.get("tid")].append(call)
+                if category in ("cuda_runtime", "cuda_driver") and "correlation" in args:
+                    launches[args["correlation"]] = call
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(f"{path}: a trace event lacks {error}") from None
+    if not device_rows:
+        raise TraceError(
+            f"{path}: no GPU kernels in it (event categories kernel, gpu_memcpy, gpu_memset); profile with "
+            "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or give JAX's .xplane.pb"
+        )
+    for thread in calls.values():
+        _nest(thread)
+    device_rows, num_devices = _busiest_device(device_rows)
+    forward = _forward_calls(calls.values())
+    marks = sorted(
+        ((c.start, c.end) for thread in calls.values() for c in thread if _STEP.match(c.name)), key=lambda m: m[0]
+    )
+    origin = min(float(row["ts"]) for row in device_rows)
+    optimizer_ends = sorted(c.end for t in calls.values() for c in t if c.name.startswith("Optimizer.step#"))
+    step_of = _step_finder(marks, optimizer_ends)
+    events = []
+    for row in sorted(device_rows, key=lambda r: float(r["ts"])):
+        call = launches.get((row.get("args") or {}).get("correlation"))
+        event = _event(row, call, forward, origin)
+        event.step = step_of(call.start if call is not None else None)
+        events.append(event)
+    steps = _steps(events)
+    notes = []
+    if not marks:
+        notes.append(
+            "no ProfilerStep ranges: " + ("steps end with the optimizer" if optimizer_ends else "taken as one step")
+        )
+    if not any(call.args.get("Input Dims") for thread in calls.values() for call in thread):
+        notes.append("no shapes in it (record_shapes=False): products have no FLOPs")
+    properties = (head.get("deviceProperties") or [{}])[0]
+    versions = {
+        k: str(head[v]) for k, v in (("torch", "pytorch_version"), ("cuda", "cuda_runtime_version")) if v in head
+    }
+    return Trace(
+        path=path,
+        framework="torch",
+        device=str(properties.get("name", "")),
+        events=events,
+        steps=steps,
+        num_devices=num_devices,
+        versions=versions,
+        notes=notes,
+        peak_memory_bytes=_peak_memory(rows),
+    )
+
+
+def _nest(thread: list[_Call]) -> None:
+    """Finds each range's parent on its thread."""
+    thread.sort(key=lambda c: (c.start, -c.end))
+    stack: list[_Call] = []
+    for call in thread:
+        while stack and stack[-1].end < call.end:
+            stack.pop()
+        call.parent = stack[-1] if stack else None
+        stack.append(call)
+
+
+def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
+    by_device: dict[Any, list[dict]] = collections.defaultdict(list)
+    for row in rows:
+        by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
+    return max(by_device.values(), key=lambda r: sum(float(x.get("dur", 0)) for x in r)), len(by_device)
+
+
+def _forward_calls(threads: Iterable[list[_Call]]) -> dict[int, _Call]:
+    """The forward operator of each sequence number: the outermost one that is not itself run by the autograd engine."""
+    out: dict[int, _Call] = {}
+    for thread in threads:
+        for call in thread:
+            number = call.args.get("Sequence number")
+            if number is None or call.category != "cpu_op" or _backward_call(call) is not None:
+                continue
+            out[number] = call  # the innermost op of a number is the last
+    return out
+
+
+def _backward_call(call: _Call) -> _Call | None:
+    """The innermost autograd node around a call; None in the forward."""
+    for around in call.up():
+        if around.name.startswith("autograd::engine::evaluate_function"):
+            return around
+    return None
+
+
+# ---- steps
+
+
+def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
+    """Step number by the moment of the launch on the CPU; -1 outside."""
+    starts = [start for start, _ in marks]
+
+    def find(moment: float | None) -> int:
+        if marks:
+            if moment is None:
+                return -1
+            index = bisect.bisect_right(starts, moment) - 1
+            return index if index >= 0 and moment <= marks[index][1] else -1
+        if optimizer_ends and moment is not None:
+            index = bisect.bisect_left(optimizer_ends, moment)
+            return index if index < len(optimizer_ends) else -1
+        return 0
+
+    return find
+
+
+def _steps(events: list[Event]) -> list[tuple[float, float]]:
+    """On the device: from a step's first kernel to the next one's first, or to its own end."""
+    numbers = sorted({e.step for e in events if e.step >= 0})
+    if not numbers:
+        for event in events:
+            event.step = 0
+        numbers = [0]
+    place = {number: index for index, number in enumerate(numbers)}
+    for event in events:
+        event.step = place.get(event.step, -1)
+    starts = [min(e.start_ns for e in events if e.step == i) for i in range(len(numbers))]
+    ends = [max(e.end_ns for e in events if e.step == i) for i in range(len(numbers))]
+    return list(zip(starts, [*starts[1:], ends[-1]]))
+
+
+# ---- kernels
+
+
+def _event(row: dict, call: _Call | None, forward: dict[int, _Call], origin: float) -> Event:
+    args = row.get("args") or {}
+    name = str(row["name"])
+    start = (float(row["ts"]) - origin) * 1e3
+    kind = _kind(row, name)
+    event = Event(
+        start, start + float(row.get("dur", 0)) * 1e3, name, f"Stream #{args.get('stream', row.get('tid'))}", kind
+    )
+    if kind in (COPY, TO_HOST, TO_DEVICE) and "bytes" in args:
+        event.moved_bytes = float(args["bytes"]) * (2 if kind == COPY else 1)
+    words = ""
+    if call is not None:
+        operators = [c for c in call.up() if c.category == "cpu_op"]
+        event.scope, event.phase = _scope(call, forward)
+        event.op = next(
+            (c.name for c in operators if c.name.startswith("aten::")), operators[0].name if operators else ""
+        )
+        words = " ".join(c.name for c in call.up() if c.category in ("cpu_op", "user_annotation"))
+        if kind == KERNEL:
+            _add_work(event, operators)
+    event.category = _category(event, words)
+    if event.category == "optimizer":
+        event.scope, event.phase = "optimizer", "forward"
+    return event
+
+
+def _kind(row: dict, name: str) -> str:
+    if row["cat"] == "gpu_memset":
+        return MEMSET
+    if row["cat"] == "gpu_memcpy":
+        if "HtoD" in name:
+            return TO_DEVICE
+        return TO_HOST if "DtoH" in name else COPY
+    return COLLECTIVE if "nccl" in name.lower() else KERNEL
+
+
+def _category(event: Event, words: str) -> str:
+    """As `categorise`, with the operators around the launch for a scope."""
+    if "Optimizer.step#" in words or "Optimizer.zero_grad#" in words:
+        return "optimizer"
+    if "aten::_foreach_norm" in words or "aten::linalg_vector_norm" in words or "clip_grad" in words:
+        return "optimizer"  # the gradient's norm and its clip
+    if re.search(r"attention", words) and event.kind == KERNEL:
+        return "attention"
+    loss = re.search(r"cross_?entropy|nll_loss|log_?softmax|NllLoss|LogSoftmax", words, re.IGNORECASE)
+    is_gemm = True if any(f" {p} " in f" {words} " for p in _PRODUCTS) and event.flops else None
+    found = categorise(event.kind, event.name, "loss" if loss else event.scope, is_gemm=is_gemm)
+    if found == "elementwise and norms" and event.op in ("aten::copy_", "aten::cat", "aten::clone", "aten::fill_"):
+        return "device copies"
+    return found
+
+
+def _scope(call: _Call, forward: dict[int, _Call]) -> tuple[str, str]:
+    """(scope, phase) from the marked ranges and modules around the launch, or around its forward operator."""
+    node = _backward_call(call)
+    if node is None:
+        return _path(call), "forward"
+    inside = [c for c in call.up() if c.start >= node.start and c.end <= node.end and c is not node]
+    if any(c.category == "user_annotation" or _MODULE.match(c.name) for c in inside):
+        return _path(call, node), "recompute"  # a module's forward inside the backward: gradient checkpointing
+    for around in call.up():
+        number = around.args.get("Sequence number")
+        if number is not None and number in forward:
+            return _path(forward[number]), "backward"
+    return _operator(call), "backward"
+
+
+def _path(call: _Call, inside: _Call | None = None) -> str:
+    """Marked ranges and modules around a call, the outermost first; else its outermost aten operator."""
+    parts: list[str] = []
+    for around in call.up():
+        if around is inside:
+            break
+        if around.category == "user_annotation" and not _STEP.match(around.name):
+            if not _OPTIMIZER_STEP.match(around.name):
+                parts.append(around.name)
+        elif match := _MODULE.match(around.name):
+            parts.append(match.group(1))
+    parts = [part for index, part in enumerate(parts) if index == 0 or part != parts[index - 1]]
+    return "/".join(reversed(parts)) if parts else _operator(call)
+
+
+def _operator(call: _Call) -> str:
+    """The outermost aten operator around a call, such as "linear"."""
+    names = [c.name for c in call.up() if c.category == "cpu_op" and c.name.startswith("aten::")]
+    if names:
+        return names[-1].removeprefix("aten::")
+    nodes = [c.name for c in call.up() if c.category == "cpu_op"]
+    return nodes[-1].removeprefix("autograd::engine::evaluate_function: ") if nodes else ""
+
+
+# ---- work
+
+
+def _add_work(event: Event, operators: list[_Call]) -> None:
+    """FLOPs and bytes of the innermost operator that has shapes, on the first kernel that it launches."""
+    shaped = [c for c in operators if c.args.get("Input Dims")]
+    attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
+    operator = next(iter(attention or shaped), None)
+    if operator is None:
+        return
+    dims = [d for d in operator.args["Input Dims"] if isinstance(d, list) and d and all(isinstance(x, int) for x in d)]
+    types = [t for t in operator.args.get("Input type", []) if t in _BYTES]
+    if not dims or not types:
+        return
+    short = _SHORT.get(types[0], types[0])
+    event.dtype = short
+    event.shape = ", ".join(f"{short}[{','.join(map(str, d))}]" for d in dims[:3])
+    if operator.main_counted:
+        return
+    operator.main_counted = True
+    out: Sequence[int] = ()
+    name = operator.name
+    if name in ("aten::mm", "aten::bmm", "aten::_scaled_mm") and len(dims) >= 2:
+        event.flops, out = 2.0 * math.prod(dims[0]) * dims[1][-1], (*dims[0][:-1], dims[1][-1])
+    elif name in ("aten::addmm", "aten::baddbmm", "aten::addmm_") and len(dims) >= 3:
+        event.flops, out = 2.0 * math.prod(dims[1]) * dims[2][-1], (*dims[1][:-1], dims[2][-1])
+    elif attention:
+        event.flops = _attention_flops(name, dims, operator.args)
+    if out:
+        event.shape += f" -> {short}[{','.join(map(str, out))}]"
+    elif not name.endswith("_"):
+        out = max(dims, key=math.prod)
+    size = _BYTES[types[0]]
+    event.moved_bytes = float(size * (sum(math.prod(d) for d in dims) + math.prod(out) * bool(out)))
+
+
+def _attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
+    """2 products forward, 5 backward; half of them where the call says that it is causal. Tensors are [B, H, T, D]."""
+    backward = name.endswith("_backward")
+    query, key = (dims[1], dims[2]) if backward else (dims[0], dims[1])
+    if len(query) != 4 or len(key) != 4:
+        return 0.0
+    flops = (5 if backward else 2) * 2.0 * math.prod(query) * key[2]
+    concrete = args.get("Concrete Inputs", [])
+    place = next((i for part, i in _IS_CAUSAL.items() if part in name), None)
+    causal = place is not None and place < len(concrete) and str(concrete[place]) == "True"
+    return flops / 2 if causal else flops
+
+
+def _peak_memory(rows: list[dict]) -> int:
+    """From the allocator's events of a profile taken with profile_memory=True; 0 without."""
+    peak = 0
+    for row in rows:
+        if row.get("name") == "[memory]":
+            args = row.get("args") or {}
+            if args.get("Device Type") == 1:
+                peak = max(peak, int(args.get("Total Allocated", 0)))
+    return peak

@@ -1,0 +1,285 @@
+"""Two profiles side by side: what got faster or slower, beyond what steps of one run differ by."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtune.profile.report import KernelRow, Report, Share, show
+from jaxtune.profile.scopes import CATEGORIES
+
+# Scopes of programs that name their parts differently meet in these; the first that matches.
+_REGIONS = (
+    ("idle", re.compile(r"^idle$")),
+    ("host link", re.compile(r"^host link$")),
+    ("optimizer", re.compile(r"optimizer|accumulate|clip_grad|adam", re.I)),
+    ("head and loss", re.compile(r"loss|lm_head|(^|/)head(/|$)|final_norm|cross_entropy|nll", re.I)),
+    ("embedding", re.compile(r"embed|layout|rotary", re.I)),
+    ("mlp", re.compile(r"mlp|feed_?forward|ffn|moe|expert|expand|contract|(gate|up|down)_proj", re.I)),
+    ("attention block", re.compile(r"att|project|(^|/)mix(/|$)|[qkvo]_proj|sdpa", re.I)),
+)
+# A change below this share of the step is not worth a line, whatever the spread.
+_NEGLIGIBLE = 0.0005
+# With a single captured step the spread is unknown; this much is taken for it.
+_UNKNOWN_SPREAD = 0.01
+
+
+@dataclasses.dataclass
+class Change:
+    """One row of both profiles. ms per step; b_ms is scaled to A's tokens where the two differ in them.
+
+    noise_ms: what the steps of the runs differ by themselves. verdict: "same", "faster", "slower", "only in A" or
+    "only in B", of B against A.
+    """
+
+    name: str
+    phase: str
+    a_ms: float
+    b_ms: float
+    diff_ms: float
+    noise_ms: float
+    verdict: str
+    detail: str = ""
+
+
+@dataclasses.dataclass
+class Comparison:
+    """B against A. aligned_by: "scope" where both name their parts alike, else "region"."""
+
+    a: Report
+    b: Report
+    scale: float
+    step: Change
+    categories: list[Change]
+    scopes: list[Change]
+    aligned_by: str
+    kernels: list[Change]
+    sentences: list[str]
+    notes: list[str]
+
+    @property
+    def slower_by(self) -> float:
+        """How much slower B's step is, as a fraction of A's; 0 where it is not, or not beyond the noise."""
+        return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = ("step", "categories", "scopes", "kernels", "sentences", "notes", "aligned_by", "scale")
+        out: dict[str, Any] = {}
+        for key in rows:
+            value = getattr(self, key)
+            if isinstance(value, Change):
+                value = dataclasses.asdict(value)
+            elif isinstance(value, list):
+                value = [dataclasses.asdict(v) if isinstance(v, Change) else v for v in value]
+            out[key] = value
+        return {**out, "slower_by": self.slower_by, "a": self.a.to_dict(), "b": self.b.to_dict()}
+
+    def to_text(self, width: int = 120) -> str:
+        from jaxtune.profile.text import comparison_text
+
+        return comparison_text(self, width)
+
+    def to_html(self) -> str:
+        """One self-contained page."""
+        from jaxtune.profile.page import comparison_page
+
+        return comparison_page(self)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
+    """Compares two reports, or the profiles in two folders or files; A is the base.
+
+    Raises TraceError where one cannot be read.
+    """
+    a = a if isinstance(a, Report) else show(a)
+    b = b if isinstance(b, Report) else show(b)
+    notes = []
+    scale = 1.0
+    if a.tokens_per_step and b.tokens_per_step and a.tokens_per_step != b.tokens_per_step:
+        scale = a.tokens_per_step / b.tokens_per_step
+        notes.append(f"B's steps have {b.tokens_per_step:,} tokens, A's {a.tokens_per_step:,}: B is scaled to A's")
+    if a.device != b.device:
+        notes.append(f"different devices: {a.device or 'unknown'} and {b.device or 'unknown'}")
+    for name, report in (("A", a), ("B", b)):
+        if len(report.steps_ms) < 2:
+            notes.append(f"{name} has one step: its spread is unknown and taken as {_UNKNOWN_SPREAD:.0%}")
+    step = _change("step", "", a.steps_ms, [ms * scale for ms in b.steps_ms], a.step_ms)
+    by_scope = _named_alike(a, b)
+    comparison = Comparison(
+        a=a,
+        b=b,
+        scale=scale,
+        step=step,
+        categories=_categories(a, b, scale),
+        scopes=_scopes(a, b, scale, by_scope),
+        aligned_by="scope" if by_scope else "region",
+        kernels=_kernels(a, b, scale),
+        sentences=[],
+        notes=notes,
+    )
+    comparison.sentences = _sentences(comparison)
+    return comparison
+
+
+def region(scope: str) -> str:
+    """The part of a model that a scope belongs to, under one name for every framework."""
+    return next((name for name, pattern in _REGIONS if pattern.search(scope)), "elsewhere")
+
+
+def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
+    """Compares per-step times; an empty list is a row that the side lacks."""
+    mean_a = sum(a) / len(a) if a else 0.0
+    mean_b = sum(b) / len(b) if b else 0.0
+    diff = mean_b - mean_a
+    noise = max(_spread(a, mean_a), _spread(b, mean_b))
+    apart = not a or not b or max(a) < min(b) or max(b) < min(a)
+    if abs(diff) <= max(noise, _NEGLIGIBLE * step_ms) or not apart:
+        verdict = "same"
+    elif not any(a) or not any(b):
+        verdict = "only in B" if not any(a) else "only in A"
+    else:
+        verdict = "slower" if diff > 0 else "faster"
+    return Change(name, phase, mean_a, mean_b, diff, noise, verdict, detail)
+
+
+def _spread(values: Sequence[float], mean: float) -> float:
+    if not values:
+        return 0.0
+    return max(values) - min(values) if len(values) > 1 else _UNKNOWN_SPREAD * mean
+
+
+def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
+    return [] if row is None else [ms * scale for ms in row.per_step_ms]
+
+
+def _categories(a: Report, b: Report, scale: float) -> list[Change]:
+    of_a, of_b = ({row.name: row for row in r.categories} for r in (a, b))
+    names = [name for name in CATEGORIES if name in of_a or name in of_b]
+    return [_change(n, "", _scaled(of_a.get(n), 1.0), _scaled(of_b.get(n), scale), a.step_ms) for n in names]
+
+
+def _named_alike(a: Report, b: Report) -> bool:
+    """Whether most of each side's time stands in scopes that the other has too."""
+    names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
+    for report, others in ((a, names_b), (b, names_a)):
+        rows = [row for row in report.scopes if row.name != "idle"]
+        shared = sum(row.ms for row in rows if row.name in others)
+        if shared < 0.7 * sum(row.ms for row in rows):
+            return False
+    return True
+
+
+def _scopes(a: Report, b: Report, scale: float, by_scope: bool) -> list[Change]:
+    def grouped(report: Report, factor: float) -> dict[tuple[str, str], list[float]]:
+        out: dict[tuple[str, str], list[float]] = {}
+        for row in report.scopes:
+            key = (row.name if by_scope else region(row.name), row.phase)
+            out[key] = _add(out.get(key), _scaled(row, factor))
+        return out
+
+    of_a, of_b = grouped(a, 1.0), grouped(b, scale)
+    keys = sorted({*of_a, *of_b})
+    rows = [_change(*key, of_a.get(key, []), of_b.get(key, []), a.step_ms) for key in keys]
+    return sorted(rows, key=lambda row: -max(row.a_ms, row.b_ms))
+
+
+def _add(total: list[float] | None, values: list[float]) -> list[float]:
+    return values if total is None else [x + y for x, y in zip(total, values, strict=True)]
+
+
+def _kernels(a: Report, b: Report, scale: float) -> list[Change]:
+    """Kernels that do the same on both sides, the largest difference first.
+
+    A product is told by its scope and shape, whatever kernel the library chose; another kernel by its name without
+    the number that the compiler gave it.
+    """
+
+    def grouped(report: Report, factor: float):
+        times: dict[tuple, list[float]] = {}
+        names: dict[tuple, set[str]] = collections.defaultdict(set)
+        for row in report.kernels:
+            key = (_identity(row), row.category, row.scope, row.phase, row.shape)
+            times[key] = _add(times.get(key), _scaled(row, factor))
+            names[key].add(row.name)
+        return times, names
+
+    times_a, names_a = grouped(a, 1.0)
+    times_b, names_b = grouped(b, scale)
+    rows = []
+    for key in {**times_a, **times_b}:
+        _, _, scope, phase, shape = key
+        before, after = sorted(names_a.get(key, ())), sorted(names_b.get(key, ()))
+        name = (after or before)[0]
+        if before and after and _without_number(before[0]) != _without_number(after[0]):
+            name = f"{before[0]} → {after[0]}"
+        detail = " ".join(part for part in (scope, shape) if part)
+        rows.append(_change(name, phase, times_a.get(key, []), times_b.get(key, []), a.step_ms, detail))
+    return sorted(rows, key=lambda row: -abs(row.diff_ms))
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"([_.]\d+)+$", "", name)
+
+
+def _identity(row: KernelRow) -> str:
+    return "" if row.category in ("GEMM", "attention") and row.shape and row.tflops else _without_number(row.name)
+
+
+# ---- in words
+
+
+def _sentences(comparison: Comparison) -> list[str]:
+    """The step first, then each category that changed, the largest difference first."""
+    a, b, step = comparison.a, comparison.b, comparison.step
+    if step.verdict == "same":
+        out = [f"No change of the step beyond noise: {step.a_ms:.2f} and {step.b_ms:.2f} ms (± {step.noise_ms:.2f})."]
+    else:
+        ratio = step.a_ms / step.b_ms if step.diff_ms < 0 else step.b_ms / step.a_ms
+        out = [f"B's step is {abs(step.diff_ms):.2f} ms {step.verdict}: {step.a_ms:.2f} to {step.b_ms:.2f} ms, "
+               f"{ratio:.2f} times."]  # fmt: skip
+        if a.tokens_per_step and b.tokens_per_step:
+            each = [1e3 * report.step_ms / report.tokens_per_step for report in (a, b) if report.tokens_per_step]
+            out[0] += f" A token takes {each[0]:.2f} us in A, {each[1]:.2f} us in B."
+    for row in sorted(comparison.categories, key=lambda row: -abs(row.diff_ms)):
+        if row.verdict == "same":
+            continue
+        word = {"only in A": "gone in B", "only in B": "new in B"}.get(row.verdict, row.verdict)
+        line = f"{row.name[0].upper() + row.name[1:]}: {abs(row.diff_ms):.2f} ms {word} "
+        line += f"({row.a_ms:.2f} to {row.b_ms:.2f} ms)"
+        out.append(line + _where(comparison, row) + ".")
+    return out
+
+
+def _where(comparison: Comparison, change: Change) -> str:
+    """The kernel, or the part of the model, that most of a category's change stands in."""
+    if change.name == "idle":
+        before, after = comparison.a.idle, comparison.b.idle
+        return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"
+    places: dict[tuple[str, str], float] = collections.defaultdict(float)
+    counts = [0.0, 0.0]
+    for side, (report, sign) in enumerate(((comparison.a, -1.0), (comparison.b, comparison.scale))):
+        for row in report.kernels:
+            if row.category == change.name:
+                name = row.scope if comparison.aligned_by == "scope" else region(row.scope)
+                places[name, row.phase] += sign * row.ms
+                counts[side] += row.count
+    text = ""
+    if places:
+        (name, phase), ms = max(places.items(), key=lambda item: item[1] * change.diff_ms)
+        if ms * change.diff_ms > 0:
+            text += f", {abs(ms):.2f} ms of it in {name or 'no scope'} {phase}".rstrip()
+    if max(counts) > 1.1 * min(counts) and min(counts):
+        text += f", {counts[0]:.0f} and {counts[1]:.0f} kernels a step"
+    return text
+
+
+def changed(rows: Iterable[Change]) -> list[Change]:
+    """Those beyond the noise."""
+    return [row for row in rows if row.verdict != "same"]
