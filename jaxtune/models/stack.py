@@ -247,6 +247,10 @@ def _stack_bwd(static: _Static, residuals, dx):
             layout,
             _layer_key(keys, index),
         )
+        if index and static.plans[index].named("offload"):
+            # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
+            # and keeps their large operands. An 8B LoRA step of 16 layers took 21 GB for 13.
+            gradients[index], dx = optimization_barrier((gradients[index], dx))
     return tuple(gradients), None, dx, None, None
 
 

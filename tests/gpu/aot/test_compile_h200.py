@@ -1,0 +1,174 @@
+"""The train step of an 8B-shape LoRA compiled for an H200 without one: memory, libraries, fusion. Four layers of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.pallas import dispatch
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.loop import compiler_options
+from jaxtune.train.step import StepProgram
+from tests.gpu.aot.target import H200
+
+ROWS, LENGTH = 8, 2048
+TOKENS = ROWS * LENGTH
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128_256
+PLANS = {"keep": KEEP, "recompute": RECOMPUTE, "offload": LayerPlan(gate="offload", up="offload")}
+
+# Bytes of what one layer keeps for the backward: bf16, and an fp32 log-sum-exp for each head.
+INPUT = TOKENS * HIDDEN * 2
+WIDE = TOKENS * INNER * 2
+RESIDUALS = TOKENS * (3 * HIDDEN + (HEADS + 2 * KV_HEADS) * HEAD_DIM + 2 * INNER) * 2 + TOKENS * HEADS * 4
+# Logits of a chunk in fp32, and their gradient in bf16 (linear_cross_entropy's default keeps 2^28 logits).
+LOGITS = 2**28 * (4 + 2)
+
+
+def make_model(layers: int):
+    rope = RopeConfig(
+        5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    config = DecoderConfig(
+        family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_heads=HEADS,
+        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, layers=(LayerSpec(),) * layers, max_position_embeddings=131_072,
+        attention_scale=HEAD_DIM**-0.5, rotary=(rope,),
+    )  # fmt: skip
+    return nnx.eval_shape(lambda: get_peft_model(Decoder(config, jax.random.key(0), "bfloat16"), r=16))
+
+
+@functools.cache
+def programs(plan: str, layers: int = 4, max_documents: int = 1):
+    """(lowered accumulate, lowered update, bytes of accumulate's arguments) for one H200."""
+    graph, trainable, frozen = nnx.split(make_model(layers), nnx.Param, ...)
+    schedule = optax.constant_schedule(1e-4)
+    residuals = ResidualPlan.uniform(PLANS[plan], layers)
+    program = StepProgram(graph, optax.adamw(schedule), schedule, residuals, max_documents)
+    where = H200.sharding()
+
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
+    sums = placed(jax.eval_shape(program.zero_sums, trainable))
+    batch = placed(Batch.empty(ROWS, LENGTH))
+    index = placed(jax.ShapeDtypeStruct((), jnp.int32))
+    arguments = (sums, state, placed(frozen), batch, index)
+    dispatch.record.pop("attention", None)
+    with H200.lowering():
+        accumulate = jax.jit(program.accumulate, donate_argnums=0).lower(*arguments)
+        update = jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums)
+    used = (sums, state.trainable, arguments[2], batch)  # what accumulate reads
+    return accumulate, update, sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(used))
+
+
+@functools.cache
+def compiled(plan: str, layers: int = 4, max_documents: int = 1):
+    accumulate, *_ = programs(plan, layers, max_documents)
+    return accumulate.compile(compiler_options=compiler_options("gpu", deterministic=False))
+
+
+def memory(plan: str, layers: int = 4, max_documents: int = 1):
+    return compiled(plan, layers, max_documents).memory_analysis()
+
+
+def per_layer_bytes(plan: str) -> float:
+    """What two more layers add to the temporaries, each."""
+    return (memory(plan, 4).temp_size_in_bytes - memory(plan, 2).temp_size_in_bytes) / 2
+
+
+@pytest.mark.parametrize(("max_documents", "chosen"), [(1, "cudnn"), (16, "mosaic")])
+def test_the_attention_that_is_chosen(max_documents, chosen):
+    programs.cache_clear()
+    programs("keep", 2, max_documents)
+    assert dispatch.record["attention"] == (chosen, {})
+
+
+def test_each_layer_calls_cudnn_forward_and_backward_once():
+    text = compiled("keep", 2).as_text()
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 2
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmaxBackward"', text)) == 2
+
+
+def test_arguments_are_weights_adapters_sums_and_the_batch():
+    expected = programs("keep")[2]
+    assert abs(memory("keep").argument_size_in_bytes - expected) < 1e6
+    # The sums are donated: their memory is the result's.
+    assert memory("keep").alias_size_in_bytes >= 0.99 * memory("keep").output_size_in_bytes
+
+
+def test_what_is_kept_is_what_the_plan_says():
+    assert per_layer_bytes("keep") == pytest.approx(RESIDUALS, rel=0.01)
+    total = memory("keep").temp_size_in_bytes
+    # At the loss: all residuals, one chunk of logits, and a few arrays [tokens, hidden] around it.
+    assert 4 * RESIDUALS + LOGITS < total < 4 * RESIDUALS + LOGITS + 4 * INPUT
+
+
+def test_packed_rows_take_hardly_more():
+    one, many = (memory("keep", 2, documents).temp_size_in_bytes for documents in (1, 16))
+    assert abs(many - one) < INPUT
+
+
+def test_recompute_keeps_only_the_inputs_of_layers():
+    total = memory("recompute").temp_size_in_bytes
+    # In the backward of one layer: its residuals, the activation, and the gradients of gate, up and the activation.
+    assert 4 * INPUT + RESIDUALS < total < 4 * INPUT + RESIDUALS + 5 * WIDE
+    assert memory("recompute").host_temp_size_in_bytes == 0
+
+
+def test_what_is_offloaded_leaves_the_device():
+    for layers in (2, 4):
+        assert memory("offload", layers).host_temp_size_in_bytes == layers * 2 * WIDE
+    total = memory("offload").temp_size_in_bytes
+    # Gate and up of two layers are on the device at most: one computes, one is on its way.
+    assert total < 4 * (RESIDUALS - 2 * WIDE) + LOGITS + 2 * 2 * WIDE
+
+
+def products(plan: str, where: str) -> list[tuple[str, float]]:
+    """(operation's name, beta) of the GEMMs of cuBLASLt whose name holds `where`."""
+    found = []
+    for line in compiled(plan).as_text().splitlines():
+        if 'custom_call_target="__cublas$lt$matmul"' not in line:
+            continue
+        name = re.search(r'op_name="([^"]*)"', line)
+        config = json.loads(line[line.index("backend_config=") + len("backend_config=") :])
+        if name and where in name[1]:
+            found.append((name[1], float(config["gemm_backend_config"]["beta"])))
+    return found
+
+
+def test_the_adapter_s_product_is_added_in_a_gemm_s_epilogue():
+    """Seven linears a layer: one of each one's two large products has beta = 1. Else a pass over memory adds them."""
+    forward = products("keep", "jit(layer_forward)")
+    assert sum(beta == 1.0 for _, beta in forward) == 7 * 4
+    # Seven base products (XLA may join k and v) and seven with B; one with all A's for each of the four inputs.
+    assert (6 + 7 + 4) * 4 <= len(forward) <= (7 + 7 + 4) * 4
+
+
+def test_the_sum_of_input_gradients_is_in_epilogues_too():
+    """dx of q, k, v: one product with A, then one a weight onto it; so for gate and up, o, down."""
+    backward = [beta for name, beta in products("keep", "jit(layer_backward)") if "transpose(layer)" in name]
+    assert sum(beta == 1.0 for beta in backward) >= 7 * 4
+
+
+def test_nothing_falls_to_triton():
+    text = compiled("keep").as_text()
+    assert "__triton_gemm" not in text and "triton" not in "".join(re.findall(r'custom_call_target="[^"]*"', text))
+
+
+def test_update_compiles_and_needs_little():
+    _, update, _ = programs("keep")
+    analysis = update.compile().memory_analysis()
+    sums = sum(a.size * 4 for a in jax.tree.leaves(nnx.state(make_model(4), nnx.Param)))
+    assert analysis.temp_size_in_bytes < 1.5 * sums
+    assert analysis.alias_size_in_bytes > 3.9 * sums  # parameters, two moments, sums: all in place
