@@ -74,23 +74,28 @@ def read_chrome(data: bytes, path: str) -> Trace:
     rows = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows[:100]):
         raise TraceError(f"{path}: JSON, but no Chrome trace: it has no list traceEvents")
-    head = content if isinstance(content, dict) else {}
-    device_rows, calls, launches = [], collections.defaultdict(list), {}
     try:
-        for row in rows:
-            if row.get("ph") != "X":
-                continue
-            category, args = str(row.get("cat", "")), row.get("args") or {}
-            if category in ("kernel", "gpu_memcpy", "gpu_memset"):
-                device_rows.append(row)
-            elif category in ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver"):
-                start = float(row["ts"])
-                call = _Call(start, start + float(row.get("dur", 0)), str(row["name"]), category, args)
-                calls[row.get("tid")].append(call)
-                if category in ("cuda_runtime", "cuda_driver") and "correlation" in args:
-                    launches[args["correlation"]] = call
+        return _read(rows, content if isinstance(content, dict) else {}, path)
+    except TraceError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"{path}: a trace event lacks {error}") from None
+        raise TraceError(f"{path}: a trace event lacks or breaks {error}") from error
+
+
+def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
+    device_rows, calls, launches = [], collections.defaultdict(list), {}
+    for row in rows:
+        if row.get("ph") != "X":
+            continue
+        category, args = str(row.get("cat", "")), row.get("args") or {}
+        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            device_rows.append(row)
+        elif category in ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver"):
+            start = float(row["ts"])
+            call = _Call(start, start + float(row.get("dur", 0)), str(row["name"]), category, args)
+            calls[row.get("tid")].append(call)
+            if category in ("cuda_runtime", "cuda_driver") and "correlation" in args:
+                launches[args["correlation"]] = call
     if not device_rows:
         raise TraceError(
             f"{path}: no GPU kernels in it (event categories kernel, gpu_memcpy, gpu_memset); profile with "

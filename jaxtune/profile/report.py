@@ -221,9 +221,11 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
             name, category, scope, phase, shape, len(members) / num_steps, total_ns * _MS / num_steps, per_step
         )
         flops, moved = sum(e.flops for e in members), sum(e.moved_bytes for e in members)
-        if total_ns:
+        if members[0].kind in TRANSFERS:  # most of their time may lie under compute
+            row.tbps = moved / (sum(e.duration_ns for e in members) or 1.0) / 1e3
+        elif total_ns:
             row.tflops, row.tbps = flops / total_ns / 1e3, moved / total_ns / 1e3
-            if ceilings is not None and (flops or moved) and members[0].kind not in TRANSFERS:
+            if ceilings is not None and (flops or moved):
                 least, row.bound = floor_ns(flops, moved, members[0].dtype, ceilings)
                 row.of_ceiling = least / total_ns
         rows.append(row)

@@ -61,12 +61,10 @@ def headline(report: Report) -> list[str]:
     if report.flops_per_step:
         rate = report.flops_per_step / report.step_ms / 1e9
         line += f", {rate:.0f} TFLOP/s in products" if rate >= 1 else f", {rate * 1e3:.1f} GFLOP/s in products"
-    where = f"{report.device or 'device unknown'}" + (
-        f" (first of {report.num_devices})" if report.num_devices > 1 else ""
-    )
-    versions = ", ".join(
-        f"{k} {v}" for k, v in report.versions.items() if k in ("jax", "jaxlib", "torch", "cuda", "gpu")
-    )
+    where = report.device or "device unknown"
+    if report.num_devices > 1:
+        where += f" (the busiest of {report.num_devices})"
+    versions = ", ".join(f"{name} {report.versions[name]}" for name in ("jax", "torch") if name in report.versions)
     return [f"{report.path}: {where}, {versions or report.framework}", line]
 
 

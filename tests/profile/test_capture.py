@@ -1,0 +1,121 @@
+"""Capture around any JAX code, and the tables of its trace, on CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import HIDDEN, ROWS, STEPS, WIDTH, capture_on_cpu, train_step
+
+import jaxtune
+from jaxtune.profile import show
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("capture") / "profile"
+    shapes = [(jax.ShapeDtypeStruct((WIDTH, HIDDEN), "float32"), jax.ShapeDtypeStruct((HIDDEN, WIDTH), "float32"))]
+    rows = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    program = train_step.lower(shapes, rows, rows).compile()
+    capture_on_cpu(folder, meta={"tokens_per_step": ROWS, "config": {"seed": 1}}, programs={"step": program})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder):
+    return show(folder)
+
+
+def test_the_folder_holds_trace_hlo_memory_and_config(folder):
+    record = json.loads((folder / "profile.json").read_text())
+    assert record["meta"]["config"] == {"seed": 1}
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["device"] == "cpu"
+    # weights, x and y in; weights and the loss out
+    in_bytes = 4 * (2 * WIDTH * HIDDEN + 2 * ROWS * WIDTH)
+    assert record["memory"]["step"]["argument_bytes"] == in_bytes
+    with gzip.open(folder / "hlo" / "step.txt.gz", "rt") as text:
+        assert "HloModule jit_train_step" in text.read(200)
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 1_000_000
+
+
+def test_every_step_is_found_and_categories_sum_to_it(report):
+    assert len(report.steps_ms) == STEPS
+    assert sum(row.ms for row in report.categories) == pytest.approx(report.step_ms, rel=1e-6)
+    assert {row.name for row in report.categories} >= {"GEMM", "elementwise and norms", "idle"}
+    assert not any(row.name == "other" and row.share > 0.02 for row in report.categories)
+    assert report.tokens_per_step == ROWS
+    assert report.meta["config"] == {"seed": 1}
+
+
+def test_scopes_and_phases_of_the_program(report):
+    places = {(row.name, row.phase) for row in report.scopes}
+    assert {("layer/up", "forward"), ("layer/up", "backward"), ("layer/down", "forward")} <= places
+    assert ("layer/down", "backward") in places
+
+
+def test_flops_are_those_of_the_products(report):
+    # forward: two products; backward: each one's weight gradient, and one gradient of the hidden values
+    one = 2 * ROWS * WIDTH * HIDDEN
+    assert report.flops_per_step == 5 * one
+    gemms = [row for row in report.kernels if row.category == "GEMM"]
+    assert sum(row.tflops * row.ms * 1e9 for row in gemms) == pytest.approx(5 * one, rel=1e-6)
+
+
+def test_peak_buffers_hold_the_largest_values(report):
+    biggest = max(report.buffers, key=lambda row: row["bytes"] // row["count"])
+    assert biggest["bytes"] // biggest["count"] == 4 * max(ROWS, WIDTH) * HIDDEN
+    assert any("weights" in row["what"] for row in report.buffers)
+
+
+def test_text_json_and_losses(report):
+    text = report.to_text()
+    assert f"step {report.step_ms:.2f} ms" in text
+    assert "layer/up" in text
+    assert json.loads(json.dumps(report.to_dict()))["step_ms"] == report.step_ms
+
+
+def test_meta_must_be_json(tmp_path):
+    with (
+        pytest.raises(ValueError, match="meta must hold what JSON can hold"),
+        jaxtune.profile.capture(tmp_path / "p", meta={"x": jnp.zeros(3)}),
+    ):
+        pass
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_with_other_files_is_refused_before_the_block_runs(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds other files \(notes.txt\)"), jaxtune.profile.capture(tmp_path):
+        pytest.fail("the block ran")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_capture_inside_a_capture_is_refused_and_the_outer_one_survives(tmp_path):
+    with jaxtune.profile.capture(tmp_path / "outer"):
+        with pytest.raises(ValueError, match="cannot capture"), jaxtune.profile.capture(tmp_path / "inner"):
+            pytest.fail("the block ran")
+        jax.block_until_ready(jnp.ones((64, 64)) @ jnp.ones((64, 64)))
+    assert show(tmp_path / "outer").step_ms > 0
+
+
+def test_an_error_in_the_block_passes_and_leaves_no_trace_running(tmp_path):
+    with pytest.raises(ZeroDivisionError), jaxtune.profile.capture(tmp_path / "a"):
+        _ = 1 / 0
+    capture_on_cpu(tmp_path / "a")
+    assert show(tmp_path / "a").steps_ms
+
+
+def test_jax_profilers_own_folder_reads_too(tmp_path):
+    x = jnp.ones((256, 256))
+    multiply = jax.jit(lambda x: x @ x)
+    multiply(x).block_until_ready()
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(3):
+            multiply(x).block_until_ready()
+    report = show(tmp_path)
+    assert report.flops_per_step == 2 * 256**3
+    assert len(report.steps_ms) == 3

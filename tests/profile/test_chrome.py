@@ -1,0 +1,104 @@
+"""Chrome traces of PyTorch's profiler: kernels under the operators, ranges and phases that launched them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from programs import torch_trace
+
+from jaxtune.profile import TraceError, show
+
+# A step of the trace that programs.torch_trace builds, in us.
+ATTENTION, PRODUCT, COPY, LOSS, BACKWARD, SILU, WAIT, ADAM = 50, 100, 20, 20, 110, 30, 10, 40
+STEP = ATTENTION + PRODUCT + COPY + LOSS + BACKWARD + SILU + WAIT + ADAM
+
+
+@pytest.fixture
+def report(tmp_path):
+    return show(torch_trace().write(tmp_path / "run.pt.trace.json"))
+
+
+def test_time_by_category_is_exact_and_sums_to_the_step(report):
+    found = {row.name: row.ms * 1e3 for row in report.categories}
+    assert found == pytest.approx({
+        "GEMM": PRODUCT + BACKWARD, "attention": ATTENTION, "elementwise and norms": SILU, "loss": LOSS,
+        "optimizer": ADAM, "copies to device": COPY, "idle": WAIT,
+    })  # fmt: skip
+    assert report.steps_ms == pytest.approx([STEP / 1e3] * 2)
+    assert sum(row.share for row in report.categories) == pytest.approx(1.0)
+
+
+def test_time_by_scope_and_phase(report):
+    found = {(row.name, row.phase): row.ms * 1e3 for row in report.scopes}
+    assert found == pytest.approx({
+        ("attention", "forward"): ATTENTION, ("mlp", "forward"): PRODUCT + COPY, ("mlp", "backward"): BACKWARD,
+        ("mlp", "recompute"): SILU, ("cross_entropy_loss", "forward"): LOSS, ("optimizer", "forward"): ADAM,
+        ("idle", ""): WAIT,
+    })  # fmt: skip
+
+
+def test_rates_follow_from_the_recorded_shapes(report):
+    rows = {row.name: row for row in report.kernels}
+    assert rows["nvjet_tst_128x256"].tflops == pytest.approx(2 * 256 * 512 * 1024 / 100e-6 / 1e12)
+    assert rows["nvjet_tst_128x256"].shape == "bf16[256,512], bf16[512,1024] -> bf16[256,1024]"
+    # two products of which causality leaves half
+    attention = rows["pytorch_flash::flash_fwd_kernel"]
+    assert attention.tflops == pytest.approx(2 * 2 * 2 * 4 * 128 * 128 * 64 / 2 / 50e-6 / 1e12)
+    silu = next(row for name, row in rows.items() if "vectorized_elementwise" in name)
+    assert silu.tbps == pytest.approx(2 * 2 * 1024 * 1024 / 30e-6 / 1e12)
+
+
+def test_a_copy_under_compute_is_told_from_a_wait(report):
+    (copy,) = report.transfers
+    assert (copy.name, copy.count) == ("copies to device", 1)
+    assert [copy.ms, copy.hidden_ms, copy.exposed_ms] == pytest.approx([0.04, 0.02, 0.02])
+    assert copy.gb_per_s == pytest.approx(4000 / 40e-6 / 1e9)
+    assert (report.idle.launch_gaps, report.idle.launch_gap_ms) == pytest.approx((1, 0.01))
+
+
+def test_gzip_reads_the_same(tmp_path, report):
+    again = show(torch_trace().write(tmp_path / "run.json.gz"))
+    assert again.categories == report.categories
+
+
+def test_without_profiler_steps_they_end_with_the_optimizer(tmp_path):
+    trace = torch_trace()
+    trace.rows = [row for row in trace.rows if not row["name"].startswith("ProfilerStep")]
+    report = show(trace.write(tmp_path / "run.json"))
+    assert len(report.steps_ms) == 2
+    assert any("end with the optimizer" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not whole JSON"),
+        ('{"a": 1}', "no Chrome trace"),
+        ('{"traceEvents": 3}', "no Chrome trace"),
+        ('{"traceEvents": []}', "no GPU kernels"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "lacks or breaks 'ts'"),
+        ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "k"}]}', "lacks or breaks 'ts'"),
+        (
+            '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"}]}',
+            "lacks or breaks could not convert",
+        ),
+        ('[{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1}]', "no GPU kernels"),
+    ],
+)
+def test_foreign_json_is_refused_by_name(tmp_path, content, message):
+    file = tmp_path / "trace.json"
+    file.write_text(content)
+    with pytest.raises(TraceError, match=message) as caught:
+        show(file)
+    assert str(file) in str(caught.value)
+
+
+def test_only_the_busiest_device_is_read(tmp_path):
+    trace = torch_trace()
+    trace.kernel("nvjet_other_device", 10, 2000, 5)
+    trace.rows[-1]["args"]["device"] = 1
+    report = show(trace.write(tmp_path / "run.json"))
+    assert report.num_devices == 2
+    assert not any(row.name == "nvjet_other_device" for row in report.kernels)
+    json.dumps(report.to_dict())
