@@ -33,8 +33,8 @@ _PAD = 128  # rows are padded to a multiple of this
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How a kernel cuts its work: each warpgroup holds `own` rows and walks the other side in blocks of `step`, of which
-    `stages` are on their way at a time. turns: whether the warpgroups take turns on the tensor cores (see _Turns)."""
+    """How a kernel cuts its work: each warpgroup holds `own` rows and walks the other side in blocks of `step`, of
+    which `stages` are on their way at a time. turns: whether the warpgroups take turns on the tensor cores (_Turns)."""
 
     own: int
     step: int

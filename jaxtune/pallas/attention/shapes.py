@@ -1,0 +1,62 @@
+"""Shapes of real models and rows of real lengths, shared by tests and benchmarks. Sums to 32,768 tokens a case."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One benchmark case: rows of `length` tokens; without `documents` every row is one document."""
+
+    name: str
+    rows: int
+    length: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    documents: str | int | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def segments(self) -> np.ndarray | None:
+        if self.documents is None:
+            return None
+        if isinstance(self.documents, int):
+            row = np.repeat(np.arange(1, self.documents + 1, dtype=np.int32), self.length // self.documents)
+            return np.tile(row, (self.rows, 1))
+        return log_normal_segments(self.rows, self.length, mean=512, sigma=0.8)
+
+
+def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
+    """int32[rows, length]: rows filled with documents of log-normal lengths, like instruction data; no padding."""
+    rng = np.random.default_rng(seed)
+    segments = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        at = number = 0
+        while at < length:
+            number += 1
+            size = int(np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma), 1, length - at))
+            segments[row, at : at + size] = number
+            at += size
+    return segments
+
+
+CASES = (
+    Case("dense 2,048", 16, 2048),
+    Case("dense 8,192", 4, 8192),
+    Case("dense 32,768", 1, 32768),
+    Case("packed, log-normal mean 512", 4, 8192, documents="log-normal"),
+    Case("32 documents a row", 4, 8192, documents=32),
+    Case("64 documents a row", 4, 8192, documents=64),
+    Case("window 4,096", 1, 32768, window=4096),
+    Case("window 128", 1, 32768, window=128),
+    Case("soft cap", 4, 8192, soft_cap=30.0),
+    Case("sinks", 4, 8192, sinks=True),
+    Case("head dim 64", 4, 8192, dim=64),
+)
