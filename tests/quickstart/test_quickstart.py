@@ -1,0 +1,152 @@
+"""The quickstart is real: its files, and the main job from the packaged model to a model that answers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import random
+import re
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+
+import jaxtune
+from jaxtune.train import app
+from jaxtune.train.config_file import load_config
+from jaxtune.train.evaluate import exact_match
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "jaxtune" / "quickstart"
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (PACKAGE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def question(row: dict) -> str:
+    return row["messages"][0]["content"]
+
+
+def answer(row: dict) -> str:
+    return row["messages"][1]["content"]
+
+
+def operands(row: dict) -> tuple[str, tuple[str, ...]]:
+    """(skill, numbers and words in capitals of the question); a number in words is known by its answer."""
+    found = sorted(re.findall(r"\d+|[A-Z]{2,}", question(row)))
+    return row["skill"], tuple(found or [answer(row)])
+
+
+# ---- the files
+
+
+def test_no_held_out_question_is_trained_on():
+    def hashes(name):
+        return {hashlib.sha256(question(row).strip().lower().encode()).hexdigest() for row in rows(name)}
+
+    train, held_out = hashes("train"), hashes("eval")
+    assert len(train) == len(rows("train")) and len(held_out) == len(rows("eval"))
+    assert not train & held_out
+
+
+def test_no_held_out_operands_are_trained_on_for_the_same_skill():
+    train, held_out = ({operands(row) for row in rows(name)} for name in ("train", "eval"))
+    assert len(held_out) == len(rows("eval"))
+    assert not train & held_out
+
+
+def test_rows_are_many_and_their_answers_diverse():
+    train, held_out = rows("train"), rows("eval")
+    assert 2000 <= len(train) <= 4000 and 200 <= len(held_out) <= 300
+    for part in (train, held_out):
+        # Nothing is won by always giving the same answer, or the same one for each skill.
+        assert Counter(map(answer, part)).most_common(1)[0][1] / len(part) < 0.02
+        skills = Counter(row["skill"] for row in part)
+        best = Counter()
+        for (skill, _), count in Counter((row["skill"], answer(row)) for row in part).items():
+            best[skill] = max(best[skill], count)
+        assert sum(best.values()) / len(part) < 0.10 and len(skills) >= 6
+
+
+def test_the_script_makes_these_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "quickstart"))
+    spec = importlib.util.spec_from_file_location(
+        "make_instructions", ROOT / "scripts" / "quickstart" / "make_instructions.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules.pop("skills", None)
+    assert module.rows() == (rows("train"), rows("eval"))
+
+
+def test_the_base_model_is_small_and_of_llamas_shape():
+    config = json.loads((PACKAGE / "base" / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "llama" and config["head_dim"] == 64
+    assert sum(file.stat().st_size for file in (PACKAGE / "base").iterdir()) <= 4_000_000
+    model, tokenizer = jaxtune.from_pretrained(PACKAGE / "base")
+    assert tokenizer.chat_template and "generation" in tokenizer.chat_template
+    assert model.dtype == "bfloat16" and len(tokenizer) <= model.config.vocab_size
+
+
+# ---- the run
+
+
+def train(output: Path, *overrides: str) -> tuple[dict, str]:
+    """(results.json, what was printed) of the quickstart into `output`."""
+    config = load_config("quickstart", [f"output={output}", *overrides])
+    printed = io.StringIO()
+    assert app.run(config, console=Console(file=printed, soft_wrap=True)) == 0
+    return json.loads((output / "results.json").read_text(encoding="utf-8")), printed.getvalue()
+
+
+def test_it_learns_to_answer(tmp_path):
+    """One run, since it takes a minute: its scores, its folder, its last words."""
+    output = tmp_path / "run"
+    results, printed = train(output)
+    assert results["before"]["rows"] == results["after"]["rows"] == len(rows("eval"))
+    assert results["before"]["exact_match"] <= 0.10
+    assert results["after"]["exact_match"] >= 0.80
+    assert results["eval_loss"]["last"] < 0.2 * results["eval_loss"]["first"]
+
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        file.name for file in (output / "adapter").iterdir()
+    }
+    assert load_config(str(output / "config.yaml")) == load_config("quickstart", [f"output={output}"])
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [line["loss"] for line in steps if "loss" in line]
+    assert losses[-1] < 0.3 * losses[0]
+
+    # The merged model and the adapter on its base give the same answers.
+    merged, tokenizer = jaxtune.from_pretrained(output / "merged", dtype="float32")
+    base, _ = jaxtune.from_pretrained(PACKAGE / "base", dtype="float32")
+    scores = [
+        exact_match(model, tokenizer, rows("eval")[:32], max_new_tokens=16)
+        for model in (merged, jaxtune.load_adapter(base, output / "adapter"))
+    ]
+    assert scores[0] == scores[1] and scores[0][0] >= 0.80
+
+    commands = [command for _, command in app.next_commands(load_config(str(output / "config.yaml")), output)]
+    assert len(commands) == 3 and str(output / "merged") in commands[0]
+    assert all(command in printed for command in commands)
+    for command in commands[1:]:
+        recipe, *overrides = shlex.split(command.removesuffix(" --plan"))[3:]
+        assert load_config(recipe, overrides).data.train == "rows.jsonl"
+
+
+def test_with_shuffled_answers_it_learns_nothing(tmp_path):
+    """The score comes from what the rows say, not from their form."""
+    made = rows("train")
+    answers = [answer(row) for row in made]
+    random.Random(0).shuffle(answers)
+    for row, other in zip(made, answers, strict=True):
+        row["messages"][1]["content"] = other
+    shuffled = tmp_path / "shuffled.jsonl"
+    shuffled.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    results, _ = train(tmp_path / "run", f"data.train={shuffled}")
+    assert results["after"]["exact_match"] < 0.15
