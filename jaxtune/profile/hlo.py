@@ -447,7 +447,9 @@ def _peak_buffers(message: memoryview, module: Module) -> list[tuple[int, Instru
         else:
             largest = max(assigned, key=lambda b: sizes.get(b, 0), default=None)
             origin = None if largest is None else instructions.get(defined.get(largest, -1))
-            out.append((size, origin, kind))
+            known = min(size, sizes.get(largest, size) if largest is not None else size)
+            out.append((known, origin, kind))
+            out.append((size - known, None, kind))  # what shares the allocation with it
     return sorted(out, key=lambda row: -row[0])
 
 

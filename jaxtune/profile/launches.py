@@ -136,12 +136,13 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
 
 
 def _executions(wanted, seen) -> int:
-    """How often the program ran, by the votes of the classes; an execution that the trace cuts is not counted."""
+    """How often the program ran, by the votes of the classes that fit; where none does, of all, the cut run counted."""
     votes: collections.Counter[int] = collections.Counter()
+    cut: collections.Counter[int] = collections.Counter()
     for key, indices in seen.items():
         count, rest = divmod(len(indices), len(wanted[key]))
-        if rest == 0:
-            votes[count] += len(indices)
+        (cut if rest else votes)[count + bool(rest)] += len(indices)
+    votes = votes or cut
     return max(votes, key=lambda n: votes[n]) if votes else 1
 
 

@@ -336,9 +336,9 @@ def _buffers(modules: list[Module]) -> tuple[list[Buffer], int]:
     return best, sum(r.num_bytes for r in best)
 
 
-def _what(instruction: Instruction | None) -> str:
+def _what(instruction: Instruction | None, kind: str) -> str:
     if instruction is None:
-        return "between buffers"
+        return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
     if instruction.opcode == "parameter" and instruction.scope:
         return instruction.scope
     scope, phase = scope_of(instruction.scope)

@@ -1,0 +1,86 @@
+"""Ceilings: measured once, cached, and data sheets by the device's name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxtune.profile import ceilings
+from jaxtune.profile.device import Ceilings, cache_file, known_ceilings
+from jaxtune.profile.roofline import floor_ns, losses
+from jaxtune.profile.trace import KERNEL, TO_DEVICE, Event
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
+
+
+def test_measured_once_then_cached():
+    first = ceilings()
+    assert first.source == "measured"
+    assert first.device == "cpu"
+    assert first.gemm_bf16_tflops > 0
+    assert first.gemm_fp8_tflops > 0
+    assert first.copy_tbps > 0
+    assert first.launch_us > 0
+    assert json.loads(cache_file("cpu").read_text())["measured_at"] == first.measured_at
+    assert ceilings() == first
+    assert known_ceilings("cpu") == first
+
+
+def test_a_damaged_cache_says_what_to_do():
+    file = cache_file("NVIDIA H200")
+    file.parent.mkdir(parents=True)
+    file.write_text('{"device": 3}')
+    with pytest.raises(ValueError, match="delete it, then run `jaxtune profile ceilings`"):
+        known_ceilings("NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("device", "bf16", "copy"),
+    [
+        ("NVIDIA H200", 989, 4.8), ("NVIDIA GH200 480GB", 989, 4.9), ("NVIDIA H100 80GB HBM3", 989, 3.35),
+        ("NVIDIA H100 PCIe", 756, 2.0), ("NVIDIA A100-SXM4-80GB", 312, 2.0), ("NVIDIA L40S", 362, 0.864),
+        ("NVIDIA L4", 121, 0.3), ("NVIDIA GeForce RTX 4090", 165, 1.01), ("NVIDIA B200", 2250, 8.0),
+    ],
+)  # fmt: skip
+def test_data_sheets(device, bf16, copy):
+    found = known_ceilings(device)
+    assert (found.gemm_bf16_tflops, found.copy_tbps, found.source) == (bf16, copy, "data sheet")
+
+
+@pytest.mark.parametrize("device", ["NVIDIA L400", "cpu", "", "TPU v5e"])
+def test_unknown_devices_have_no_ceilings(device):
+    assert known_ceilings(device) is None
+
+
+DEVICE = Ceilings("made up", gemm_bf16_tflops=500, gemm_fp8_tflops=1000, copy_tbps=4.0)
+
+
+def test_least_time_of_a_product():
+    assert floor_ns(5e9, 4e6, "bf16", DEVICE) == (pytest.approx(10_000), "compute")
+    assert floor_ns(5e9, 4e6, "f8e4m3fn", DEVICE) == (pytest.approx(5_000), "compute")
+    assert floor_ns(5e9, 4e8, "bf16", DEVICE) == (pytest.approx(100_000), "memory")
+
+
+def test_losses_are_ranked_and_count_each_moment_once():
+    def event(ms, category, *, flops=0.0, moved=0.0, phase="forward", scope="layer/mlp", kind=KERNEL):
+        return Event(0.0, ms * 1e6, "k", "s", kind, category, scope, phase, dtype="bf16", flops=flops,
+                     moved_bytes=moved, self_ns=ms * 1e6)  # fmt: skip
+
+    events = [
+        event(10, "GEMM", flops=4e12, moved=1e6),  # 8 ms at the ceiling
+        event(3, "GEMM", flops=1e9, moved=8e9),  # bound by memory
+        event(5, "elementwise and norms", moved=16e9),  # 4 ms at the ceiling
+        event(6, "GEMM", flops=1e12, phase="recompute"),
+        event(1.5, "copies to device", moved=1e8, kind=TO_DEVICE),
+    ]
+    found = losses(events, 1, 0.5, DEVICE)
+    won = {loss.what: pytest.approx(loss.won_ms) for loss in found}
+    assert won == {"recompute": 6, "passes over memory: layer/mlp": 5, "thin products": 3, "GEMM": 2,
+                   "copies to device": 1.5, "idle": 0.5}  # fmt: skip
+    assert [loss.won_ms for loss in found] == sorted((loss.won_ms for loss in found), reverse=True)
+    assert "at 400 TFLOP/s" in next(loss.text for loss in found if loss.what == "GEMM")
+    assert "1.0 ms by reaching 4.0 TB/s" in next(loss.text for loss in found if loss.what.startswith("passes"))

@@ -1,0 +1,122 @@
+"""Kernels without an instruction's name, as in CUDA graphs, find theirs."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.profile.hlo import Module, flops, moved_bytes
+from jaxtune.profile.launches import Launch, join
+from jaxtune.profile.wire import WireError, fields
+
+
+def module_of(function, *shapes) -> Module:
+    compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes)).compile()
+    proto = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    size, length = len(proto), b""
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return Module(memoryview(b"\x0a" + length + bytes([size]) + proto))  # HloProto.hlo_module
+
+
+def layers(x, *weights):
+    for index, weight in enumerate(weights):
+        with jax.named_scope(f"layer{index}"):
+            x = jnp.tanh(jax.lax.optimization_barrier(x)) @ weight
+    return x
+
+
+@pytest.fixture(scope="module")
+def module():
+    return module_of(layers, (64, 32), *[(32, 32)] * 5)
+
+
+def launches_of(module: Module, executions: int) -> tuple[list[Launch], list[str]]:
+    """As a graph shows them: products under a library's name, fusions under the first one that is alike."""
+    names: dict[int, str] = {}
+    launches, expected = [], []
+    for _ in range(executions):
+        for instruction in module.launches():
+            if instruction.opcode == "fusion":
+                computation = module.computation(instruction.called[0])
+                name = names.setdefault(computation.fingerprint, re.sub(r"\W", "_", instruction.name))
+            elif flops(instruction):
+                name = "nvjet_sm90_tst_128x256"
+            else:
+                name = re.sub(r"\W", "_", instruction.name)
+            launches.append(Launch(name, "command_buffer_1", False))
+            expected.append(instruction.name)
+    return launches, expected
+
+
+def test_the_program_has_alike_fusions_under_one_fingerprint(module):
+    fusions = [i for i in module.launches() if i.opcode == "fusion"]
+    prints = {module.computation(i.called[0]).fingerprint for i in fusions}
+    assert len(fusions) >= 5 > len(prints)
+
+
+@pytest.mark.parametrize("executions", [1, 3])
+def test_each_kernel_of_each_execution_finds_its_instruction(module, executions):
+    launches, expected = launches_of(module, executions)
+    join(module, launches)
+    assert [launch.instruction.name for launch in launches if launch.instruction] == expected
+    size = len(expected) // executions
+    assert [launch.execution for launch in launches] == [i // size for i in range(len(expected))]
+
+
+def test_a_name_in_the_trace_finds_a_kernel_that_nothing_else_tells(module):
+    launches, expected = launches_of(module, 2)
+    for index in (0, 3, len(launches) - 1):
+        launches[index].name, launches[index].hlo_op = "kernel_of_a_library", expected[index]
+    join(module, launches)
+    assert [launch.instruction.name for launch in launches if launch.instruction] == expected
+
+
+def test_extra_kernels_do_not_shift_the_others(module):
+    launches, expected = launches_of(module, 2)
+    draw = random.Random(0)
+    for _ in range(6):
+        launches.insert(draw.randrange(len(launches)), Launch("somebody_elses_kernel", "command_buffer_1", False))
+    join(module, launches)
+    mine = [launch for launch in launches if launch.name != "somebody_elses_kernel"]
+    assert [launch.instruction.name for launch in mine if launch.instruction] == expected
+
+
+def test_a_program_cut_at_its_end_keeps_what_is_known(module):
+    launches, expected = launches_of(module, 2)
+    del launches[-3:], expected[-3:]
+    join(module, launches)
+    found = [launch.instruction.name if launch.instruction else None for launch in launches]
+    right = sum(a == b for a, b in zip(found, expected, strict=True))
+    wrong = sum(a is not None and a != b for a, b in zip(found, expected, strict=True))
+    assert right >= len(expected) - 4
+    assert wrong <= 2
+
+
+def test_loops_repeat_their_body():
+    def loop(x, w):
+        return jax.lax.fori_loop(0, 7, lambda _, x: jnp.tanh(x @ w), x)
+
+    module = module_of(loop, (64, 32), (32, 32))
+    assert sum(flops(i) for i in module.launches()) == 7 * 2 * 64 * 32 * 32
+
+
+def test_bytes_count_each_operand_and_result_once():
+    module = module_of(lambda x, y: jnp.tanh(x) * 2 + y, (1000, 100), (1000, 100))
+    (fusion,) = module.launches()
+    assert moved_bytes(fusion) == 3 * 4 * 1000 * 100
+
+
+def test_bytes_of_a_slice_are_what_is_sliced():
+    module = module_of(lambda x: jnp.tanh(x[10:20]), (1000, 100))
+    assert sum(moved_bytes(i) for i in module.launches()) == 2 * 4 * 10 * 100
+
+
+@pytest.mark.parametrize("data", [b"\x0a\xff\x01ab", b"\x0a", b"\x80" * 11, b"\x0b", b"\x00", b"\x0d\x01"])
+def test_broken_protobuf_is_refused(data):
+    with pytest.raises(WireError):
+        list(fields(memoryview(data)))

@@ -1,0 +1,30 @@
+"""profile.steps on a training run: the captured steps, their programs and the run's config in one folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+
+from tiny_runs import LENGTH, dataset, documents, lora_model, make_config
+
+from jaxtune.profile import show
+from jaxtune.train.config import ProfileConfig
+from jaxtune.train.loop import Trainer
+
+
+def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):
+    config = make_config(tmp_path / "run", steps=6, profile=ProfileConfig(steps=2, start=2))
+    trainer = Trainer(lora_model(), None, config, dataset(documents(40)))
+    trainer.train()
+    report = show(tmp_path / "run" / "profile")
+    assert len(report.steps_ms) == 2
+    assert sum(row.ms for row in report.categories) == pytest.approx(report.step_ms)
+    assert report.tokens_per_step == config.rows_per_step * LENGTH
+    assert report.meta["config"]["steps"] == 6
+    assert set(report.meta["memory"]) == {"accumulate", "update"}
+    assert {row.name for row in report.scopes} >= {"layer/attend", "layer/expand", "loss", "optimizer"}
+    assert len(trainer.history) == 6
