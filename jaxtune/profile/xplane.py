@@ -330,7 +330,8 @@ def _buffers(modules: list[Module]) -> tuple[list[Buffer], int]:
     """Buffers live at the peak of the program that needs most, and that peak."""
     best: list[Buffer] = []
     for module in modules:
-        rows = [Buffer(size, _what(instruction), kind) for size, instruction, kind in module.peak_buffers() if size > 0]
+        peak = module.peak_buffers()
+        rows = [Buffer(size, _what(what, kind), kind) for size, what, kind in peak if size > 0]
         if sum(r.num_bytes for r in rows) > sum(r.num_bytes for r in best):
             best = rows
     return best, sum(r.num_bytes for r in best)
