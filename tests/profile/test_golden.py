@@ -1,0 +1,128 @@
+"""Traces recorded on an H200 (record.py beside this file): exact tables, and what must hold of any trace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from golden import DATA, GOLDEN, figures_of
+
+from jaxtune.profile import compare
+from jaxtune.profile.reading import read
+from jaxtune.profile.report import Report, make_report, show
+from jaxtune.profile.timeline import TRANSFERS
+
+
+@pytest.fixture(scope="module", params=list(GOLDEN))
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def report(name) -> Report:
+    file = DATA / GOLDEN[name]
+    assert file.is_file(), f"{file} is missing: record it with record.py on a GPU"
+    return show(file)
+
+
+def test_the_traces_are_small():
+    assert sum(f.stat().st_size for f in DATA.iterdir()) <= 2_000_000
+
+
+def test_exact_tables(name, report):
+    expected = json.loads((DATA / "expected.json").read_text())
+    assert figures_of(report) == expected[name]
+
+
+def test_categories_sum_to_the_step_and_leave_nothing_over(report):
+    assert "H200" in report.device
+    assert len(report.steps_ms) >= 2
+    assert sum(row.ms for row in report.categories) == pytest.approx(report.step_ms, rel=0.02)
+    assert sum(row.ms for row in report.scopes) == pytest.approx(report.step_ms, rel=0.02)
+    shares = {row.name: row.share for row in report.categories}
+    assert shares.get("other", 0.0) <= 0.02
+    assert shares["GEMM"] > 0.02
+
+
+def test_scopes_of_ours():
+    report = show(DATA / GOLDEN["ours"])
+    places = {(row.name, row.phase) for row in report.scopes}
+    for part in ("project", "attend", "mix", "expand", "contract"):
+        assert {(f"layer/{part}", "forward"), (f"layer/{part}", "backward")} <= places
+    assert {"loss", "optimizer"} <= {scope for scope, _ in places}
+    unnamed = sum(row.share for row in report.scopes if row.name == "(no scope)")
+    assert unnamed <= 0.02
+    assert not any("not found in the HLO" in note for note in report.notes)
+
+
+def test_flops_of_ours_are_those_of_the_model():
+    """Frozen linears: 2 products (forward, input gradient); adapters: 3; head: 2; attention: 2 + 5, causal half."""
+    from record import LENGTH, ROWS, SHAPE
+
+    tokens = ROWS * LENGTH
+    hidden, inner, heads = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_attention_heads"]
+    kv = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    linears = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
+    linears += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    products = sum(2 * a * b for a, b in linears)
+    adapters = sum(3 * 16 * (a + b) for a, b in linears)
+    attention = 7 * ROWS * heads * LENGTH * LENGTH * SHAPE["head_dim"]  # 7 products, 2 FLOPs each, half of them
+    layer = 2 * tokens * (products + adapters) + attention
+    expected = SHAPE["num_hidden_layers"] * layer + 2 * 2 * tokens * hidden * SHAPE["vocab_size"]
+    # The first layer's input needs no gradient, and adapters may pad their rank.
+    assert show(DATA / GOLDEN["ours"]).flops_per_step == pytest.approx(expected, rel=0.1)
+
+
+def test_torch_products_and_attention_have_flops():
+    report = show(DATA / GOLDEN["torch"])
+    timed = [row for row in report.kernels if row.category in ("GEMM", "attention")]
+    known = sum(row.ms for row in timed if row.tflops)
+    assert known > 0.8 * sum(row.ms for row in timed)
+    assert {"mlp", "attention"} <= {part for row in report.scopes for part in row.name.split("/")}
+    assert {"forward", "backward"} <= {row.phase for row in report.scopes}
+
+
+def test_a_run_against_itself_has_no_change(name):
+    file = DATA / GOLDEN[name]
+    comparison = compare(file, file)
+    rows = [comparison.step, *comparison.categories, *comparison.scopes, *comparison.kernels]
+    assert {row.verdict for row in rows} == {"same"}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_kernel_made_slower_is_named_with_its_milliseconds(name, rank):
+    """Every call of one kernel takes longer, by more than the run's own noise; what follows is later by as much."""
+    file = DATA / GOLDEN[name]
+    base = show(file)
+    target = [row for row in base.kernels if row.category not in ("copies to device", "copies to host")][rank]
+    noise_ms = max(max(times) - min(times) for times in (base.steps_ms, target.per_step_ms))
+    late_ns = 30_000 + 2e6 * noise_ms / target.count
+    trace = read(file)
+    calls = set()
+    shift = 0.0
+    for event in trace.events:
+        begun = event.start_ns
+        slower = _is(event, target)
+        event.start_ns += shift
+        event.end_ns += shift
+        if slower:
+            calls.add(begun)
+            event.end_ns += late_ns
+            shift += late_ns
+    moved = [sum(late_ns for call in calls if call < moment) for step in trace.steps for moment in step]
+    trace.steps = [(s + moved[2 * i], e + moved[2 * i + 1]) for i, (s, e) in enumerate(trace.steps)]
+    comparison = compare(base, make_report(trace))
+    added_ms = late_ns * target.count / 1e6
+    worst = comparison.kernels[0]
+    assert target.name in worst.name
+    assert worst.verdict == "slower"
+    assert worst.diff_ms == pytest.approx(added_ms, rel=0.02)
+    assert comparison.step.diff_ms == pytest.approx(added_ms, rel=0.02)
+    assert comparison.step.verdict == "slower"
+
+
+def _is(event, row) -> bool:
+    from jaxtune.profile.scopes import readable
+
+    mine = (readable(event.name), event.scope, event.phase, event.shape)
+    return event.kind not in TRANSFERS and event.step >= 0 and mine == (row.name, row.scope, row.phase, row.shape)
