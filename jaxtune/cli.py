@@ -204,18 +204,19 @@ def profile(arguments: Sequence[str]) -> int | None:
     if options.command == "ceilings":
         print(json.dumps(profiling.ceilings(remeasure=options.remeasure).to_dict(), indent=2))
         return None
-    limit = None
+    too_slow = False
     if options.command == "show":
         result = profiling.show(options.trace)
     else:
-        limit = options.fail_if_slower and _fraction("--fail-if-slower", options.fail_if_slower)
+        limit = None if options.fail_if_slower is None else _fraction("--fail-if-slower", options.fail_if_slower)
         result = profiling.compare(options.a, options.b)
+        too_slow = limit is not None and result.slower_by > limit
     if options.json:
         Path(options.json).write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     if options.html:
         Path(options.html).write_text(result.to_html(), encoding="utf-8")
     print(result.to_text(width=shutil.get_terminal_size((140, 40)).columns), end="")
-    return int(limit is not None and result.slower_by > limit)
+    return int(too_slow)
 
 
 def _fraction(option: str, text: str) -> float:

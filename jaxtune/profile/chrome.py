@@ -324,7 +324,7 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
     types = [t for t in operator.args.get("Input type", []) if t in _BYTES]
     if not dims or not types:
         return
-    short = _SHORT.get(types[0], types[0])
+    short = str(_SHORT.get(types[0], types[0]))
     event.dtype = short
     event.shape = ", ".join(f"{short}[{','.join(map(str, d))}]" for d in dims[:3])
     if operator.main_counted:

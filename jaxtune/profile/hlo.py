@@ -445,10 +445,9 @@ def _peak_buffers(message: memoryview, module: Module) -> list[tuple[int, Instru
             out += [(sizes.get(b, 0), instructions.get(defined.get(b, -1)), kind) for b in live]
             out.append((max(0, size - sum(sizes.get(b, 0) for b in live)), None, "fragmentation"))
         else:
-            largest = max(assigned, key=lambda b: sizes.get(b, 0), default=None)
-            origin = None if largest is None else instructions.get(defined.get(largest, -1))
-            known = min(size, sizes.get(largest, size) if largest is not None else size)
-            out.append((known, origin, kind))
+            largest = max(assigned, key=lambda b: sizes.get(b, 0), default=-1)
+            known = min(size, sizes.get(largest, size))
+            out.append((known, instructions.get(defined.get(largest, -1)), kind))
             out.append((size - known, None, kind))  # what shares the allocation with it
     return sorted(out, key=lambda row: -row[0])
 

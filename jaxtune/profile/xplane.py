@@ -295,7 +295,7 @@ class _WorkCache:
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
     """Steps from the rhythm in which the programs run. Work before the first program belongs to none."""
-    busy: collections.Counter[str] = collections.Counter()
+    busy: dict[str, float] = collections.defaultdict(float)
     for event in events:
         busy[event.module] += event.duration_ns
     total = sum(busy.values())
