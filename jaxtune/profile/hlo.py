@@ -427,7 +427,7 @@ def _peak_buffers(message: memoryview, module: Module) -> list[tuple[int, Instru
         simple = {n: v for n, v in allocation if n != 9}
         if simple.get(8, 0):  # another memory space: host
             continue
-        size = simple.get(2, 0)
+        size = int(simple.get(2) or 0)
         assigned = [dict(fields(v)).get(1, 0) for n, v in allocation if n == 9]
         kind = (
             "argument"

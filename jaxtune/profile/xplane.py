@@ -16,6 +16,7 @@ from jaxtune.profile.launches import Launch, join
 from jaxtune.profile.scopes import categorise, is_collective, scope_of
 from jaxtune.profile.timeline import find_period
 from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, MEMSET, TO_DEVICE, TO_HOST, Buffer, Event, Trace, TraceError
+from jaxtune.profile.weights import linear_of
 from jaxtune.profile.wire import WireError, fields, text
 
 _COPY_KINDS = {"MemcpyD2H": TO_HOST, "MemcpyH2D": TO_DEVICE, "MemcpyD2D": COPY, "MemcpyP2P": COPY}
@@ -236,6 +237,9 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
                 runs.append((event.start_ns, *key))
         if instruction is not None:
             event.scope, event.phase = scope_of(work.scope(instruction))
+            linear = work.linear(instruction)
+            if linear and linear not in event.scope.split("/"):
+                event.scope = f"{event.scope}/{linear}".lstrip("/")
             if launch is not None and launch.main:
                 event.flops, event.moved_bytes, event.shape, event.dtype = work.of(instruction)
             event.kind = COLLECTIVE if is_collective(instruction.opcode) else event.kind
@@ -263,6 +267,14 @@ class _WorkCache:
 
     def __init__(self):
         self._work: dict[int, tuple[float, float, str, str]] = {}
+        self._linears: dict[int, str] = {}
+
+    def linear(self, instruction: Instruction) -> str:
+        """Whose weight a product multiplies by; "" for anything else."""
+        if id(instruction) not in self._linears:
+            product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
+            self._linears[id(instruction)] = linear_of(instruction) if product else ""
+        return self._linears[id(instruction)]
 
     def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
         if id(instruction) not in self._work:

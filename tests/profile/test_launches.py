@@ -11,11 +11,14 @@ import pytest
 
 from jaxtune.profile.hlo import Module, flops, moved_bytes
 from jaxtune.profile.launches import Launch, join
+from jaxtune.profile.weights import linear_of
 from jaxtune.profile.wire import WireError, fields
 
 
-def module_of(function, *shapes) -> Module:
-    compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes)).compile()
+def module_of(function, *arguments) -> Module:
+    """Of arguments that are shapes of float32, or trees of ShapeDtypeStruct."""
+    made = [jax.ShapeDtypeStruct(a, "float32") if isinstance(a, tuple) else a for a in arguments]
+    compiled = jax.jit(function).lower(*made).compile()
     proto = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     size, length = len(proto), b""
     while size > 127:
@@ -114,6 +117,26 @@ def test_bytes_count_each_operand_and_result_once():
 def test_bytes_of_a_slice_are_what_is_sliced():
     module = module_of(lambda x: jnp.tanh(x[10:20]), (1000, 100))
     assert sum(moved_bytes(i) for i in module.launches()) == 2 * 4 * 10 * 100
+
+
+def test_a_product_is_told_by_its_weight():
+    def loss(frozen, lora, x):
+        with jax.named_scope("mlp"):
+            hidden = jnp.tanh(x @ frozen["layers"][0]["up_proj"]["kernel"])
+            thin = (x @ lora["layers"][0]["up_proj"]["a"].T) @ lora["layers"][0]["up_proj"]["b"].T
+        return ((hidden + thin) ** 2).sum()
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, "float32")
+
+    frozen = {"layers": [{"up_proj": {"kernel": shape(32, 64)}}]}
+    lora = {"layers": [{"up_proj": {"a": shape(4, 32), "b": shape(64, 4)}}]}
+    module = module_of(jax.grad(loss, argnums=1), frozen, lora, shape(128, 32))
+    found = [(linear_of(i), flops(i)) for i in module.launches() if flops(i)]
+    named = [work for name, work in found if name == "up_proj"]
+    # by a weight: the large product, the adapter's two, and the gradient through b; not the two weight gradients
+    assert sorted(named) == sorted([2 * 128 * 32 * 64, 2 * 128 * 32 * 4, 2 * 128 * 4 * 64, 2 * 128 * 64 * 4])
+    assert {name for name, _ in found} == {"up_proj", ""}
 
 
 @pytest.mark.parametrize("data", [b"\x0a\xff\x01ab", b"\x0a", b"\x80" * 11, b"\x0b", b"\x00", b"\x0d\x01"])

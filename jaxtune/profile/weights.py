@@ -1,0 +1,63 @@
+"""Which linear a product belongs to: the parameter of the program that one of its operands comes from.
+
+XLA keeps the path of every argument, "frozen['layers'][3]['mlp']['up_proj']['weight'].value", so a product can be told
+by its weight in any program, whether or not that names its parts.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jaxtune.profile.hlo import Instruction
+
+# What XLA does to a weight on its way into a product.
+_PASSING = frozenset((
+    "bitcast", "bitcast-convert", "convert", "copy", "transpose", "reshape", "slice", "concatenate", "copy-done",
+    "copy-start", "get-tuple-element", "fusion",
+))  # fmt: skip
+_KEY = re.compile(r"\['?([A-Za-z_]\w*)'?\]|\.([A-Za-z_]\w*)")
+# Keys below the linear itself.
+_LEAVES = frozenset(
+    ("weight", "kernel", "bias", "value", "raw_value", "w", "lora", "a", "b", "lora_a", "lora_b", "scale")
+)
+_INDICES = ("s32", "u32", "s64", "u64", "pred")
+_DEPTH = 5
+
+
+def linear_of(product: Instruction) -> str:
+    """ "up_proj"; "q_proj+k_proj" for a product that serves several; "" where no operand is a weight."""
+    computation = product.computation
+    if computation is None:
+        return ""
+    best: tuple[int, list[str]] = (0, [])
+    for operand in product.operands:
+        names = []
+        source = computation.by_id.get(operand)
+        if source is not None:
+            names = list(dict.fromkeys(_names(source, 0)))
+        if names and source is not None and source.shape.num_bytes > best[0]:
+            best = source.shape.num_bytes, names
+    names = best[1]
+    return "+".join(names[:3]) + ("+..." if len(names) > 3 else "")
+
+
+def _names(instruction: Instruction, depth: int) -> list[str]:
+    """Linears whose parameters `instruction` is made of; none if anything else goes into it."""
+    if instruction.opcode == "parameter":
+        if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
+            return []
+        keys = [first or second for first, second in _KEY.findall(instruction.scope)]
+        while keys and keys[-1] in _LEAVES:
+            keys.pop()
+        return keys[-1:]
+    if instruction.opcode not in _PASSING or depth == _DEPTH or instruction.computation is None:
+        return []
+    by_id = instruction.computation.by_id
+    out: list[str] = []
+    for operand in instruction.operands:
+        source = by_id.get(operand)
+        names = [] if source is None else _names(source, depth + 1)
+        if not names:
+            return []
+        out += names
+    return out
