@@ -1,6 +1,6 @@
 #!/bin/sh
 # make_base.sh FOLDER [key=value ...]: pretrain the quickstart's base model and write it to FOLDER, which must not exist.
-# Text and tokenizer are made anew; about two minutes on an H200. Key=value pairs override pretrain.yaml.
+# Text and tokenizer are made anew; about two minutes with an H200, half of it on the host. Key=value pairs override pretrain.yaml.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}

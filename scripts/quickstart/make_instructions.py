@@ -16,8 +16,8 @@ from typing import Any
 
 from skills import SKILLS, key
 
-NAMES = ("digits", "roman", "reverse", "sort", "next_letters", "consonants", "doubled")  # what the packaged base knows
-TRAIN_ROWS, EVAL_ROWS = 350, 32  # of each skill
+NAMES = tuple(SKILLS)
+TRAIN_ROWS, EVAL_ROWS = 250, 20  # of each skill
 SEED = 1
 FOLDER = Path(__file__).resolve().parents[2] / "jaxtune" / "quickstart"
 
