@@ -20,6 +20,7 @@ from typing import Any
 from jaxtune.profile.scopes import categorise
 from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, MEMSET, TO_DEVICE, TO_HOST, Event, Trace, TraceError
 
+_NODE = "autograd::engine::evaluate_function"
 _STEP = re.compile(r"^ProfilerStep#(\d+)$")
 _OPTIMIZER_STEP = re.compile(r"^Optimizer\.(step|zero_grad)#")
 _MODULE = re.compile(r"^nn\.Module: (.+?)(_\d+)?$")
@@ -104,7 +105,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
     for thread in calls.values():
         _nest(thread)
     device_rows, num_devices = _busiest_device(device_rows)
-    forward = _forward_calls(calls.values())
+    forward = _Forward(calls)
     marks = sorted(
         ((c.start, c.end) for thread in calls.values() for c in thread if _STEP.match(c.name)), key=lambda m: m[0]
     )
@@ -160,24 +161,52 @@ def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
     return max(by_device.values(), key=lambda r: sum(float(x.get("dur", 0)) for x in r)), len(by_device)
 
 
-def _forward_calls(threads: Iterable[list[_Call]]) -> dict[int, _Call]:
-    """The forward operator of each sequence number: the outermost one that is not itself run by the autograd engine."""
-    out: dict[int, _Call] = {}
-    for thread in threads:
-        for call in thread:
-            number = call.args.get("Sequence number")
-            if number is None or call.category != "cpu_op" or _backward_call(call) is not None:
-                continue
-            out[number] = call  # the innermost op of a number is the last
-    return out
+class _Forward:
+    """Finds the forward operator of an autograd node, by the sequence number that both bear.
+
+    Numbers count by thread: with gradient checkpointing the forward runs again on the autograd engine's thread. A node
+    names its forward's thread by a number of the profiler's own, so that is matched to a thread by operators' names.
+    """
+
+    def __init__(self, threads: dict[Any, list[_Call]]):
+        self._calls: dict[tuple[Any, int], _Call] = {}
+        nodes: dict[Any, list[_Call]] = collections.defaultdict(list)
+        for thread, calls in threads.items():
+            for call in calls:
+                if call.category != "cpu_op" or "Sequence number" not in call.args:
+                    continue
+                if call.name.startswith(_NODE):
+                    nodes[call.args.get("Fwd thread id")].append(call)
+                elif not call.args.get("Fwd thread id") and call.args["Sequence number"] >= 0:
+                    # Every operator shows the number that the next node will get: the last one makes it.
+                    self._calls[thread, call.args["Sequence number"]] = call
+        self._threads = {
+            number: max(
+                threads, key=lambda thread, own=own: sum(self._fits(thread, node) for node in own), default=None
+            )
+            for number, own in nodes.items()
+        }
+
+    def _fits(self, thread: Any, node: _Call) -> bool:
+        call = self._calls.get((thread, node.args["Sequence number"]))
+        if call is None:
+            return False
+        name = re.sub(r"(Backward)?\d*$", "", node.name.rsplit(": ", 1)[-1]).lower()
+        return any(_bare(around.name) == name for around in call.up())
+
+    def of(self, node: _Call) -> _Call | None:
+        number = node.args.get("Sequence number")
+        return self._calls.get((self._threads.get(node.args.get("Fwd thread id")), number))  # type: ignore[arg-type]
+
+
+def _bare(operator: str) -> str:
+    """ "aten::_softmax" as autograd writes it: "softmax"."""
+    return operator.removeprefix("aten::").replace("_", "").lower()
 
 
 def _backward_call(call: _Call) -> _Call | None:
     """The innermost autograd node around a call; None in the forward."""
-    for around in call.up():
-        if around.name.startswith("autograd::engine::evaluate_function"):
-            return around
-    return None
+    return next((around for around in call.up() if around.name.startswith(_NODE)), None)
 
 
 # ---- steps
@@ -219,7 +248,7 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 # ---- kernels
 
 
-def _event(row: dict, call: _Call | None, forward: dict[int, _Call], origin: float) -> Event:
+def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
     args = row.get("args") or {}
     name = str(row["name"])
     start = (float(row["ts"]) - origin) * 1e3
@@ -271,19 +300,26 @@ def _category(event: Event, words: str) -> str:
     return found
 
 
-def _scope(call: _Call, forward: dict[int, _Call]) -> tuple[str, str]:
+def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
     """(scope, phase) from the marked ranges and modules around the launch, or around its forward operator."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"
-    inside = [c for c in call.up() if c.start >= node.start and c.end <= node.end and c is not node]
-    if any(c.category == "user_annotation" or _MODULE.match(c.name) for c in inside):
-        return _path(call, node), "recompute"  # a module's forward inside the backward: gradient checkpointing
     for around in call.up():
-        number = around.args.get("Sequence number")
-        if number is not None and number in forward:
-            return _path(forward[number]), "backward"
-    return _operator(call), "backward"
+        if around is node:
+            break
+        # A module, or an operator that records its own backward, inside the backward: gradient checkpointing.
+        recorded = around.category == "cpu_op" and around.args.get("Sequence number", -1) >= 0
+        if (recorded and not around.args.get("Fwd thread id")) or _names_a_place(around):
+            return _path(call, node), "recompute"
+    origin = forward.of(node)
+    if origin is None:
+        return _operator(call), "backward"
+    return _path(origin, _backward_call(origin)), "backward"
+
+
+def _names_a_place(call: _Call) -> bool:
+    return call.category == "user_annotation" or _MODULE.match(call.name) is not None
 
 
 def _path(call: _Call, inside: _Call | None = None) -> str:

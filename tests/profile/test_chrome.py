@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from programs import torch_trace
+from programs import TorchTrace, torch_trace
 
 from jaxtune.profile import TraceError, show
 
@@ -92,6 +92,37 @@ def test_foreign_json_is_refused_by_name(tmp_path, content, message):
     with pytest.raises(TraceError, match=message) as caught:
         show(file)
     assert str(file) in str(caught.value)
+
+
+def test_with_checkpointing_the_backward_finds_the_second_forward(tmp_path):
+    """Numbers count by thread: 40 on the engine's thread is another operator than 40 on the main one."""
+    trace = TorchTrace()
+    main, engine = trace.MAIN, trace.AUTOGRAD
+    mm = {"Input Dims": [[8, 8], [8, 8]], "Input type": ["float", "float"]}
+    for number in (40, 41):  # the forward, whose inner nodes checkpointing throws away
+        trace.call("embed", number, 1, "user_annotation")
+        trace.call("aten::embedding", number, 1, **{"Sequence number": number})
+        trace.kernel("embedding_kernel", number + 0.2, number * 10, 5)
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    marks = {"Sequence number": 41, "Fwd thread id": 2}
+    trace.call(node, 50, 20, thread=engine, **marks)
+    trace.call("MmBackward0", 51, 18, thread=engine, **marks)
+    trace.call("mlp", 52, 8, "user_annotation", thread=engine)
+    for number in (40, 41):
+        trace.call("aten::mm", 53 + number - 40, 0.9, thread=engine, **mm, **{"Sequence number": number})
+    trace.kernel("nvjet_again", 54.2, 600, 7, thread=engine)
+    trace.call("aten::mm", 65, 2, thread=engine, **mm)
+    trace.kernel("nvjet_gradient", 65.2, 700, 11, thread=engine)
+    trace.call("autograd::engine::evaluate_function: EmbeddingBackward0", 80, 5, thread=engine,
+               **{"Sequence number": 40, "Fwd thread id": 1})  # fmt: skip
+    trace.kernel("embedding_backward_kernel", 81, 800, 3, thread=engine)
+    assert main != engine
+    report = show(trace.write(tmp_path / "run.json"))
+    found = {row.name: (row.scope, row.phase) for row in report.kernels}
+    assert found == {
+        "embedding_kernel": ("embed", "forward"), "nvjet_again": ("mlp", "recompute"),
+        "nvjet_gradient": ("mlp", "backward"), "embedding_backward_kernel": ("embed", "backward"),
+    }  # fmt: skip
 
 
 def test_only_the_busiest_device_is_read(tmp_path):
