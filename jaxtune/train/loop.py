@@ -135,7 +135,8 @@ class Trainer:
       config: a TrainConfig; its `model` and `adapter` say where the model came from and are recorded, not applied.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
         that config.data names.
-      profile: a folder for a trace of config.profile.steps steps; by default `profile` in the output folder.
+      profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
+        only if config asks for steps, `profile` in the output folder.
 
     Attributes: `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`,
     the metrics of every logged step as dicts.
@@ -154,6 +155,7 @@ class Trainer:
         self.tokenizer = tokenizer
         self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
+        self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
 
         self._given = model
@@ -173,6 +175,8 @@ class Trainer:
         else:
             assert config.epochs is not None
             self.total_steps = max(1, round(config.epochs * self.batches.steps_per_epoch))
+        if self.profile_steps and config.profile.start >= self.total_steps:
+            raise ValueError(f"profile.start = {config.profile.start}: the run has only {self.total_steps} steps")
 
         self.mesh = make_mesh(config.mesh.data)
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -343,7 +347,7 @@ class Trainer:
                     parts, counts = coming.result()
                 if step + 1 < self.total_steps:
                     coming = pool.submit(self._load_step, step + 1)
-                if config.profile.steps and step - start == config.profile.start:
+                if self.profile_steps and step - start == config.profile.start:
                     watch.flush()
                     trace.enter_context(self._capture(programs))
                     watch.restart()
@@ -353,7 +357,7 @@ class Trainer:
                 state, sums, latest = programs.update(state, sums)
                 watch.step_dispatched(step, latest, counts)
                 done = step + 1
-                if tracing and step - start == config.profile.start + config.profile.steps - 1:
+                if tracing and step - start == config.profile.start + self.profile_steps - 1:
                     watch.flush()
                     trace.close()
                     watch.restart()

@@ -28,3 +28,16 @@ def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):
     assert set(report.meta["memory"]) == {"accumulate", "update"}
     assert {row.name for row in report.scopes} >= {"layer/attend", "layer/expand", "loss", "optimizer"}
     assert len(trainer.history) == 6
+
+
+def test_a_folder_alone_asks_for_three_steps(tmp_path):
+    config = make_config(tmp_path / "run", steps=5, profile=ProfileConfig(start=1))
+    Trainer(lora_model(), None, config, dataset(documents(40)), profile=tmp_path / "here").train()
+    assert len(show(tmp_path / "here").steps_ms) == 3
+    assert not (tmp_path / "run" / "profile").exists()
+
+
+def test_steps_after_the_end_are_refused_at_once(tmp_path):
+    config = make_config(tmp_path / "run", steps=4, profile=ProfileConfig(steps=2, start=4))
+    with pytest.raises(ValueError, match=r"profile\.start = 4: the run has only 4 steps"):
+        Trainer(lora_model(), None, config, dataset(documents(40)))
