@@ -146,13 +146,16 @@ def record_hf(file: Path, shape: dict, rows: int, length: int, steps: int, check
     with tempfile.TemporaryDirectory() as scratch:
         raw = Path(scratch) / "trace.json"
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        plan = schedule(wait=0, warmup=1, active=steps)
-        with profile(activities=activities, schedule=plan, record_shapes=True) as profiler:
+        plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
+
+        def save(profiler):
+            profiler.export_chrome_trace(str(raw))
+
+        with profile(activities=activities, schedule=plan, record_shapes=True, on_trace_ready=save) as profiler:
             for _ in range(steps + 1):
                 step()
                 torch.cuda.synchronize()
                 profiler.step()
-        profiler.export_chrome_trace(str(raw))
         with raw.open("rb") as source, gzip.open(file, "wb", compresslevel=6) as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     return {"gradient_checkpointing": used, "step_seconds": times, "peak_bytes": torch.cuda.max_memory_allocated()}
