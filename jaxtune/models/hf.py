@@ -247,9 +247,12 @@ def _abstract(config: DecoderConfig, dtype: str):
     return graph, list(nnx.to_flat_state(state))
 
 
-def _load_tokenizer(folder: Path):
+def load_tokenizer(folder: Path):
+    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files."""
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
+    # Without this transformers says at import that there is no torch: we want none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -302,7 +305,7 @@ def from_pretrained(
         generation_config=generation.read_text(encoding="utf-8") if generation.exists() else None,
     )
     model.base_fingerprint = fingerprint
-    return model, _load_tokenizer(folder)
+    return model, load_tokenizer(folder)
 
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:

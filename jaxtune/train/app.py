@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
+from jaxtune.models.hf import from_pretrained, load_tokenizer, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.merge import merge_adapter
 from jaxtune.train import report
@@ -37,14 +37,6 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def load_tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    if not Path(folder).is_dir():
-        raise ValueError(f"model.tokenizer = {folder!r}: there is no such folder")
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
     """(model with its adapter, tokenizer) that a config asks for."""
     wanted = config.model
@@ -56,7 +48,9 @@ def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
         dtype = COMPUTE_DTYPES[config.precision]
         model, tokenizer = from_pretrained(wanted.path, dtype=dtype, load_in=wanted.load_in)
     if wanted.tokenizer is not None:
-        tokenizer = load_tokenizer(wanted.tokenizer)
+        tokenizer = load_tokenizer(Path(wanted.tokenizer))
+        if tokenizer is None:
+            raise ValueError(f"model.tokenizer = {wanted.tokenizer!r}: no folder with tokenizer files")
     if tokenizer is None:
         raise ValueError(f"model.path = {wanted.path!r} has no tokenizer files: set model.tokenizer to a folder")
     if config.adapter is not None:

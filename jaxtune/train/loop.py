@@ -34,7 +34,8 @@ from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
-# Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out.
+# Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
+# rows lie may change: their content is compared.
 _INCOMPATIBLE = (
     "trainable",
     "data",
@@ -42,7 +43,8 @@ _INCOMPATIBLE = (
     *(
         f"config.{key}"
         for key in (
-            "model",
+            "model.from_config",
+            "model.load_in",
             "adapter",
             "steps",
             "epochs",
@@ -57,7 +59,6 @@ _INCOMPATIBLE = (
     *(
         f"config.data.{key}"
         for key in (
-            "train",
             "format",
             "template",
             "train_on",
@@ -218,13 +219,20 @@ class Trainer:
                 "num_workers",
             )
         }
-        limit = self._given.config.max_position_embeddings
-        if data.length > limit:
-            raise ValueError(f"data.length = {data.length}: the model was made for at most {limit} positions")
-
         vocab_size = self._given.config.vocab_size
 
         def load(rows, max_rows):
+            prepared = opened(rows, max_rows)
+            limit = self._given.config.max_position_embeddings
+            longest = min(data.length, int(prepared.documents.lengths.max()))
+            if longest > limit:  # a longer row is fine: positions restart with each document
+                raise ValueError(
+                    f"data.length = {data.length}: the longest document has {longest} tokens, and the model was made "
+                    f"for at most {limit} positions; lower data.length"
+                )
+            return prepared
+
+        def opened(rows, max_rows):
             if isinstance(rows, TokenDataset):
                 if rows.summary.max_token >= vocab_size:
                     raise ValueError(
@@ -272,11 +280,7 @@ class Trainer:
         """Compiles the programs of the run, once, whatever the data: shapes never change."""
         config = self.config
         options = compiler_options(self.mesh.devices.flat[0].platform, config.deterministic)
-        rows = config.rows_per_step // config.micro_batches
-        batch = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows),
-            Batch.empty(rows, self.batches.length),
-        )
+        batch = self._abstract_batch()
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
         started = time.perf_counter()
         state, sums, frozen = _abstract(state), _abstract(sums), _abstract(frozen)
@@ -286,11 +290,21 @@ class Trainer:
             update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=where)
             accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
             update = update.lower(state, sums).compile(compiler_options=options)
-            evaluate = None
-            if self.eval_batches is not None:
-                evaluate = jax.jit(self.program.evaluate, out_shardings=where).lower(state, frozen, batch)
-                evaluate = evaluate.compile(compiler_options=options)
+        evaluate = None if self.eval_batches is None else self.compile_evaluate(state, frozen)
         return _Programs(accumulate, update, evaluate, time.perf_counter() - started)
+
+    def compile_evaluate(self, state: TrainState, frozen):
+        """Compiles the evaluation of one batch."""
+        options = compiler_options(self.mesh.devices.flat[0].platform, self.config.deterministic)
+        evaluate = jax.jit(self.program.evaluate, out_shardings=self._replicated)
+        with jax.set_mesh(self.mesh):
+            lowered = evaluate.lower(_abstract(state), _abstract(frozen), self._abstract_batch())
+            return lowered.compile(compiler_options=options)
+
+    def _abstract_batch(self) -> Batch:
+        """Shapes of a micro-batch, which are also those of an evaluation batch."""
+        empty = Batch.empty(self.config.rows_per_step // self.config.micro_batches, self.batches.length)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
 
     # ---- the run
 
@@ -399,21 +413,22 @@ class Trainer:
         if self.eval_batches is None:
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         state, sums, frozen = self.first_state()
-        return self._eval_loss(self.compile(state, sums, frozen), state, frozen)
+        del sums
+        return self._eval_loss(self.compile_evaluate(state, frozen), state, frozen)
 
-    def _eval_loss(self, programs, state, frozen) -> dict[str, Any]:
+    def _eval_loss(self, evaluate, state, frozen) -> dict[str, Any]:
         assert self.eval_batches is not None
         totals = []
         for index in range(self.eval_batches.steps_per_epoch):
             batch = self._device_batch(self.eval_batches.batch_at(index), 0, 1)
-            totals.append(programs.evaluate(state, frozen, batch))
+            totals.append(evaluate(state, frozen, batch))
         loss, count = (sum(float(x) for x in column) for column in zip(*totals, strict=True))
         return {"eval_loss": loss / max(count, 1.0), "eval_targets": int(count)}
 
     def _evaluate(self, programs, state, frozen, logger, progress, step) -> None:
         if self.eval_batches is None:
             return
-        values = self._eval_loss(programs, state, frozen)
+        values = self._eval_loss(programs.evaluate, state, frozen)
         logger.log(step, values)
         self.history.append({"step": step, **values})
         progress.print(

@@ -438,9 +438,13 @@ def test_a_token_beyond_the_vocabulary(tmp_path):
 
 
 def test_rows_longer_than_the_model(tmp_path):
+    """Documents must fit the model's positions; packed rows may be longer, since positions restart in each document."""
     config = make_config(tmp_path, data=DataConfig(train="rows", length=256))
-    with pytest.raises(ValueError, match="data.length = 256: the model was made for at most 128 positions"):
-        Trainer(lora_model(), None, config, dataset(TRAIN))
+    Trainer(lora_model(), None, config, dataset(TRAIN))
+    long = dataset([np.zeros(200, np.int32)])
+    message = "data.length = 256: the longest document has 200 tokens, and the model was made for at most 128 positions"
+    with pytest.raises(ValueError, match=message):
+        Trainer(lora_model(), None, config, long)
 
 
 # ---- reports

@@ -135,8 +135,10 @@ class Batches:
     def _epoch(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
             epoch = 0
-        if self._order is None or self._order[0] != epoch:
-            count = len(self.rows)
-            order = epoch_order(count, self.seed, epoch) if self.shuffle else np.arange(count)
-            self._order = (epoch, order)
-        return self._order[1]
+        known = self._order  # read once: the loader's thread and the loop's may ask for different epochs
+        if known is not None and known[0] == epoch:
+            return known[1]
+        count = len(self.rows)
+        order = epoch_order(count, self.seed, epoch) if self.shuffle else np.arange(count)
+        self._order = (epoch, order)
+        return order
