@@ -152,10 +152,12 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
         program = jax.jit(product).lower(a, b).compile()
         seconds = _seconds(lambda: [program(a, b) for _ in range(count)][-1])
         power = {}
+        last = program(a, b)
         if sample_power:
-            loaded = [program(a, b) for _ in range(400)]
+            for _ in range(400):
+                last = program(a, b)
             power = _power_state()
-            jax.block_until_ready(loaded)
+            jax.block_until_ready(last)
     return 2 * size**3 * count / seconds / 1e12, power
 
 

@@ -146,7 +146,7 @@ def make_report(trace: Trace) -> Report:
     ]
     tokens = trace.meta.get("tokens_per_step")
     ceilings = known_ceilings(trace.device)
-    found = [] if ceilings is None else losses(inside, num_steps, idle.ms, ceilings, wait=_wait_words(idle))
+    limits = ceilings or Ceilings(trace.device, 0.0, 0.0, 0.0, source="unknown")
     return Report(
         path=trace.path,
         framework=trace.framework,
@@ -167,7 +167,7 @@ def make_report(trace: Trace) -> Report:
         buffers=_buffers(trace),
         flops_per_step=sum(event.flops for event in inside) / num_steps,
         ceilings=ceilings,
-        losses=found,
+        losses=losses(inside, num_steps, idle.ms, limits, wait=_wait_words(idle)),
         timeline=_timeline(inside, trace.steps),
     )
 

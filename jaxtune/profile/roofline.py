@@ -35,7 +35,10 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
 def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
-    """Every loss, the largest first; a moment counts in one of them only. wait: words on the longest wait."""
+    """Every loss, the largest first; a moment counts in one of them only. wait: words on the longest wait.
+
+    Without ceilings (rates of 0) what a product could win is unknown and left out.
+    """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)
     for event in events:
@@ -66,7 +69,7 @@ def losses(
     if idle_ms > 0:
         text = f"The device waits {idle_ms:.1f} ms a step for its next launch{wait}: won with launches ahead of it."
         out.append(Loss("idle", idle_ms, text))
-    return sorted(out, key=lambda loss: -loss.won_ms)
+    return sorted((loss for loss in out if loss.won_ms > 0), key=lambda loss: -loss.won_ms)
 
 
 _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention takes", "MoE": "The experts take"}
@@ -96,8 +99,8 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
     won = ms - least * per_step
     text = f"{_PRODUCTS[kind]} {ms:.1f} ms at {rate:.0f} TFLOP/s, where the device's ceiling is "
     text += f"{ceilings.gemm_bf16_tflops:.0f} in bf16 ({ceilings.source}): {won:.1f} ms are won at that speed."
-    if not flops:
-        won, text = 0.0, f"{_PRODUCTS[kind]} {ms:.1f} ms; the trace does not tell their FLOPs."
+    if not flops or not ceilings.gemm_bf16_tflops:
+        won, text = 0.0, f"{_PRODUCTS[kind]} {ms:.1f} ms; what could be won is unknown."
     return Loss(kind, won, text)
 
 
@@ -108,6 +111,6 @@ def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, cei
         text += f" at {moved / sum(e.self_ns for e in events) / 1e3:.2f} TB/s"
     text += f": up to {ms:.1f} ms are won by fusing them into their neighbours"
     slow = ms - sum(min(e.self_ns, floor_ns(0.0, e.moved_bytes, e.dtype, ceilings)[0]) for e in events) * per_step
-    if moved and slow > 0.1 * ms:
+    if moved and ceilings.copy_tbps and slow > 0.1 * ms:
         text += f", {slow:.1f} ms by reaching {ceilings.copy_tbps:.1f} TB/s"
     return Loss(f"passes over memory: {place}", ms, text + ".")

@@ -6,6 +6,7 @@ which ProfileData does not show, so that plane is read from its bytes.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import re
@@ -332,9 +333,9 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
         notes.append("the last step is cut by the end of the capture and is left out")
     steps = list(zip(starts, [*starts[1:], end]))
     for event in events:
-        for index, (start, stop) in enumerate(steps):
-            if start <= event.start_ns < stop or (index == len(steps) - 1 and event.start_ns == stop):
-                event.step = index
+        index = bisect.bisect_right(starts, event.start_ns) - 1
+        if index >= 0 and event.start_ns <= steps[index][1]:
+            event.step = index
     return steps
 
 

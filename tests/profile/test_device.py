@@ -77,6 +77,8 @@ def test_losses_are_ranked_and_count_each_moment_once():
         event(6, "GEMM", flops=1e12, phase="recompute"),
         event(1.5, "copies to device", moved=1e8, kind=TO_DEVICE),
     ]
+    unknown = losses(events, 1, 0.5, Ceilings("unknown", 0, 0, 0))
+    assert [loss.what for loss in unknown] == ["recompute", "passes over memory: layer/mlp", "copies to device", "idle"]
     found = losses(events, 1, 0.5, DEVICE)
     won = {loss.what: pytest.approx(loss.won_ms) for loss in found}
     assert won == {"recompute": 6, "passes over memory: layer/mlp": 5, "thin products": 3, "GEMM": 2,
