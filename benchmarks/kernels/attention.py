@@ -19,7 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Half for jax, the rest for torch.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.7")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
@@ -118,10 +119,10 @@ def check(case: Case) -> dict[str, float]:
     return {**errors, "bitwise_over_20_runs": same}
 
 
-def measure_jax(case: Case) -> dict[str, dict[str, float]]:
+def measure_jax(case: Case) -> dict[str, dict]:
     query, key, value, dout = operands(case, case.rows)
     options = options_of(case)
-    result = {}
+    result: dict[str, dict] = {}
     for name, module in (("mosaic", mosaic), ("cudnn_jax", cudnn)):
         layout = layout_of(case, case.rows, True)
         if module is cudnn and (case.soft_cap or case.sinks):
@@ -134,11 +135,14 @@ def measure_jax(case: Case) -> dict[str, dict[str, float]]:
             return module.backward(query, key, value, out, lse, dout, layout, **options)[:3]
 
         forward, backward = jax.jit(forward), jax.jit(backward)
-        out, lse = forward(query, key, value)
-        result[name] = {
-            "forward_ms": milliseconds(forward, query, key, value),
-            "backward_ms": milliseconds(backward, query, key, value, out, lse, dout),
-        }
+        try:
+            out, lse = forward(query, key, value)
+            result[name] = {
+                "forward_ms": milliseconds(forward, query, key, value),
+                "backward_ms": milliseconds(backward, query, key, value, out, lse, dout),
+            }
+        except jax.errors.JaxRuntimeError as error:  # cuDNN's packed backward may want more memory than there is
+            result[name] = {"error": str(error)[:200]}
     return result
 
 
