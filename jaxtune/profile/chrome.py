@@ -258,17 +258,16 @@ def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> E
     )
     if kind in (COPY, TO_HOST, TO_DEVICE) and "bytes" in args:
         event.moved_bytes = float(args["bytes"]) * (2 if kind == COPY else 1)
-    words = ""
+    around = [] if call is None else list(call.up())
     if call is not None:
-        operators = [c for c in call.up() if c.category == "cpu_op"]
+        operators = [c for c in around if c.category == "cpu_op"]
         event.scope, event.phase = _scope(call, forward)
         event.op = next(
             (c.name for c in operators if c.name.startswith("aten::")), operators[0].name if operators else ""
         )
-        words = " ".join(c.name for c in call.up() if c.category in ("cpu_op", "user_annotation"))
         if kind == KERNEL:
             _add_work(event, operators)
-    event.category = _category(event, words)
+    event.category = _category(event, around)
     if event.category == "optimizer":
         event.scope, event.phase = "optimizer", "forward"
     return event
@@ -284,19 +283,22 @@ def _kind(row: dict, name: str) -> str:
     return COLLECTIVE if "nccl" in name.lower() else KERNEL
 
 
-def _category(event: Event, words: str) -> str:
-    """As `categorise`, with the operators around the launch for a scope."""
-    if "Optimizer.step#" in words or "Optimizer.zero_grad#" in words:
-        return "optimizer"
-    if "aten::_foreach_norm" in words or "aten::linalg_vector_norm" in words or "clip_grad" in words:
-        return "optimizer"  # the gradient's norm and its clip
-    if re.search(r"attention", words) and event.kind == KERNEL:
-        return "attention"
-    loss = re.search(r"cross_?entropy|nll_loss|log_?softmax|NllLoss|LogSoftmax", words, re.IGNORECASE)
-    is_gemm = True if any(f" {p} " in f" {words} " for p in _PRODUCTS) and event.flops else None
-    found = categorise(event.kind, event.name, "loss" if loss else event.scope, is_gemm=is_gemm)
-    if found == "elementwise and norms" and event.op in ("aten::copy_", "aten::cat", "aten::clone", "aten::fill_"):
-        return "device copies"
+def _category(event: Event, around: Sequence[_Call]) -> str:
+    """As `categorise`, by the operators and the program's own ranges around the launch."""
+    operators = [c.name for c in around if c.category == "cpu_op"]
+    words = " ".join(operators)
+    is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None
+    scope = event.scope
+    if event.kind == KERNEL and re.search(r"attention", words, re.IGNORECASE):
+        scope = "scaled_dot_product_attention"
+    elif re.search(r"cross_?entropy|nll_?loss|log_?softmax", words, re.IGNORECASE):
+        scope = "loss"
+    elif any(_OPTIMIZER_STEP.match(c.name) for c in around) or "aten::_foreach_" in words:
+        scope = "optimizer"  # _foreach_ outside of it: the gradient's norm and clip
+    found = categorise(event.kind, event.name, scope, is_gemm=is_gemm)
+    if found == "elementwise and norms" and event.op in ("aten::copy_", "aten::cat", "aten::fill_"):
+        types = next((c.args.get("Input type", []) for c in around if c.name == "aten::copy_"), [])
+        return found if len(set(types[:2])) == 2 else "device copies"  # a cast is elementwise work
     return found
 
 

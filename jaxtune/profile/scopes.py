@@ -152,6 +152,8 @@ def is_attention_kernel(name: str) -> bool:
 
 def readable(kernel: str) -> str:
     """A kernel's name for a table: C++ template arguments and the argument list cut."""
+    if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
+        return kernel
     name = kernel.removeprefix("void ")
     depth, out = 0, ""
     for char in name:

@@ -57,6 +57,31 @@ def test_a_copy_under_compute_is_told_from_a_wait(report):
     assert (report.idle.launch_gaps, report.idle.launch_gap_ms) == pytest.approx((1, 0.01))
 
 
+def test_what_an_operator_does_counts_before_the_range_that_it_stands_in(tmp_path):
+    trace = TorchTrace()
+    bf16 = "c10::BFloat16"
+    trace.call("attention", 0, 100, "user_annotation")
+    calls = [
+        ("aten::mm", "nvjet_q_proj", {"Input Dims": [[64, 64], [64, 64]], "Input type": [bf16, bf16]}),
+        ("aten::mul", "rotary_kernel", {"Input Dims": [[64, 64], [64, 64]], "Input type": [bf16, bf16]}),
+        ("aten::copy_", "cast_kernel", {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", bf16]}),
+        ("aten::copy_", "copy_kernel", {"Input Dims": [[64, 64], [64, 64]], "Input type": [bf16, bf16]}),
+        ("aten::_scaled_dot_product_flash_attention", "some_kernel", {}),
+        ("aten::_foreach_norm", "norm_kernel", {}),
+    ]
+    for index, (operator, kernel, arguments) in enumerate(calls):
+        trace.call(operator, 10 * index, 9, **arguments)
+        trace.kernel(kernel, 10 * index + 1, 500 + 10 * index, 5)
+    trace.call("aten::copy_", 70, 9)
+    trace.kernel("Memcpy DtoD (Device -> Device)", 71, 570, 5, category="gpu_memcpy", bytes=100)
+    found = {row.name: row.category for row in show(trace.write(tmp_path / "run.json")).kernels}
+    assert found == {
+        "nvjet_q_proj": "GEMM", "rotary_kernel": "elementwise and norms", "cast_kernel": "elementwise and norms",
+        "copy_kernel": "device copies", "some_kernel": "attention", "norm_kernel": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "device copies",
+    }  # fmt: skip
+
+
 def test_gzip_reads_the_same(tmp_path, report):
     again = show(torch_trace().write(tmp_path / "run.json.gz"))
     assert again.categories == report.categories
