@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +278,3 @@ def _where(comparison: Comparison, change: Change) -> str:
     if max(counts) > 1.1 * min(counts) and min(counts):
         text += f", {counts[0]:.0f} and {counts[1]:.0f} kernels a step"
     return text
-
-
-def changed(rows: Iterable[Change]) -> list[Change]:
-    """Those beyond the noise."""
-    return [row for row in rows if row.verdict != "same"]

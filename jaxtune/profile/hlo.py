@@ -31,7 +31,6 @@ SILENT = frozenset((
 ))  # fmt: skip
 # HloInstructionProto fields that change no kernel: name, metadata, control edges.
 _NOT_COMPILED = (1, 7, 37)
-HOST_MEMORY = 5  # LayoutProto.memory_space of pinned host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Shape:
     dims: tuple[int, ...] = ()
     bits: int = 0
     parts: tuple[Shape, ...] | None = None
-    on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -63,11 +61,9 @@ class Instruction:
     shape: Shape
     id: int
     scope: str = ""  # metadata op_name
-    kernel: str = ""  # name of the instruction whose kernel this one shares
     operands: tuple[int, ...] = ()
     called: tuple[int, ...] = ()
     target: str = ""  # custom_call_target
-    fusion_kind: str = ""
     config: bytes = b""
     dot: tuple[tuple[int, ...], ...] = ((), (), (), ())  # contracting lhs, rhs; batch lhs, rhs
     parameter: int = -1
@@ -89,7 +85,6 @@ class Computation:
     name: str
     id: int
     instructions: list[Instruction]  # in schedule order where the module is scheduled
-    root: int = 0
     module: Module | None = None
 
     @functools.cached_property
@@ -229,7 +224,7 @@ def _schedule(message: memoryview) -> dict[int, list[int]]:
 
 
 def _computation(message: memoryview, order: list[int] | None, module: Module) -> Computation:
-    name, id, root, instructions = "", 0, 0, []
+    name, id, instructions = "", 0, []
     for number, value in fields(message):
         if number == 1:
             name = text(value)
@@ -237,12 +232,10 @@ def _computation(message: memoryview, order: list[int] | None, module: Module) -
             instructions.append(_instruction(value))
         elif number == 5:
             id = value
-        elif number == 6:
-            root = value
     if order:
         by_id = {i.id: i for i in instructions}
         instructions = [by_id[i] for i in order if i in by_id]
-    computation = Computation(name, id, instructions, root, module)
+    computation = Computation(name, id, instructions, module)
     for instruction in instructions:
         instruction.computation = computation
     return computation
@@ -263,12 +256,8 @@ def _instruction(message: memoryview) -> Instruction:
             for n, v in fields(value):
                 if n == 2:
                     out.scope = text(v)
-                elif n == 12:
-                    out.kernel = text(v)
         elif number == 9:
             out.parameter = value
-        elif number == 11:
-            out.fusion_kind = text(value)
         elif number == 28:
             out.target = text(value)
         elif number == 30:
@@ -291,7 +280,7 @@ def _instruction(message: memoryview) -> Instruction:
 
 @functools.lru_cache(maxsize=65536)
 def _shape(message: bytes) -> Shape:
-    type_number, dims, parts, host = 0, [], [], False
+    type_number, dims, parts = 0, [], []
     for number, value in fields(memoryview(message)):
         if number == 2:
             type_number = value
@@ -299,12 +288,10 @@ def _shape(message: bytes) -> Shape:
             dims += repeated_ints(value)
         elif number == 4:
             parts.append(_shape(bytes(value)))
-        elif number == 5:
-            host = any(n == 8 and v == HOST_MEMORY for n, v in fields(value))
     if type_number == 13:
         return Shape("tuple", parts=tuple(parts))
     dtype, bits = _TYPES.get(type_number, ("token" if type_number == 17 else "?", 0))
-    return Shape(dtype, tuple(dims), bits, on_host=host)
+    return Shape(dtype, tuple(dims), bits)
 
 
 # ---- work

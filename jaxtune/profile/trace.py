@@ -17,11 +17,10 @@ class TraceError(ValueError):
 class Event:
     """One piece of work on the device.
 
-    start_ns, end_ns: device clock, from the first event of the trace. stream: its line in the trace.
+    start_ns, end_ns: device clock, from the trace's first event. module: the program. stream: its line in the trace.
     scope: canonical named scope ("layer/mix"); phase: "forward", "recompute", "backward" or "". op: the HLO instruction
     or framework operator that launched it; shape: its operands and result in words. flops, moved_bytes: of the whole
-    operator, on its main kernel; 0 where shapes do not tell. dtype: of the operands. precise: the flops are those of
-    a product, not an estimate.
+    operator, on its main kernel; 0 where shapes do not tell. dtype: of the operands.
     """
 
     start_ns: float
@@ -38,7 +37,6 @@ class Event:
     dtype: str = ""
     flops: float = 0.0
     moved_bytes: float = 0.0
-    execution: int = -1
     step: int = -1
     self_ns: float = 0.0  # wall time that is this event's own; see timeline.charge
 

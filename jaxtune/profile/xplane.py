@@ -230,7 +230,6 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
         )  # fmt: skip
         instruction = None if launch is None else launch.instruction
         if launch is not None:
-            event.execution = launch.execution
             event.op = launch.hlo_op if instruction is None else instruction.name
             key = (event.module, launch.execution)
             if key not in running:
