@@ -9,6 +9,9 @@ The backward is two kernels, one for dq and one for dk and dv (which walks all q
 every sum has one fixed order: bitwise deterministic without atomics.
 """
 
+# Pallas' annotations know neither its own transforms nor pipelines that carry values.
+# pyright: reportAbstractUsage=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import contextlib
