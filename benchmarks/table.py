@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def startup_table(record: dict) -> list[str]:
     return [*lines, "", note]
 
 
+def pair_text(record: dict) -> list[str]:
+    ours, theirs = (statistics.median(record[key]) for key in ("ours_step_seconds", "hf_peft_step_seconds"))
+    text = (
+        "Beside Hugging Face + PEFT in one session ({shape} bf16, LoRA r=16, {rows} x {length:,} tokens, their gradient "
+        "checkpointing {hf_peft_gradient_checkpointing}): **{ours:.3f} s** a step against {theirs:.3f} s, "
+        "{speedup:.1f} times. {where}. `python benchmarks/train/profile_pair.py`."
+    )
+    return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]
+
+
 def trajectory_text(record: dict) -> list[str]:
     text = (
         "![the same fine-tuning in jaxtune and in transformers + PEFT](benchmarks/results/trajectory.png)\n\n"
@@ -115,6 +126,9 @@ def measured(records: list[dict]) -> str:
     steps = [r for r in records if r.get("benchmark") == "train/step"]
     if steps:
         parts += step_table(steps)
+    for r in records:
+        if r.get("benchmark") == "train/pair":
+            parts += ["", *pair_text(r)]
     for r in records:
         if r.get("benchmark") == "train/startup":
             parts += ["", *startup_table(r)]
