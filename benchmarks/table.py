@@ -52,19 +52,21 @@ def _versions(record: dict) -> str:
 
 def step_table(records: list[dict]) -> list[str]:
     lines = [
-        "| shape | rows x length | documents | residuals | tokens/s | MFU | peak GB | compile s, cold / cached |",
-        "|---|---|---|---|---|---|---|---|",
+        "| shape | rows x length | documents | attention | residuals | tokens/s | MFU | peak GB | compile s, cold / cached |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in records:
         what = f"LoRA r={r['adapter_rank']}" if r["adapter_rank"] else "full"
         documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
         mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
         lines.append(
-            f"| {r['shape']} bf16 {what} | {r['rows']} x {r['length']:,} | {documents} | {r['residuals']} "
+            f"| {r['shape']} bf16 {what} | {r['rows']} x {r['length']:,} | {documents} | {r['attention']} | {r['residuals']} "
             f"| **{r['tokens_per_second']:,.0f}** | {mfu} | {r['peak_memory_gb']:.1f} "
             f"| {r['compile_seconds_cold']:.1f} / {r['compile_seconds_cached']:.1f} |"
         )
-    return [*lines, "", f"{_versions(records[0])}. `python benchmarks/train/step.py --help` says how."]
+    commits = sorted({r["commit"][:7] for r in records})
+    where = _versions(records[0]).rsplit(", commit", 1)[0]
+    return [*lines, "", f"{where}, commits {', '.join(commits)}. `python benchmarks/train/step.py --help` says how."]
 
 
 def startup_table(record: dict) -> list[str]:
@@ -85,8 +87,8 @@ def startup_table(record: dict) -> list[str]:
 def pair_text(record: dict) -> list[str]:
     ours, theirs = (statistics.median(record[key]) for key in ("ours_step_seconds", "hf_peft_step_seconds"))
     text = (
-        "Beside Hugging Face + PEFT in one session ({shape} bf16, LoRA r=16, {rows} x {length:,} tokens, their gradient "
-        "checkpointing {hf_peft_gradient_checkpointing}): **{ours:.3f} s** a step against {theirs:.3f} s, "
+        "Beside Hugging Face + PEFT in one session ({shape} bf16, LoRA r=16, {rows} x {length:,} tokens, their "
+        "gradient checkpointing {hf_peft_gradient_checkpointing}): **{ours:.3f} s** a step against {theirs:.3f} s, "
         "{speedup:.1f} times. {where}. `python benchmarks/train/profile_pair.py`."
     )
     return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]

@@ -30,6 +30,7 @@ import jaxtune
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
 from jaxtune.models.hf import model_from_config
+from jaxtune.pallas import dispatch
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
@@ -117,6 +118,7 @@ def measure(options) -> dict:
         "documents": options.documents,
         "max_documents": trainer.program.max_documents,
         "fill": statistics.mean(c["tokens"] for c in counts) / slots,
+        "attention": dispatch.record["attention"][0],
         "residuals": options.residuals,
         "micro_batches": options.micro_batches,
         "steps_timed": len(seconds) - 1,
