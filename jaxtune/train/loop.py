@@ -34,6 +34,20 @@ from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
+# What config.data says of how rows become tokens and packed rows.
+_ROW_OPTIONS = (
+    "format",
+    "template",
+    "train_on",
+    "instruction_part",
+    "response_part",
+    "last_response_only",
+    "length",
+    "packing",
+    "overflow",
+    "on_bad_row",
+)
+
 # Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
 # rows lie may change: their content is compared.
 _INCOMPATIBLE = (
@@ -56,23 +70,7 @@ _INCOMPATIBLE = (
             "schedule",
         )
     ),
-    *(
-        f"config.data.{key}"
-        for key in (
-            "format",
-            "template",
-            "train_on",
-            "instruction_part",
-            "response_part",
-            "last_response_only",
-            "length",
-            "packing",
-            "overflow",
-            "on_bad_row",
-            "max_rows",
-            "eval_rows",
-        )
-    ),
+    *(f"config.data.{key}" for key in (*_ROW_OPTIONS, "max_rows", "eval_rows")),
 )
 # A change here leaves the run valid, but not bit for bit the same.
 _NUMERICS = ("numerics",)
@@ -202,23 +200,7 @@ class Trainer:
 
     def _prepare(self, train_rows, eval_rows) -> tuple[TokenDataset, TokenDataset | None]:
         data = self.config.data
-        options = {
-            key: getattr(data, key)
-            for key in (
-                "format",
-                "template",
-                "train_on",
-                "instruction_part",
-                "response_part",
-                "last_response_only",
-                "length",
-                "packing",
-                "overflow",
-                "on_bad_row",
-                "cache_dir",
-                "num_workers",
-            )
-        }
+        options = {key: getattr(data, key) for key in (*_ROW_OPTIONS, "cache_dir", "num_workers")}
         vocab_size = self._given.config.vocab_size
 
         def load(rows, max_rows):

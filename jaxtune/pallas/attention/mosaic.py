@@ -183,6 +183,55 @@ def _ids(shape, axis, base):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
+class _QueryTile:
+    """Where a program of the forward or of dq stands: its tile of queries, and the blocks of keys that they see."""
+
+    def __init__(self, q_ref, k_ref, lower_ref, blocks: Blocks):
+        self.own, self.step = blocks.own, blocks.step
+        self.lower_ref = lower_ref
+        self.batch, self.head, self.wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
+        self.kv_head = lax.div(self.head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
+        # Late tiles see most: they go first, so that no long one is left for the end.
+        start = (lax.axis_size("tiles") - 1 - lax.axis_index("tiles")) * (_WARPGROUPS * self.own)
+        self.base = start + self.wg * self.own
+        first = lax.div(lower_ref[self.batch, start], jnp.int32(self.step))
+        # A tile of padding may have its bound past its end.
+        end = lax.div(start + (_WARPGROUPS * self.own + self.step - 1), jnp.int32(self.step))
+        self.count = jnp.maximum(end - first, 1)
+        self.first = jnp.minimum(first, jnp.int32(k_ref.shape[1] // self.step - 1))
+
+    def keys(self, index):
+        """The first key of the block at a step of the pipeline."""
+        return (self.first + index[0]) * self.step
+
+    def masked(self, values, keys, lower, fill):
+        """`values` [own, step], with `fill` where a query does not see a key; as it is if no bound crosses the block."""
+
+        def mask(values):
+            key_ids = _ids(values.shape, 1, keys)
+            seen = (key_ids <= _ids(values.shape, 0, self.base)) & (key_ids >= _rows(lower, values.shape))
+            return jnp.where(seen, values, fill)
+
+        last_lower = self.lower_ref[self.batch, self.base + self.own - 1]
+        crossed = (keys + self.step > self.base + 1) | (keys < last_lower)
+        return lax.cond(crossed, mask, lambda values: values, values)
+
+
+def _pipeline(block, compute, blocks: Blocks, steps, specs):
+    """A warpgroup brings what `specs` name, `blocks.stages` ahead; the others run `compute` around `block`s."""
+    return plgpu.emit_pipeline_warp_specialized(
+        block,
+        grid=(steps,),
+        in_specs=specs,
+        max_concurrent_steps=blocks.stages,
+        num_compute_wgs=_WARPGROUPS,
+        memory_registers=40,
+        wg_axis="wg",
+        manual_consumed_barriers=True,
+        compute_context=compute,
+    )
+
+
 def _call(kernel, out_type, grid, grid_names, scratch, **static):
     return plgpu.kernel(
         functools.partial(kernel, interpreted=_interpret is not None, **static),
@@ -216,17 +265,9 @@ def _forward_kernel(
     interpreted,
 ):
     """One tile of queries of one head; out and lse (natural log, without sinks)."""
-    own, step = blocks.own, blocks.step
-    dim = q_ref.shape[-1]
-    batch, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
-    kv_head = lax.div(head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
-    # Late tiles see most: they go first, so that no long one is left for the end.
-    tile = (lax.axis_size("tiles") - 1 - lax.axis_index("tiles")) * (_WARPGROUPS * own)
-    base = tile + wg * own
-    first = lax.div(lower_ref[batch, tile], jnp.int32(step))
-    # A tile of padding may have its bound past its end.
-    count = jnp.maximum(lax.div(tile + (_WARPGROUPS * own + step - 1), jnp.int32(step)) - first, 1)
-    first = jnp.minimum(first, jnp.int32(k_ref.shape[1] // step - 1))
+    tile = _QueryTile(q_ref, k_ref, lower_ref, blocks)
+    batch, head, wg, base = tile.batch, tile.head, tile.wg, tile.base
+    own, shape, dim = blocks.own, (blocks.own, blocks.step), q_ref.shape[-1]
     rows = plgpu.Layout.WGMMA.reduce(1)
     turns = _Turns(turn, wg, blocks.turns)
 
@@ -259,19 +300,12 @@ def _forward_kernel(
 
     def block(index, k_smem, v_smem, k_done, v_done, carry):
         acc, top, total, lower = carry
-        keys = (first + index[0]) * step
-        shape = (own, step)
+        keys = tile.keys(index)
         (scores,) = _products((qo_smem.at[wg], k_smem.transpose((1, 0))), shape=shape, issued=turns.swap)
         plgpu.barrier_arrive(k_done)
         scores, _ = _capped(scores, scale, soft_cap)
 
-        def masked(scores):
-            key_ids = _ids(shape, 1, keys)
-            seen = (key_ids <= _ids(shape, 0, base)) & (key_ids >= _rows(lower, shape))
-            return jnp.where(seen, scores, _MASKED)
-
-        crossed = (keys + step > base + 1) | (keys < lower_ref[batch, base + own - 1])
-        scores = lax.cond(crossed, masked, lambda s: s, scores)
+        scores = tile.masked(scores, keys, lower, _MASKED)
         new = jnp.maximum(top, scores.max(axis=1))
         fade = jnp.exp2(top - new)
         weights = jnp.exp2(scores - _rows(new, shape))
@@ -283,18 +317,10 @@ def _forward_kernel(
         plgpu.barrier_arrive(v_done)
         return acc, new, total, lower
 
-    spec = plgpu.BlockSpec((step, dim), lambda i: (first + i, 0), transforms=_tiles())
-    plgpu.emit_pipeline_warp_specialized(
-        block,
-        grid=(count,),
-        in_specs=[spec, spec],
-        max_concurrent_steps=blocks.stages,
-        num_compute_wgs=_WARPGROUPS,
-        memory_registers=40,
-        wg_axis="wg",
-        manual_consumed_barriers=True,
-        compute_context=compute,
-    )(k_ref.at[batch, :, kv_head], v_ref.at[batch, :, kv_head])
+    spec = plgpu.BlockSpec((blocks.step, dim), lambda i: (tile.first + i, 0), transforms=_tiles())
+    _pipeline(block, compute, blocks, tile.count, [spec, spec])(
+        k_ref.at[batch, :, tile.kv_head], v_ref.at[batch, :, tile.kv_head]
+    )
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
@@ -361,16 +387,9 @@ def _query_kernel(
     interpreted,
 ):
     """dq of one tile of queries of one head: walks the key blocks that the tile sees."""
-    own, step = blocks.own, blocks.step
-    dim = q_ref.shape[-1]
-    batch, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("wg")
-    kv_head = lax.div(head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
-    # Late tiles see most: they go first, so that no long one is left for the end.
-    tile = (lax.axis_size("tiles") - 1 - lax.axis_index("tiles")) * (_WARPGROUPS * own)
-    base = tile + wg * own
-    first = lax.div(lower_ref[batch, tile], jnp.int32(step))
-    count = jnp.maximum(lax.div(tile + (_WARPGROUPS * own + step - 1), jnp.int32(step)) - first, 1)
-    first = jnp.minimum(first, jnp.int32(k_ref.shape[1] // step - 1))
+    tile = _QueryTile(q_ref, k_ref, lower_ref, blocks)
+    batch, head, wg, base = tile.batch, tile.head, tile.wg, tile.base
+    own, shape, dim = blocks.own, (blocks.own, blocks.step), q_ref.shape[-1]
     rows = plgpu.Layout.WGMMA.reduce(1)
     turns = _Turns(turn, wg, blocks.turns)
 
@@ -398,8 +417,7 @@ def _query_kernel(
 
     def block(index, k_smem, v_smem, k_done, v_done, carry):
         acc, stat, delta, lower = carry
-        keys = (first + index[0]) * step
-        shape = (own, step)
+        keys = tile.keys(index)
         scores, dweights = _products(
             (q_smem.at[wg], k_smem.transpose((1, 0))),
             (do_smem.at[wg], v_smem.transpose((1, 0))),
@@ -408,18 +426,12 @@ def _query_kernel(
         )
         plgpu.barrier_arrive(v_done)
 
-        def masked(weights):
-            key_ids = _ids(shape, 1, keys)
-            seen = (key_ids <= _ids(shape, 0, base)) & (key_ids >= _rows(lower, shape))
-            return jnp.where(seen, weights, 0.0)
-
-        crossed = (keys + step > base + 1) | (keys < lower_ref[batch, base + own - 1])
         _, dscores = _gradient_of_scores(
             scores,
             dweights,
             _rows(stat, shape),
             _rows(delta, shape),
-            lambda weights: lax.cond(crossed, masked, lambda w: w, weights),
+            lambda weights: tile.masked(weights, keys, lower, 0.0),
             scale,
             soft_cap,
         )
@@ -429,18 +441,10 @@ def _query_kernel(
         plgpu.barrier_arrive(k_done)
         return acc, stat, delta, lower
 
-    spec = plgpu.BlockSpec((step, dim), lambda i: (first + i, 0), transforms=_tiles())
-    plgpu.emit_pipeline_warp_specialized(
-        block,
-        grid=(count,),
-        in_specs=[spec, spec],
-        max_concurrent_steps=blocks.stages,
-        num_compute_wgs=_WARPGROUPS,
-        memory_registers=40,
-        wg_axis="wg",
-        manual_consumed_barriers=True,
-        compute_context=compute,
-    )(k_ref.at[batch, :, kv_head], v_ref.at[batch, :, kv_head])
+    spec = plgpu.BlockSpec((blocks.step, dim), lambda i: (tile.first + i, 0), transforms=_tiles())
+    _pipeline(block, compute, blocks, tile.count, [spec, spec])(
+        k_ref.at[batch, :, tile.kv_head], v_ref.at[batch, :, tile.kv_head]
+    )
 
 
 def _key_kernel(
@@ -546,17 +550,9 @@ def _key_kernel(
 
     side = plgpu.BlockSpec((step, None, dim), lambda i: (block_of(i), head_of(i), 0), transforms=_tiles())
     row = plgpu.BlockSpec((None, step), lambda i: (head_of(i), block_of(i)))
-    plgpu.emit_pipeline_warp_specialized(
-        block,
-        grid=(count * group,),
-        in_specs=[side, side, row, row],
-        max_concurrent_steps=blocks.stages,
-        num_compute_wgs=_WARPGROUPS,
-        memory_registers=40,
-        wg_axis="wg",
-        manual_consumed_barriers=True,
-        compute_context=compute,
-    )(q_ref.at[batch], do_ref.at[batch], stat_ref.at[batch], delta_ref.at[batch])
+    _pipeline(block, compute, blocks, count * group, [side, side, row, row])(
+        q_ref.at[batch], do_ref.at[batch], stat_ref.at[batch], delta_ref.at[batch]
+    )
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
