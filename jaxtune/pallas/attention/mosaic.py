@@ -205,7 +205,7 @@ class _QueryTile:
         return (self.first + index[0]) * self.step
 
     def masked(self, values, keys, lower, fill):
-        """`values` [own, step], with `fill` where a query does not see a key; as it is if no bound crosses the block."""
+        """`values` [own, step], with `fill` where a query does not see a key; as it is if no bound crosses it."""
 
         def mask(values):
             key_ids = _ids(values.shape, 1, keys)
