@@ -58,6 +58,23 @@ def _upper_bounds(signed: bool) -> np.ndarray:
     return np.where(rounded.astype(np.float64) > middle, np.nextafter(rounded, np.float32(0)), rounded)
 
 
+@functools.cache
+def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
+    """(a, b, last) of each decade: a value x in it has the place floor(a x + b) or the next, at most `last` + 1."""
+    found, first = [], 1  # 0 is at place 0
+    for decade in range(_DECADES):
+        count = _intervals(signed, decade)
+        width = 0.9 * 10.0 ** (decade + 1 - _DECADES) / count
+        found.append(tuple(np.float32(v) for v in (1 / width, first - count / 9 - 0.25, first + count - 1)))
+        first += count
+    return found
+
+
+def _edges(signed: bool) -> list[float]:
+    """Where decades meet: midway between the last value of one and the first of the next, whose intervals are wider."""
+    return [10.0 ** (d + 1 - _DECADES) * (1 + 0.9 / _intervals(signed, d)) for d in range(_DECADES - 1)]
+
+
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
     """uint8 places in the map of the values nearest to x, float32 from -1 (or 0) to 1; ties go towards 0.
 
@@ -66,20 +83,12 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
     interval too low, far more than its rounding error. One read of the exact bound between the two decides.
     """
     magnitude = jnp.abs(x)
-    per_unit = start = last = None
-    for decade in range(_DECADES):
-        count = _intervals(signed, decade)
-        first = 1 + sum(_intervals(signed, d) for d in range(decade))  # place of the decade's lowest value; 0 is at 0
-        unit = 0.9 * 10.0 ** (decade + 1 - _DECADES) / count
-        values = [jnp.float32(v) for v in (1 / unit, first - count / 9 - 0.25, first + count - 1)]
-        if per_unit is None:
-            per_unit, start, last = values
-            continue
-        # Between the last value of the decade before and the first of this one, which is half as far from its edge.
-        edge = 10.0 ** (decade - _DECADES) * (1 + 0.9 / _intervals(signed, decade - 1))
-        per_unit, start, last = (
-            jnp.where(magnitude > edge, new, old) for new, old in zip(values, (per_unit, start, last), strict=True)
-        )
+    (per_unit, start, last), *others = _decades(signed)
+    for edge, (per_unit_above, start_above, last_above) in zip(_edges(signed), others, strict=True):
+        above = magnitude > edge
+        per_unit = jnp.where(above, per_unit_above, per_unit)
+        start = jnp.where(above, start_above, start)
+        last = jnp.where(above, last_above, last)
     place = jnp.minimum(magnitude * per_unit + start, last).astype(jnp.int32)
     place += magnitude > jnp.asarray(_upper_bounds(signed)).at[place].get(mode="clip")
     if signed:
@@ -126,7 +135,7 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
     2 + 8/256 bytes an element. The direction is float32, from moments that are not rounded to 8 bits in this step.
     """
 
-    def init(parameters):
+    def init(params):
         def moment(p, zero_code):
             if p.size < MIN_SIZE:
                 return jnp.zeros(p.shape, jnp.float32)
@@ -137,15 +146,15 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
 
         return Adam8State(
             count=jnp.zeros((), jnp.int32),
-            m=jax.tree.map(lambda p: moment(p, _SIGNED_ZERO), parameters),
-            m_absmax=jax.tree.map(absmax, parameters),
-            v=jax.tree.map(lambda p: moment(p, 0), parameters),
-            v_absmax=jax.tree.map(absmax, parameters),
+            m=jax.tree.map(lambda p: moment(p, _SIGNED_ZERO), params),
+            m_absmax=jax.tree.map(absmax, params),
+            v=jax.tree.map(lambda p: moment(p, 0), params),
+            v_absmax=jax.tree.map(absmax, params),
         )
 
-    def update(gradients, state: Adam8State, parameters=None):
-        del parameters
-        count = optax.safe_increment(state.count)
+    def update(updates, state, params=None):
+        del params
+        count = jnp.asarray(optax.safe_increment(state.count))
         # 1 - beta^t, without the digits that a power near 1 loses in float32.
         correction1, correction2 = (
             -jnp.expm1(count * jnp.float32(math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2)
@@ -165,7 +174,7 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
                 (m, m_absmax), (v, v_absmax) = encode(m, signed=True), encode(v, signed=False)
             return direction, m, m_absmax, v, v_absmax
 
-        leaves, structure = jax.tree.flatten(gradients)
+        leaves, structure = jax.tree.flatten(updates)
         states = (jax.tree.leaves(tree) for tree in state[1:])
         results = [one(*tensors) for tensors in zip(leaves, *states, strict=True)]
         direction, *moments = (jax.tree.unflatten(structure, column) for column in zip(*results, strict=True))
