@@ -1,4 +1,4 @@
-"""Six steps of 8-bit AdamW on three tensors, for tests/parity/regenerate_adam8.py to give to bitsandbytes, and for us."""
+"""Six steps of 8-bit AdamW on three tensors, which tests/parity/regenerate_adam8.py gives to bitsandbytes too."""
 
 from __future__ import annotations
 
