@@ -96,16 +96,16 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
     return place.astype(jnp.uint8)
 
 
-def block_absmax(blocks: jax.Array) -> jax.Array:
-    """float32[blocks], the largest magnitudes of float32[blocks, 256]; 0 where that is no normal float32."""
+def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
+    """(codes uint8[blocks, 256], absmax float32[blocks]) of float32 values of any shape; the last block is padded.
+
+    A block whose largest magnitude is no normal float32 becomes zeros.
+    """
+    blocks = _blocks(values)
     absmax = jnp.abs(blocks).max(1)
-    return jnp.where(absmax < jnp.finfo(jnp.float32).tiny, 0.0, absmax)
-
-
-def encode(blocks: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
-    """uint8[blocks, 256], the codes of float32[blocks, 256] whose block_absmax is given; of 0 where absmax is 0."""
-    scale = jnp.where(absmax == 0, jnp.inf, absmax)
-    return nearest_codes(blocks / scale[:, None], signed)
+    absmax = jnp.where(absmax < jnp.finfo(jnp.float32).tiny, 0.0, absmax)
+    scale = jnp.where(absmax == 0, 1.0, absmax)
+    return nearest_codes(blocks / scale[:, None], signed), absmax
 
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
@@ -163,24 +163,15 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
         def one(g, m, m_absmax, v, v_absmax):
             """(direction, and the new m, m_absmax, v, v_absmax) of one tensor."""
             shape, rounded = g.shape, m.dtype == jnp.uint8
-            g = _blocks(g) if rounded else g.astype(jnp.float32)
-
-            def moments(m, v):
-                if rounded:
-                    m, v = decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)
-                return beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-
+            g = g.astype(jnp.float32)
             if rounded:
-                # The largest of a block must be known before the first of its codes. Both moments are computed twice,
-                # from one byte an element each: kept between the two passes they would take four to write and to read.
-                new_absmax = [block_absmax(x) for x in moments(m, v)]
-                m, v, *new_absmax = jax.lax.optimization_barrier((m, v, *new_absmax))
-            m, v = moments(m, v)
+                g, m, v = _blocks(g), decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g * g
             direction = m / correction1 / (jnp.sqrt(v) / jnp.sqrt(correction2) + eps)
             if rounded:
                 direction = direction.reshape(-1)[: math.prod(shape)].reshape(shape)
-                m_absmax, v_absmax = new_absmax
-                m, v = encode(m, m_absmax, signed=True), encode(v, v_absmax, signed=False)
+                (m, m_absmax), (v, v_absmax) = encode(m, signed=True), encode(v, signed=False)
             return direction, m, m_absmax, v, v_absmax
 
         leaves, structure = jax.tree.flatten(updates)
