@@ -233,8 +233,16 @@ def _fraction(option: str, text: str) -> float:
 
 
 def info(arguments: Sequence[str]) -> None:
-    """Versions, devices and packaged recipes."""
-    _parser("info", info.__doc__).parse_args(arguments)
+    """Versions, devices and packaged recipes, or the kernels that would run here."""
+    parser = _parser("info", info.__doc__)
+    parser.add_argument(
+        "--kernels", action="store_true", help="which implementation of each op is chosen here, and why"
+    )
+    if parser.parse_args(arguments).kernels:
+        from jaxtune.pallas.report import kernel_choices
+
+        print("\n\n".join(choice.to_text() for choice in kernel_choices()))
+        return
     import platform
     from importlib import metadata
 

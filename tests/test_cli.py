@@ -132,6 +132,51 @@ def test_info(capsys):
     assert any(line.split()[:1] == ["lora-8b"] for line in lines)
 
 
+def kernels(capsys) -> list[str]:
+    """What info --kernels says of each call."""
+    assert cli.main(["info", "--kernels"]) == 0
+    return capsys.readouterr().out.rstrip("\n").split("\n\n")
+
+
+def test_info_on_kernels(capsys):
+    whole, packed, matmul, loss = kernels(capsys)
+    title, *lines = whole.splitlines()
+    assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["cudnn", "refuses: no NVIDIA GPU"],
+        ["mosaic", "refuses: needs a Hopper GPU (compute capability 9.0)"],
+        ["reference", "chosen"],
+    ]
+    assert "packed, up to 16 documents" in packed
+    assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "reference"]
+    for op, text in (("quant_matmul", matmul), ("linear_cross_entropy", loss)):
+        assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "whole", "packed"),
+    [
+        ((9, 0), ["cudnn chosen", "mosaic not needed"], ["mosaic chosen", "cudnn not needed"]),
+        (
+            (8, 0),
+            ["cudnn chosen", "mosaic refuses: needs a Hopper GPU (compute capability 9.0)"],
+            [
+                "mosaic refuses: needs a Hopper GPU (compute capability 9.0)",
+                "cudnn refuses: packed rows need compute capability 9.0",
+            ],
+        ),
+    ],
+)
+def test_info_on_kernels_of_a_gpu(capability, whole, packed, capsys):
+    from jaxtune.pallas import dispatch
+
+    with dispatch.compile_for(capability):
+        found = kernels(capsys)
+    assert [" ".join(line.split()) for line in found[0].splitlines()[1:3]] == whole
+    assert [" ".join(line.split()) for line in found[1].splitlines()[1:3]] == packed
+    assert " ".join(found[1].split()[-2:]) == ("reference chosen" if capability == (8, 0) else "not needed")
+
+
 def tiny_model():
     import jax
 

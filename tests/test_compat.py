@@ -108,7 +108,7 @@ def test_arguments_become_a_train_config(folder, tmp_path):
 def test_defaults_are_unsloths(folder, tmp_path):
     config = SFTTrainer(load(folder)[0], train_dataset=rows()).config()
     assert (config.rows_per_step, config.micro_batches, config.epochs, config.seed) == (8, 2, 3.0, 3407)
-    assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.name) == (5e-5, 0.001, "adamw")
+    assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.name) == (5e-5, 0.001, "adamw_8bit")
     assert (config.schedule.name, config.schedule.warmup_ratio) == ("linear", 0.1)
     assert (config.data.packing, config.data.length, config.precision) == (False, 64, "bf16")
     assert (config.checkpoint.every_steps, config.metrics.log_every, config.output) == (500, 1, "trainer_output")
@@ -275,8 +275,8 @@ ERRORS = [
     (peft_(init_lora_weights="pissa"), "init_lora_weights = 'pissa'"),
     (peft_(target_modules=["c_attn"]), "'c_attn' matches no linear"),
     (peft_(max_seq_length=17), "max_seq_length = 17 belongs to from_pretrained"),
-    (config_(optim="adamw_8bit"), "optim = 'adamw_8bit': 8-bit optimizer states are not supported yet"),
-    (config_(optim="lion"), "optim = 'lion' is not supported; supported: 'adamw_torch'"),
+    (config_(optim="lion_8bit"), "optim = 'lion_8bit' is not supported; supported: 'adamw_8bit'"),
+    (config_(optim="lion"), "optim = 'lion' is not supported; supported: 'adamw_8bit'"),
     (config_(neftune_noise_alpha=5), "SFTConfig: neftune_noise_alpha = 5 is not supported"),
     (config_(packing_strategy="wrapped"), "packing_strategy = 'wrapped'"),
     (config_(lr_scheduler_type="polynomial"), "lr_scheduler_type = 'polynomial'"),

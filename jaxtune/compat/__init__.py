@@ -2,9 +2,8 @@
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
-Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them, but for `optim`, which is
-adamw_torch here. An argument is followed, or is an error that names it when it is not at the one value that changes
-nothing: never ignored.
+Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them. An argument is followed,
+or is an error that names it when it is not at the one value that changes nothing: never ignored.
 
 jaxtune's modules are values: training returns a new one. Those scripts expect `model` itself to change, so their model
 is a `CompatModel`, which holds the current module: `SFTTrainer.train` puts the trained module into it, and whoever

@@ -71,7 +71,8 @@ FIXED_RESPONSES = {
 DTYPES = ("bfloat16", "float16", "float32")
 RESIDUALS = {True: "recompute", "unsloth": "recompute", "true": "recompute", False: "keep", "false": "keep"}
 OPTIMIZERS = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adafactor": "adafactor", "sgd": "sgd",
+    "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw", "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw", "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 

@@ -53,7 +53,7 @@ class _SFTFields:
     num_train_epochs: float = 3.0
     learning_rate: float = 5e-5
     weight_decay: float = 0.001
-    optim: str = "adamw_torch"
+    optim: str = "adamw_8bit"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -171,6 +171,7 @@ class SFTTrainer:
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
+        optimizer: Any = choose("SFTConfig", "optim", getattr(args.optim, "value", args.optim), OPTIMIZERS)
         return TrainConfig(
             model=ModelConfig(path="in memory" if source is None else source.path),
             data=DataConfig(
@@ -191,7 +192,7 @@ class SFTTrainer:
             seed=args.seed,
             max_grad_norm=args.max_grad_norm or None,
             optim=OptimConfig(
-                name=_optimizer(args.optim),
+                name=optimizer,
                 learning_rate=args.learning_rate,
                 weight_decay=args.weight_decay,
                 beta1=args.adam_beta1,
@@ -328,15 +329,6 @@ def _train_on(args: SFTConfig, form: str) -> str:
     if args.completion_only_loss and form != "prompt_completion":
         raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
     return "responses" if form == "prompt_completion" and args.completion_only_loss is not False else "all"
-
-
-def _optimizer(name: Any) -> Any:
-    name = getattr(name, "value", name)
-    if name not in OPTIMIZERS and "8bit" in str(name):
-        raise ValueError(
-            f"SFTConfig: optim = {name!r}: 8-bit optimizer states are not supported yet: pass optim='adamw_torch'"
-        )
-    return choose("SFTConfig", "optim", name, OPTIMIZERS)
 
 
 def _schedule(args: SFTConfig) -> ScheduleConfig:

@@ -15,6 +15,9 @@ import jax
 
 logger = logging.getLogger(__name__)
 
+# The implementations of an op, the first choice first: name -> why it refuses the call, or None where it supports it.
+Table = Mapping[str, Callable[[], str | None]]
+
 # op -> (chosen implementation, {refused implementation: why}) of the latest choice; read by tests and `jaxtune info`.
 record: dict[str, tuple[str, dict[str, str]]] = {}
 
@@ -56,11 +59,11 @@ def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 
 
-def choose(op: str, table: Mapping[str, Callable[[], str | None]], implementation: str | None) -> str:
+def choose(op: str, table: Table, implementation: str | None) -> str:
     """Name of the implementation to run.
 
     Args:
-      table: name -> function giving the reason of a refusal, or None where it supports the call.
+      table: the implementations, see Table.
       implementation: an explicit name, or None for the first that supports the call.
     Raises:
       ValueError: the explicit name is unknown or refuses the call.

@@ -154,12 +154,15 @@ class OptimConfig:
 
     __pydantic_config__ = _STRICT
 
-    name: Annotated[Literal["adamw", "adafactor", "sgd"], "Optimizer."] = "adamw"
+    name: Annotated[
+        Literal["adamw", "adamw_8bit", "adafactor", "sgd"],
+        "Optimizer; adamw_8bit stores its state in 2 bytes a parameter.",
+    ] = "adamw"
     learning_rate: Annotated[float, "Peak learning rate."] = 2e-4
     weight_decay: Annotated[float, "Decoupled weight decay; never on norms and biases."] = 0.0
-    beta1: Annotated[float, "Decay of the first moment (adamw)."] = 0.9
-    beta2: Annotated[float, "Decay of the second moment (adamw)."] = 0.999
-    eps: Annotated[float, "Added to the root of the second moment (adamw)."] = 1e-8
+    beta1: Annotated[float, "Decay of the first moment (adamw, adamw_8bit)."] = 0.9
+    beta2: Annotated[float, "Decay of the second moment (adamw, adamw_8bit)."] = 0.999
+    eps: Annotated[float, "Added to the root of the second moment (adamw, adamw_8bit)."] = 1e-8
     momentum: Annotated[float, "Momentum (sgd)."] = 0.9
 
     def __post_init__(self) -> None:

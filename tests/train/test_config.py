@@ -120,7 +120,10 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("deterministic: on", 'deterministic = "on" (FILE:3): expected true or false'),
         ("max_grad_norm: true", "max_grad_norm = true (FILE:3): expected number or null"),
         ("output: 2026", "output = 2026 (FILE:3): expected string; put it in quotes to make it a string"),
-        ("optim: {name: adamv}", 'optim.name = "adamv" (FILE:3): expected adamw | adafactor | sgd; nearest: adamw'),
+        (
+            "optim: {name: adamv}",
+            'optim.name = "adamv" (FILE:3): expected adamw | adamw_8bit | adafactor | sgd; nearest: adamw',
+        ),
         ("optim: null", "optim = null (FILE:3): expected section of keys"),
         ("optim: 3", "optim = 3 (FILE:3): expected section of keys"),
         ("adapter: lora", 'adapter = "lora" (FILE:3): expected section of keys or null'),
@@ -225,7 +228,7 @@ def test_every_key_has_help_and_is_listed_once():
     by_name = {key.name: key for key in keys}
     assert by_name["data.train"].default == "required"
     assert by_name["adapter"].default == "null"
-    assert by_name["optim.name"].type == "adamw | adafactor | sgd"
+    assert by_name["optim.name"].type == "adamw | adamw_8bit | adafactor | sgd"
     # The listed keys are those of a config with every section open.
     full = config_to_dict(TrainConfig(ModelConfig(path="m"), DataConfig(train="d"), adapter=AdapterConfig()))
     flat = {key for key, _, _ in diff_configs({}, {"x": 1} | _mark(full))} - {"x"}

@@ -307,7 +307,7 @@ def test_adamw_is_the_formula():
         np.testing.assert_allclose(state.trainable[key], want, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "sgd"])
 def test_weight_decay_is_the_rate_times_the_matrix_in_every_optimizer(name):
     moved = {}
     for decay in (0.0, 0.5):
@@ -380,7 +380,7 @@ def test_adafactor_factors_large_matrices_and_clips_the_update():
 
 
 def test_an_unknown_optimizer_or_schedule():
-    with pytest.raises(ValueError, match="optim.name = 'lion': must be adamw, adafactor or sgd"):
+    with pytest.raises(ValueError, match="optim.name = 'lion': must be adamw, adamw_8bit, adafactor or sgd"):
         make_optimizer(OptimConfig(name="lion"), lambda step: 1.0)
     with pytest.raises(ValueError, match="schedule.name = 'step': must be linear, cosine or constant"):
         learning_rate_schedule(ScheduleConfig(name="step"), 1.0, 10)

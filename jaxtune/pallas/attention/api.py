@@ -15,20 +15,28 @@ from jaxtune.pallas.attention.layout import PackedLayout
 IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "reference": reference}
 
 
-def _pick(query, key, value, layout, implementation, **options):
-    rows, length, heads, dim = query.shape
-    if key.shape != value.shape or key.shape[:2] != (rows, length) or key.shape[3] != dim:
-        raise ValueError(f"attention: query {query.shape}, key {key.shape}, value {value.shape} do not fit together")
-    if heads % key.shape[2]:
-        raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
-    table = {
+def implementations(query, layout: PackedLayout, *, window=None, soft_cap=None, sinks=None) -> dispatch.Table:
+    """The implementations of a call in the order in which they are tried, each with why it refuses it; of query, only
+    shape and dtype count."""
+    options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
+    table: dispatch.Table = {
         "cudnn": functools.partial(cudnn.refusal, query, layout, **options),
         "mosaic": functools.partial(mosaic.refusal, query, layout, **options),
         "reference": lambda: None,
     }
     if layout.max_documents != 1:
         # On packed rows our kernels win by the blocks they skip; on whole rows the vendor's are still faster.
-        table = {"mosaic": table.pop("mosaic"), **table}
+        return {"mosaic": table["mosaic"], **table}
+    return table
+
+
+def _pick(query, key, value, layout, implementation, **options):
+    rows, length, heads, dim = query.shape
+    if key.shape != value.shape or key.shape[:2] != (rows, length) or key.shape[3] != dim:
+        raise ValueError(f"attention: query {query.shape}, key {key.shape}, value {value.shape} do not fit together")
+    if heads % key.shape[2]:
+        raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
+    table = implementations(query, layout, **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import reference
 
 
@@ -56,3 +57,8 @@ def quant_matmul(
         if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(f"quant_matmul: weight {weight.shape} does not fit x {x.shape}: want [out, {x.shape[-1]}]")
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key)
+
+
+def implementations() -> dispatch.Table:
+    """The implementations in the order in which they are tried; there is one, for every call."""
+    return {"reference": lambda: None}

@@ -1,0 +1,56 @@
+"""Which implementation of each op this machine runs for a typical call, and why not the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.attention import api as attention
+from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
+from jaxtune.pallas.quant_matmul import api as quant_matmul
+
+_ROWS, _LENGTH, _HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 128, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelChoice:
+    """One call of an op: the chosen implementation, and of every implementation, in the order in which they are tried,
+    why it refuses the call (None: it would serve it)."""
+
+    op: str
+    call: str
+    chosen: str
+    refusals: dict[str, str | None]
+
+    def to_text(self) -> str:
+        lines = [f"{self.op}: {self.call}"]
+        for name, refusal in self.refusals.items():
+            verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"
+            lines.append(f"  {name:<12}{verdict}")
+        return "\n".join(lines)
+
+
+def kernel_choices() -> list[KernelChoice]:
+    """The choices of every op, for bfloat16 and the GPU of this machine (or that of dispatch.compile_for)."""
+    query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
+    whole = jax.eval_shape(lambda: packed_layout(ids.shape))
+    packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
+    call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
+    return [
+        _choice("attention", f"{call} one document a row", attention.implementations(query, whole)),
+        _choice(
+            "attention", f"{call} packed, up to {_DOCUMENTS} documents a row", attention.implementations(query, packed)
+        ),
+        _choice("quant_matmul", "bfloat16", quant_matmul.implementations()),
+        _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
+    ]
+
+
+def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
+    chosen = dispatch.choose(op, table, None)
+    return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})
