@@ -184,7 +184,9 @@ def signed_dynamic_map() -> np.ndarray:
         step = float((last - first) / np.float32(count))
         index = np.arange(count + 1)
         # As torch.linspace: from the nearer end, multiplied and added with one rounding.
-        ends = np.where(index < (count + 1) // 2, first + step * index, last - step * (count - index)).astype(np.float32)
+        ends = np.where(index < (count + 1) // 2, first + step * index, last - step * (count - index)).astype(
+            np.float32
+        )
         means = (ends[:-1] + ends[1:]) / np.float32(2) * np.float32(10.0**exponent)
         values += [means, -means]
     return np.sort(np.concatenate(values))
