@@ -26,6 +26,7 @@ from jaxtune.compat.arguments import (
 )
 from jaxtune.compat.model import CompatModel
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.quant import is_quantized
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -172,7 +173,10 @@ class SFTTrainer:
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
         return TrainConfig(
-            model=ModelConfig(path="in memory" if source is None else source.path),
+            model=ModelConfig(
+                path="in memory" if source is None else source.path,
+                load_in="nf4" if is_quantized(self.model.module) else None,
+            ),
             data=DataConfig(
                 train="train_dataset",
                 eval="eval_dataset" if "eval" in self._rows else None,

@@ -72,6 +72,10 @@ def dequantize(model: Decoder) -> Decoder:
     return model
 
 
+def is_quantized(model: Decoder) -> bool:
+    return any(isinstance(linear.stored_weight, FourBit) for _, linear in linears(model))
+
+
 # ---- checkpoints
 
 
