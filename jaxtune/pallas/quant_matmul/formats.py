@@ -67,7 +67,7 @@ class FourBit:
         """float32[ceil(n / 64)]"""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
             return self.absmax
-        values = self.nested_map.at[self.absmax].get(mode="promise_in_bounds")
+        values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")
         # The barrier keeps the sum from being contracted into the product: bitsandbytes rounds between them.
         return jax.lax.optimization_barrier(_blocks(values, NESTED_BLOCK, self.nested_absmax)) + self.offset
 
