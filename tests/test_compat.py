@@ -283,7 +283,10 @@ def trainer_(**settings):
 
 
 ERRORS = [
-    (from_(load_in_4bit=True, load_in_16bit=True), "load_in_16bit = True contradict each other: pass load_in_4bit=False"),
+    (
+        from_(load_in_4bit=True, load_in_16bit=True),
+        "load_in_16bit = True contradict each other: pass load_in_4bit=False",
+    ),
     (from_(load_in_8bit=True), "load_in_8bit = True is not supported; leave it at False"),
     (from_(trust_remote_code=True), "trust_remote_code = True is not supported"),
     (from_(fast_inference=True), "fast_inference = True is not supported"),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+from tiny import CONFIGS
+
+# Rows of whole blocks, as bitsandbytes' CPU kernel wants them.
+CONFIG = CONFIGS["llama"] | {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 128}
 
 
 def cases() -> dict[str, np.ndarray]:

@@ -148,7 +148,9 @@ def test_four_bit_weights_have_no_gradient():
 
 def equations(jaxpr):
     for equation in jaxpr.eqns:
-        inner = [p for p in equation.params.values() if isinstance(p, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)]
+        inner = [
+            p for p in equation.params.values() if isinstance(p, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)
+        ]
         if not inner:
             yield equation
         for sub in inner:

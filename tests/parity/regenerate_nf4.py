@@ -1,8 +1,12 @@
-"""Makes tests/goldens/nf4.npz: what bitsandbytes makes of nf4_cases.py. Run it in the environment of `make parity`."""
+"""Makes tests/goldens/nf4.npz, what bitsandbytes makes of nf4_cases.py, and tests/goldens/nf4, a tiny checkpoint of
+transformers and bitsandbytes with the logits over its dequantised weights. Run it in the environment of `make parity`.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 
 import bitsandbytes
 import nf4_reference
-from nf4_cases import cases
+import reference
+from nf4_cases import CONFIG, cases
+from tiny import golden_tokens
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 
@@ -26,6 +32,14 @@ def main() -> None:
             golden |= {f"{name}/{'double' if double else 'plain'}/{key}": value for key, value in made.items()}
     file = GOLDENS / "nf4.npz"
     np.savez_compressed(file, **golden)
+    folder = GOLDENS / "nf4"
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        base = reference.make_checkpoint(Path(temporary) / "base", CONFIG)
+        nf4_reference.make_checkpoint(base, folder, bnb_4bit_use_double_quant=True)
+    logits = nf4_reference.dequantised_logits(folder, CONFIG, golden_tokens() % CONFIG["vocab_size"])
+    np.savez_compressed(folder / "expected.npz", logits=logits)
+    print({made.name: made.stat().st_size for made in folder.iterdir()})
     print(f"{file.stat().st_size:,} bytes; bitsandbytes {bitsandbytes.__version__}")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 BLOCK = 64  # elements that share an absmax
 NESTED_BLOCK = 256  # absmax that share a nested absmax
-_TINY = 1e-38  # what bitsandbytes divides by where a block is zero
+_TINY = 1e-38  # what bitsandbytes stores as the absmax of a last, short block of zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +136,12 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)
-    divisors = jnp.where(absmax == 0, _TINY, absmax)
+    divisors = jnp.where(absmax == 0, 1, absmax)
     scaled = blocks * (1.0 / divisors)[:, None]
     if size % BLOCK:
-        # bitsandbytes divides the short block, and leaves its divisor in place of an absmax of zero.
+        # As bitsandbytes: the short block is divided, and its absmax is never zero.
         scaled = scaled.at[-1].set(blocks[-1] / divisors[-1])
-        absmax = absmax.at[-1].set(divisors[-1])
+        absmax = absmax.at[-1].set(jnp.where(absmax[-1] == 0, _TINY, absmax[-1]))
     bounds = (NF4.table[:-1] + NF4.table[1:]) / np.float32(2)
     # The number of bounds below: an element on a bound takes the lower entry.
     nibbles = sum((scaled > bound).astype(jnp.uint8) for bound in bounds)
@@ -155,7 +155,7 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
         nested = jnp.where(jnp.arange(nested.size) < absmax.size, nested, 0)
     nested = nested.reshape(-1, NESTED_BLOCK)
     nested_absmax = jnp.abs(nested).max(axis=1)
-    nested = nested * (1.0 / jnp.where(nested_absmax == 0, _TINY, nested_absmax))[:, None]
+    nested = nested * (1.0 / jnp.where(nested_absmax == 0, 1, nested_absmax))[:, None]
     steps = signed_dynamic_map()
     codes8 = jnp.searchsorted(jnp.asarray((steps[:-1] + steps[1:]) / np.float32(2)), nested.reshape(-1)[: absmax.size])
     return NF4(codes, codes8.astype(jnp.uint8), nested_absmax, jnp.asarray(steps), offset, shape, dtype.name)
