@@ -18,8 +18,8 @@ from tiny_models import adapted_model, named, shaken, tiny_model
 
 from jaxtune.models import hf, shards
 from jaxtune.models.adapter_files import load_adapter, save_adapter
-from jaxtune.models.generate import generate
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.generate import generate
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import get_peft_model, linears

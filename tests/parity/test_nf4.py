@@ -66,7 +66,7 @@ def test_nested_codes_are_the_nearest():
     made, same = theirs(array, double=True)
     ours = NF4.encode(array)
     different = np.asarray(ours.absmax) != made["absmax"]
-    # bitsandbytes' CPU kernel looks codes up in steps of 2^-16, so next to a bound it is not the nearest: 0.16 % of them.
+    # bitsandbytes' CPU kernel looks codes up in steps of 2^-16, so next to a bound it can miss: 0.16 % of them.
     assert 0 < different.mean() < 0.003
     plain = nf4_reference.quantize(array, False)["absmax"]
     ours_off, theirs_off = (np.abs(np.asarray(packed.block_absmax()) - plain) for packed in (ours, same))
