@@ -18,6 +18,7 @@ from jaxtune import from_pretrained, save_pretrained
 from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import linears
+from jaxtune.models.quant import is_quantized
 from tests.train.data.conftest import make_tokenizer
 
 QUESTIONS = {"Who are you?": "I am a bot.", "Name a colour.": "It is blue.", "The sum of two and two?": "four"}
@@ -76,6 +77,30 @@ def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "lora_model"))[:2] == ["adapter_config.json", "adapter_model.safetensors"]
     merged, tokenizer = from_pretrained(tmp_path / "merged")
     assert tokenizer is not None and all(linear.lora is None for _, linear in linears(merged))
+
+
+def test_four_bits_are_the_default(folder, tmp_path, capsys):
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
+    assert is_quantized(model.module)
+    model = FastLanguageModel.get_peft_model(model, r=2)
+    plain = load(folder)[0]
+    for one in (model, plain):
+        one.print_trainable_parameters()
+    four_bit, sixteen_bit = capsys.readouterr().out.splitlines()
+    assert four_bit == sixteen_bit  # a parameter in four bits is one too
+    trainer = trainer_of(folder, tmp_path, model=model, max_steps=6, learning_rate=1e-2)
+    assert trainer.config().model.load_in == "nf4"
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history]
+    assert losses[-1] < 0.9 * losses[0]
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged, _ = from_pretrained(tmp_path / "merged")
+    assert not is_quantized(merged)
+    # Without adapters too, merged_16bit is 16-bit; and full fine-tuning turns four bits off.
+    bare, _ = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
+    bare.save_pretrained_merged(tmp_path / "bare", tokenizer)
+    assert not is_quantized(from_pretrained(tmp_path / "bare")[0])
+    assert not is_quantized(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module)
 
 
 def test_arguments_become_a_train_config(folder, tmp_path):
@@ -258,7 +283,10 @@ def trainer_(**settings):
 
 
 ERRORS = [
-    (from_(load_in_4bit=True), "load_in_4bit = True, its default, is not supported yet: pass load_in_4bit=False"),
+    (
+        from_(load_in_4bit=True, load_in_16bit=True),
+        "load_in_16bit = True contradict each other: pass load_in_4bit=False",
+    ),
     (from_(load_in_8bit=True), "load_in_8bit = True is not supported; leave it at False"),
     (from_(trust_remote_code=True), "trust_remote_code = True is not supported"),
     (from_(fast_inference=True), "fast_inference = True is not supported"),

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 import jaxtune
 from jaxtune.compat.arguments import (
@@ -24,8 +23,10 @@ from jaxtune.compat.arguments import (
     refuse,
 )
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import copy_structure, linears
+from jaxtune.models.lora import linears
+from jaxtune.models.quant import dequantize
 from jaxtune.train.config import AdapterConfig
+from jaxtune.train.report import parameter_counts
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -70,8 +71,7 @@ class CompatModel:
         return any(linear.lora is not None for _, linear in linears(self.module))
 
     def print_trainable_parameters(self) -> None:
-        sizes = {kind: sum(a.size for a in jax.tree.leaves(nnx.state(self.module, kind))) for kind in (nnx.Param, ...)}
-        trainable, everything = sizes[nnx.Param], sizes[...]
+        trainable, everything = parameter_counts(self.module)
         print(
             f"trainable params: {trainable:,} || all params: {everything:,} || trainable%: "
             f"{100 * trainable / everything:.4f}"
@@ -125,7 +125,7 @@ class CompatModel:
             if tokenizer is not None:
                 tokenizer.save_pretrained(path)
         elif save_method == "merged_16bit":
-            merged = jaxtune.merge_adapter(self.module) if self.has_adapter else copy_structure(self.module)
+            merged = jaxtune.merge_adapter(self.module) if self.has_adapter else dequantize(self.module)
             merged.dtype = "bfloat16" if merged.dtype == "float32" else merged.dtype
             jaxtune.save_pretrained(merged, path, tokenizer=tokenizer)
         else:
@@ -152,22 +152,25 @@ class FastLanguageModel:
     ) -> tuple[CompatModel, Any]:
         """(model, tokenizer) of a model folder, a hub name, or an adapter folder that names its base.
 
-        dtype None is bfloat16; torch's dtypes are taken by name. Loading draws nothing, so random_state is kept for
-        sampling only.
+        dtype None is bfloat16; torch's dtypes are taken by name. load_in_4bit, the default, is NF4 with double
+        quantisation; full_finetuning turns it off. Loading draws nothing, so random_state is kept for sampling only.
         """
         where = "FastLanguageModel.from_pretrained"
         refuse(where, others, FIXED_LOAD, FastLanguageModel.from_pretrained)
-        if load_in_4bit:
+        if load_in_4bit and load_in_16bit:
             raise ValueError(
-                f"{where}: load_in_4bit = True, its default, is not supported yet: pass load_in_4bit=False to train "
-                "over 16-bit weights"
+                f"{where}: load_in_4bit = True, its default, and load_in_16bit = True contradict each other: pass "
+                "load_in_4bit=False for 16-bit weights"
             )
+        load_in = "nf4" if load_in_4bit and not full_finetuning else None
         name = "bfloat16" if dtype is None else _dtype_name(where, dtype)
         if load_in_16bit and name == "float32":
             raise ValueError(f"{where}: load_in_16bit = True and dtype = {dtype!r} contradict each other: drop one")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         base, adapter = _base_of(model_name), None
-        module, tokenizer = jaxtune.from_pretrained(base or model_name, dtype=name, max_length=max_seq_length)
+        module, tokenizer = jaxtune.from_pretrained(
+            base or model_name, dtype=name, load_in=load_in, max_length=max_seq_length
+        )
         if base is not None:
             if full_finetuning:
                 raise ValueError(

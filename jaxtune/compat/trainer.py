@@ -26,6 +26,7 @@ from jaxtune.compat.arguments import (
 )
 from jaxtune.compat.model import CompatModel
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.quant import is_quantized
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -173,7 +174,10 @@ class SFTTrainer:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
         optimizer: Any = choose("SFTConfig", "optim", getattr(args.optim, "value", args.optim), OPTIMIZERS)
         return TrainConfig(
-            model=ModelConfig(path="in memory" if source is None else source.path),
+            model=ModelConfig(
+                path="in memory" if source is None else source.path,
+                load_in="nf4" if is_quantized(self.model.module) else None,
+            ),
             data=DataConfig(
                 train="train_dataset",
                 eval="eval_dataset" if "eval" in self._rows else None,

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import shards
+from jaxtune.models import quant, shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.folders import new_folder, require_new
+from jaxtune.models.lora import freeze, linears
 from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
+from jaxtune.pallas.quant_matmul import NF4, FourBit
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 # Host memory of tensors on their way to the device, unless one alone is larger.
@@ -197,26 +200,41 @@ def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fol
     if problems:
         raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
     for name in wanted:
-        shards.check_entry(entries[name])
+        if not isinstance(entries[name], quant.PackedEntry):
+            shards.check_entry(entries[name])
     return {name: entries[name] for name in wanted}
 
 
 # ---- loading
 
 
-def _stream(entries: Mapping[str, shards.TensorEntry], dtype: str) -> tuple[dict[str, jax.Array], str]:
+def _stream(
+    entries: Mapping[str, shards.TensorEntry], dtype: str, encoded: frozenset[str] = frozenset()
+) -> tuple[dict[str, jax.Array | FourBit], str]:
     """({name: array on the default device in dtype}, fingerprint). Reads and transfers run in a few threads.
 
+    Tensors named in `encoded` are turned into NF4 on the device, one at a time; packed ones stay as they are.
     The fingerprint covers our names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
     checkpoint is cut into other shards.
     """
 
+    one_at_a_time = threading.Lock()
+
     def load(name, entry):
+        if isinstance(entry, quant.PackedEntry):
+            packed, digest = quant.read_packed(entry)
+            return jax.block_until_ready(jax.device_put(packed)), digest
         host = shards.read_tensor(entry)
         digest = shards.tensor_digest(name, host)
-        # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
-        array = jax.device_put(host).astype(dtype)
-        return jax.block_until_ready(array), digest
+        with one_at_a_time if name in encoded else contextlib.nullcontext():
+            # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
+            array = jax.device_put(host).astype(dtype)
+            if name not in encoded:
+                return jax.block_until_ready(array), digest
+            packed = jax.block_until_ready(NF4.encode(array))
+        if not np.isfinite(packed.offset):
+            raise ValueError(f"{entry.file}: {entry.name} holds values that are not finite: it cannot be quantised")
+        return packed, digest
 
     arrays, digests = {}, {}
     waiting: deque = deque()
@@ -241,10 +259,10 @@ def _stream(entries: Mapping[str, shards.TensorEntry], dtype: str) -> tuple[dict
 
 
 def _abstract(config: DecoderConfig, dtype: str):
-    """(graph, [(path, variable of shape only)]) of a Decoder, without allocating it."""
+    """(graph, [(path, variable of shape only)], names of the layers' linears) of a Decoder, without allocating it."""
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype))
     graph, state = nnx.split(model)
-    return graph, list(nnx.to_flat_state(state))
+    return graph, list(nnx.to_flat_state(state)), [name for name, _ in linears(model)]
 
 
 def load_tokenizer(folder: Path):
@@ -266,16 +284,16 @@ def from_pretrained(
     Args:
       path: folder with config.json and safetensors, or a hub name (the local cache comes first).
       dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it.
-      load_in: None only: weights are kept in `dtype`.
+      load_in: None: weights are kept in `dtype`. "nf4": the linears of the layers are quantised on the way, as
+        bitsandbytes does it with double quantisation. A checkpoint of bitsandbytes in four bits stays as it is stored.
       max_length: tokens of the longest row you mean to use; refused if the model has no positions for it.
     Returns:
       (model, tokenizer); the tokenizer is None where the folder has no tokenizer files. The model lies on the default
-      device, every weight trainable; model.source says where it came from.
+      device, every weight trainable, or none if any is in four bits; model.source says where it came from.
     Raises:
       ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
     """
-    if load_in is not None:
-        raise ValueError(f"load_in {load_in!r} is not supported; supported: None")
+    quant.check_load_in(load_in)
     dtype = _dtype_name(dtype)
     folder = resolve_folder(path)
     whole = read_config(folder)
@@ -284,7 +302,7 @@ def from_pretrained(
     positions = config.max_position_embeddings
     if max_length is not None and not 0 < max_length <= positions:
         raise ValueError(f"max_length {max_length} does not fit {folder}: its max_position_embeddings is {positions}")
-    graph, flat = _abstract(config, dtype)
+    graph, flat, modules = _abstract(config, dtype)
     norms = family(config.family).NORMS
     names = [tensor_name(variable_path, norms) for variable_path, _ in flat]
     wanted = {name: variable.get_value().shape for name, (_, variable) in zip(names, flat, strict=True)}
@@ -292,12 +310,20 @@ def from_pretrained(
     if hf is not whole:
         renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
         entries = {name: entry for name, entry in renamed.items() if name is not None}
-    entries = _match(wanted, entries, config.tie_embeddings, folder)
-    arrays, fingerprint = _stream(entries, dtype)
+    entries = _match(wanted, quant.gather_packed(entries), config.tie_embeddings, folder)
+    quantizable = {f"{name}.weight" for name in modules}
+    packed = {name for name, entry in entries.items() if isinstance(entry, quant.PackedEntry)}
+    if packed - quantizable:
+        raise ValueError(f"{folder}: {_listed(packed - quantizable)} in four bits; only linears of layers can be")
+    # What a checkpoint with four-bit weights keeps in 16 bits, it keeps so on purpose.
+    encoded = frozenset(quantizable) if load_in and not packed else frozenset()
+    arrays, fingerprint = _stream(entries, dtype, encoded)
     state = nnx.from_flat_state(
         [(p, variable.replace(arrays[name])) for name, (p, variable) in zip(names, flat, strict=True)]
     )
     model = nnx.merge(graph, state)
+    if packed or encoded:
+        model = freeze(model)
     generation = folder / "generation_config.json"
     model.source = Source(
         path=os.fspath(path),
@@ -321,6 +347,8 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
     else:
         file = Path(config)
         hf, where = text_config(read_config(file) if file.is_dir() else _read_json(file)), os.fspath(config)
+    if hf.get("quantization_config"):
+        raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
     model = Decoder(config_from_hf(hf), key, _dtype_name(dtype))
     model.source = Source(path=where, config=json.dumps(hf))
     return model
@@ -337,12 +365,16 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
         hf = source
     else:
         hf = own | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
-    hf = {key: value for key, value in hf.items() if key != "auto_map"}  # names files of code that are not saved
+    # auto_map names files of code that are not saved.
+    hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config")}
     hf["architectures"] = own["architectures"]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if hf.get(key) is None and tokenizer is not None:
             hf[key] = getattr(tokenizer, key, None)
     hf["dtype" if "dtype" in hf else "torch_dtype"] = model.dtype
+    quantization = quant.quantization_config(model)
+    if quantization is not None:
+        hf["quantization_config"] = quantization
     return hf
 
 
@@ -362,6 +394,14 @@ def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
     return {tensor_name(path, norms): variable for path, variable in sorted(flat, key=order)}
 
 
+def _planned(name: str, variable: nnx.Variable, dtype: np.dtype) -> dict[str, tuple]:
+    """{tensor name: (shape, dtype, function that gives it)} of what is written for a variable."""
+    value = variable.get_value()
+    if isinstance(value, FourBit):
+        return quant.checkpoint_tensors(name, value)
+    return {name: (value.shape, dtype, lambda: value.astype(dtype))}
+
+
 def _require_space(folder: Path, need_bytes: int) -> None:
     while not folder.exists():
         folder = folder.parent
@@ -375,7 +415,8 @@ def save_pretrained(
 ) -> None:
     """Writes a model as a Hugging Face folder that transformers loads.
 
-    Weights are written in model.dtype, one tensor in host memory at a time. The folder appears whole or not at all.
+    Weights are written in model.dtype, those in four bits as bitsandbytes' checkpoints hold them; one tensor is in host
+    memory at a time. The folder appears whole or not at all.
 
     Args:
       path: a folder that does not exist or is empty.
@@ -386,10 +427,12 @@ def save_pretrained(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
-    variables = _model_tensors(model)
     dtype = jnp.dtype(model.dtype)
-    planned = {name: (name, variable.shape, dtype) for name, variable in variables.items()}
-    sizes = {name: variable.size * dtype.itemsize for name, variable in variables.items()}
+    planned = {name: _planned(name, variable, dtype) for name, variable in _model_tensors(model).items()}
+    sizes = {
+        name: sum(int(np.prod(shape)) * stored.itemsize for shape, stored, _ in parts.values())
+        for name, parts in planned.items()
+    }
     total = sum(sizes.values())
     files = shards.plan_shards(sizes.items(), max_shard_bytes)
     _require_space(require_new(path, "save_pretrained").parent, total + (16 << 20))
@@ -397,10 +440,10 @@ def save_pretrained(
         weight_map = {}
         for number, names in enumerate(files, 1):
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _WEIGHTS
-            shards.write_file(
-                folder / file, [planned[name] for name in names], lambda name: variables[name].get_value().astype(dtype)
-            )
-            weight_map |= dict.fromkeys(names, file)
+            parts = {key: part for name in names for key, part in planned[name].items()}
+            tensors = [(key, shape, stored) for key, (shape, stored, _) in parts.items()]
+            shards.write_file(folder / file, tensors, lambda key, parts=parts: parts[key][2]())
+            weight_map |= dict.fromkeys(parts, file)
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             _write_json(folder / _INDEX, index)

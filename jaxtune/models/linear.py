@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
 
 
 class Frozen(nnx.Variable):
@@ -55,11 +55,11 @@ class Lora(nnx.Module):
         """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def weights(self, base: jax.Array) -> LoraWeights:
+    def weights(self, base: jax.Array | FourBit) -> LoraWeights:
         a, b = self.a[...], self.b[...]
         row_scale = None
         if self.magnitude is not None:
-            row_scale = self.magnitude[...] / jax.lax.stop_gradient(row_norm(base, a, b, self.scale))
+            row_scale = self.magnitude[...] / jax.lax.stop_gradient(row_norm(dense(base), a, b, self.scale))
         return LoraWeights(a, b, row_scale, self.scale)
 
 
@@ -78,7 +78,7 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
 
 
 class Linear(nnx.Module):
-    """weight [out, in] as in Hugging Face checkpoints, optional bias [out], optional adapter."""
+    """weight [out, in] as in Hugging Face checkpoints or in four bits, optional bias [out], optional adapter."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight = nnx.Param((jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype))
@@ -91,6 +91,11 @@ class Linear(nnx.Module):
         out_size, in_size = self.weight.shape
         return out_size, in_size
 
+    @property
+    def stored_weight(self) -> jax.Array | FourBit:
+        """The weight as it is kept; it cannot be indexed, as variables are, where it is in four bits."""
+        return self.weight.get_value()
+
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """[..., in] -> [..., out] in x's dtype; key draws the adapter's dropout mask."""
         return apply_together(x, (self,), key)[0]
@@ -101,8 +106,8 @@ def apply_together(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | N
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     return quant_matmul(
         x,
-        [linear.weight[...] for linear in linears],
-        [None if linear.lora is None else linear.lora.weights(linear.weight[...]) for linear in linears],
+        [linear.stored_weight for linear in linears],
+        [None if linear.lora is None else linear.lora.weights(linear.stored_weight) for linear in linears],
         [None if linear.bias is None else linear.bias[...] for linear in linears],
         dropout_rate=max(rates, default=0.0),
         dropout_key=key,

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
+from jaxtune.pallas.quant_matmul import dense
 
 # Where a block keeps its linears, and what Hugging Face calls them; the names are the same in every family here.
 _LINEARS = {
@@ -153,7 +154,7 @@ def get_peft_model(
         out_size, in_size = linear.sizes
         lora = Lora(in_size, out_size, rank, alpha, lora_dropout, key, rslora=use_rslora, dora=use_dora)
         if lora.magnitude is not None:
-            lora.magnitude.set_value(row_norm(linear.weight[...], lora.a[...], lora.b[...], lora.scale))
+            lora.magnitude.set_value(row_norm(dense(linear.stored_weight), lora.a[...], lora.b[...], lora.scale))
         linear.lora = lora
     for name in modules_to_save or ():
         if name not in _SAVABLE:

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Frozen, Linear
 from jaxtune.models.lora import copy_structure, linears
-from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+from jaxtune.models.quant import dequantize
+from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
 
 _FP32_ROUNDOFF = 2.0**-24
 # Margin of the bound on logits, which is statistical; see _check_logits.
@@ -66,6 +67,9 @@ def merge_adapter(model: Decoder) -> Decoder:
     Merged weights have the dtype that the base is stored in; modules_to_save take the place of the base's. The result
     is a base again: no adapters, every tensor an `nnx.Param`, tied heads tied.
 
+    Over four-bit weights the adapter is merged into the dequantised ones, which it was trained over, in the compute
+    dtype: the merged model's weights are 16-bit (32-bit where it computes in float32), those without an adapter too.
+
     Checks before returning that every merged weight is finite and acts like its adapter (a bound that always holds for
     a right merge, see _merge_and_check), and that the logits of a small random batch agree (see _check_logits).
 
@@ -85,7 +89,7 @@ def merge_adapter(model: Decoder) -> Decoder:
     for index, (name, linear) in enumerate(linears(merged)):
         if linear.lora is None:
             continue
-        weight = linear.weight.get_value()
+        weight = dense(linear.stored_weight, model.dtype)
         probe = jax.random.normal(jax.random.key(index), (8, weight.shape[1]), jnp.float32)
         stored, finite, error = _merge_and_check(weight, linear.lora.weights(weight), probe, dtype=weight.dtype)
         linear.weight = nnx.Param(stored)
@@ -106,12 +110,14 @@ def merge_adapter(model: Decoder) -> Decoder:
             )
     if missed := sorted(set(adapted) - set(outcomes)):
         raise ArithmeticError(f"merge_adapter: not merged: {', '.join(missed)}")
+    changed = len(outcomes) + sum(isinstance(linear.stored_weight, FourBit) for _, linear in linears(merged))
+    merged = dequantize(merged)
     for _, module in nnx.iter_modules(merged):
         for name, value in list(vars(module).items()):
             if isinstance(value, Frozen):
                 setattr(module, name, nnx.Param(value.get_value()))
     merged.base_fingerprint = None  # it is another base now
-    _check_logits(model, merged, len(outcomes))
+    _check_logits(model, merged, changed)
     return merged
 
 

@@ -56,6 +56,21 @@ def family(model_type: str | None) -> ModuleType:
     return FAMILIES[model_type]
 
 
+def _check_quantization(quantization) -> None:
+    """Refuses what a checkpoint may be quantised by, except for bitsandbytes in four bits."""
+    if not quantization:
+        return
+    settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+    method = settings.get("quant_method", "unknown")
+    four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
+    if method != "bitsandbytes" or not four_bit:
+        bits = " in 8 bits" if method == "bitsandbytes" else ""
+        raise ValueError(
+            f"config.json: quantization_config says quant_method {method!r}{bits}; of quantised checkpoints only those "
+            "of bitsandbytes in four bits can be loaded: use the 16-bit original"
+        )
+
+
 def config_from_hf(hf: dict) -> DecoderConfig:
     """DecoderConfig of a parsed config.json.
 
@@ -64,11 +79,5 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     """
     hf = text_config(hf)
     module = family(hf.get("model_type"))
-    quantization = hf.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ValueError(
-            f"config.json: quantization_config says quant_method {method!r}; checkpoints that are quantised already "
-            "cannot be loaded yet: use the 16-bit original"
-        )
+    _check_quantization(hf.get("quantization_config"))
     return module.from_hf(hf)

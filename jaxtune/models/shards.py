@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-_DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
+_STORED = DTYPES | {"U8": np.dtype(np.uint8)}  # bytes: parts of tensors in four bits
+_DTYPE_NAMES = {dtype.name: name for name, dtype in _STORED.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -77,7 +78,7 @@ def check_entry(entry: TensorEntry) -> None:
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
-            "(quantised checkpoints cannot be loaded)"
+            "(of quantised checkpoints, those of bitsandbytes in four bits can be loaded)"
         )
     want = int(np.prod(entry.shape, dtype=np.int64)) * DTYPES[entry.dtype].itemsize
     if entry.offset < 8 or want != entry.size_bytes:
@@ -86,8 +87,8 @@ def check_entry(entry: TensorEntry) -> None:
         )
 
 
-def _read_bytes(entry: TensorEntry) -> np.ndarray:
-    """uint8[size_bytes]"""
+def read_bytes(entry: TensorEntry) -> np.ndarray:
+    """uint8[size_bytes], whatever the tensor's dtype."""
     data = np.empty(entry.size_bytes, np.uint8)
     view, done = memoryview(data), 0
     descriptor = os.open(entry.file, os.O_RDONLY)
@@ -106,7 +107,7 @@ def _read_bytes(entry: TensorEntry) -> np.ndarray:
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
     """The tensor in its stored dtype, in memory of its own."""
-    return _read_bytes(entry).view(DTYPES[entry.dtype]).reshape(entry.shape)
+    return read_bytes(entry).view(_STORED[entry.dtype]).reshape(entry.shape)
 
 
 def tensor_digest(name: str, array: np.ndarray) -> bytes:

@@ -66,7 +66,8 @@ def _section(hint: Any) -> type | None:
 def _members(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # Literal[...] | None is a typing.Union before Python 3.14.
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "string", types.NoneType: "null"}

@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.quant import parameters
 from jaxtune.train.data.preview import preview
 from jaxtune.train.step import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """(trainable, all) parameters; adapters count in both."""
-    trainable = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    return trainable, sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+    """(trainable, all) parameters; adapters count in both, one in four bits as one."""
+    return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 
 def trained_table(model: Decoder) -> Table:

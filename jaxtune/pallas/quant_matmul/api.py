@@ -9,6 +9,7 @@ import jax
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import reference
+from jaxtune.pallas.quant_matmul.formats import FourBit
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +31,7 @@ class LoraWeights:
 
 def quant_matmul(
     x: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[jax.Array | FourBit],
     loras: Sequence[LoraWeights | None] | None = None,
     biases: Sequence[jax.Array | None] | None = None,
     *,
@@ -41,7 +42,8 @@ def quant_matmul(
 
     Args:
       x: [..., in], the compute dtype; weights in another dtype are cast to it.
-      weights: each [out_i, in].
+      weights: each [out_i, in], an array or in four bits. Those in four bits are decoded to x's dtype for each product,
+        get no gradient, and leave nothing decoded behind for the backward.
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.

@@ -2,6 +2,8 @@
 
 The backward is written out so that every sum is the `c` of a GEMM that follows: dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
 Autodiff adds the products pairwise, and XLA then spends a pass over memory on each addition.
+
+Weights in four bits are decoded before each product, in either direction; no decoded weight is a residual.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.lax import optimization_barrier
+
+from jaxtune.pallas.quant_matmul.formats import FourBit
 
 
 def _product(x, weight, contract, dtype=None):
@@ -22,6 +27,18 @@ def _product(x, weight, contract, dtype=None):
         precision=precision,
         preferred_element_type=dtype or x.dtype,
     )
+
+
+def _decoded(weight, x):
+    """(weight as an array in x's dtype, x).
+
+    Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
+    or takes it out of a loop over tokens.
+    """
+    if isinstance(weight, FourBit):
+        weight, x = optimization_barrier((weight, x))
+        weight = weight.decode(x.dtype)
+    return weight, x
 
 
 def _scaled(part, scale):
@@ -52,7 +69,10 @@ def _products_fwd(x, source, weights, loras, static):
     static: (which weight each adapter belongs to, scales).
     """
     owners, scales = static
-    outputs = [_product(x, weight, (1, 1)) for weight in weights]
+    outputs = []
+    for weight in weights:
+        array, tied = _decoded(weight, x)
+        outputs.append(_product(tied, array, (1, 1)))
     inner = None
     if loras:
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
@@ -78,10 +98,14 @@ def _products_bwd(static, residuals, doutputs):
         first = _product(dinner, _join(loras, x.dtype), (1, 0))
         dx, dsource = (first, None) if source is None else (None, first)
     for dout, weight in zip(doutputs, weights, strict=True):
-        part = _product(dout, weight, (1, 0))
+        array, tied = _decoded(weight, dout)
+        part = _product(tied, array, (1, 0))
         dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the c of the left GEMM
-    # Dead code, which costs nothing, wherever the weight is frozen.
-    dweights = tuple(_product(dout, x, (0, 0), w.dtype) for dout, w in zip(doutputs, weights, strict=True))
+    # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
+    dweights = tuple(
+        None if isinstance(w, FourBit) else _product(dout, x, (0, 0), w.dtype)
+        for dout, w in zip(doutputs, weights, strict=True)
+    )
     return dx, dsource, dweights, tuple(dloras)
 
 

@@ -1,0 +1,221 @@
+"""Four-bit weights of a model: which ones, and how bitsandbytes' checkpoints store them.
+
+Beside `X.weight` (the codes, as bytes of whatever dtype) lie `X.weight.absmax`, `.quant_map`, with double quantisation
+`.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`): the bytes of a JSON object
+with shape, dtype and block sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtune.models import shards
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.linear import Frozen
+from jaxtune.models.lora import copy_structure, freeze, linears, name_matches
+from jaxtune.pallas.quant_matmul import FP4, NF4, FourBit, dense
+from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
+
+LOAD_IN = ("nf4",)
+_TYPES: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
+_PART = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)")
+_STATE = "quant_state.bitsandbytes__"
+
+
+def check_load_in(load_in: str | None) -> None:
+    """Raises ValueError for a format that weights cannot be loaded in."""
+    if load_in is not None and load_in not in LOAD_IN:
+        raise ValueError(f"load_in {load_in!r} is not supported; supported: None, {', '.join(map(repr, LOAD_IN))}")
+
+
+def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
+    """The model with the linears of its layers in four bits; embeddings, head, norms and biases stay as they are.
+
+    Args:
+      skip_modules: names, or last parts of names, of linears that are left alone (o_proj).
+    Returns:
+      a new model, all frozen: four-bit weights train through adapters (get_peft_model).
+    Raises:
+      ValueError: another format; a model with adapters; a name that matches nothing.
+    """
+    check_load_in(load_in)
+    if any(linear.lora is not None for _, linear in linears(model)):
+        raise ValueError("quantize: this model has adapters: quantise the base, then add them")
+    model = freeze(model)
+    modules = dict(linears(model))
+    for skipped in skip_modules:
+        if not any(name_matches(name, skipped) for name in modules):
+            raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, such as {next(iter(modules))}")
+    for name, linear in modules.items():
+        weight = linear.stored_weight
+        if not isinstance(weight, FourBit) and not any(name_matches(name, skipped) for skipped in skip_modules):
+            linear.weight = Frozen(NF4.encode(weight))
+    return model
+
+
+def dequantize(model: Decoder) -> Decoder:
+    """A new model without four-bit weights: decoded to model.dtype."""
+    model = copy_structure(model)
+    for _, linear in linears(model):
+        weight = linear.stored_weight
+        if isinstance(weight, FourBit):
+            linear.weight = type(linear.weight)(dense(weight, model.dtype))
+    return model
+
+
+def is_quantized(model: Decoder) -> bool:
+    return any(isinstance(linear.stored_weight, FourBit) for _, linear in linears(model))
+
+
+# ---- checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedEntry(shards.TensorEntry):
+    """A four-bit tensor of a checkpoint: `shape` is the tensor's own, `size_bytes` the sum of its parts'."""
+
+    parts: Mapping[str, shards.TensorEntry]  # "" is the codes
+    quant_type: str
+    dtype_name: str
+    nested_offset: float | None
+
+
+def gather_packed(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.TensorEntry]:
+    """The entries, with all those of a four-bit tensor in one PackedEntry under the name of its weight.
+
+    Raises:
+      ValueError: a part that is missing or does not fit; a type or block size that is not supported.
+    """
+    groups: dict[str, dict[str, shards.TensorEntry]] = {}
+    whole = dict(entries)
+    for name, entry in entries.items():
+        match = _PART.fullmatch(name)
+        if match:
+            groups.setdefault(match[1], {})[match[2]] = entry
+            del whole[name]
+    for name, parts in groups.items():
+        if name not in whole:
+            raise ValueError(f"{_first(parts).file}: {_first(parts).name} is there, but {name} is missing")
+        whole[name] = _packed(name, {"": whole[name], **parts})
+    return whole
+
+
+def _first(parts: Mapping[str, shards.TensorEntry]) -> shards.TensorEntry:
+    return next(iter(parts.values()))
+
+
+def _packed(name: str, parts: dict[str, shards.TensorEntry]) -> PackedEntry:
+    codes = parts[""]
+    where = f"{codes.file}: {name}"
+    state_keys = [key for key in parts if key.startswith(_STATE)]
+    if len(state_keys) != 1:
+        raise ValueError(f"{where}: has {len(state_keys)} quant_state tensors, not one; fetch or save it again")
+    quant_type = state_keys[0].removeprefix(_STATE)
+    if quant_type not in _TYPES:
+        raise ValueError(f"{where}: quant_type {quant_type!r} is not supported; supported: {', '.join(_TYPES)}")
+    entry = parts[state_keys[0]]
+    try:
+        state = json.loads(shards.read_bytes(entry).tobytes())
+        shape, dtype_name = tuple(map(int, state["shape"])), str(state["dtype"])
+        nested = "nested_absmax" in parts
+        sizes = (state["blocksize"], state["nested_blocksize"] if nested else NESTED_BLOCK)
+        offset = float(state["nested_offset"]) if nested else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: its quant_state is damaged ({type(error).__name__}: {error})") from None
+    if sizes != (BLOCK, NESTED_BLOCK):
+        raise ValueError(f"{where}: block sizes {sizes} are not supported; supported: {(BLOCK, NESTED_BLOCK)}")
+    if dtype_name not in [dtype.name for dtype in shards.DTYPES.values()]:
+        raise ValueError(f"{where}: quantised from {dtype_name}, which is not supported")
+    blocks = -(-int(np.prod(shape, dtype=np.int64)) // BLOCK)
+    wanted = {"absmax": ("U8", blocks) if nested else ("F32", 4 * blocks), "quant_map": ("F32", 4 * 16)}
+    if nested:
+        wanted |= {"nested_absmax": ("F32", 4 * -(-blocks // NESTED_BLOCK)), "nested_quant_map": ("F32", 4 * 256)}
+    wanted[""] = (codes.dtype, -(-int(np.prod(shape, dtype=np.int64)) // 2))
+    for key, (dtype, size_bytes) in wanted.items():
+        found = parts.get(key)
+        if found is None or (found.dtype, found.size_bytes) != (dtype, size_bytes):
+            got = "is missing" if found is None else f"has {found.size_bytes} bytes of {found.dtype}"
+            raise ValueError(
+                f"{where}{'.' * bool(key)}{key} {got}; a four-bit tensor {shape} needs {size_bytes} bytes of {dtype}"
+            )
+    total = sum(part.size_bytes for part in parts.values())
+    return PackedEntry(
+        name, codes.dtype, shape, codes.file, codes.offset, total, parts, quant_type, dtype_name, offset
+    )  # fmt: skip
+
+
+def read_packed(entry: PackedEntry) -> tuple[FourBit, bytes]:
+    """(the tensor, its leaves numpy arrays; a digest of all its parts, as shards.tensor_digest)."""
+    codes = shards.read_bytes(entry.parts[""])
+    arrays = {key: shards.read_tensor(part) for key, part in entry.parts.items() if key}
+    kind = _TYPES[entry.quant_type]
+    if not np.allclose(arrays["quant_map"], kind.table, rtol=0, atol=1e-6):
+        raise ValueError(f"{entry.file}: {entry.name}.quant_map is not the table of {entry.quant_type}")
+    digest = hashlib.sha256(shards.tensor_digest(entry.name, codes))
+    for key in sorted(arrays):
+        digest.update(shards.tensor_digest(key, arrays[key]))
+    weight = kind(
+        codes,
+        arrays["absmax"].reshape(-1),
+        arrays.get("nested_absmax"),
+        arrays.get("nested_quant_map"),
+        None if entry.nested_offset is None else np.float32(entry.nested_offset),
+        entry.shape,
+        entry.dtype_name,
+    )
+    return weight, digest.digest()
+
+
+def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable]]:
+    """{tensor name: (shape, dtype, function that gives it)} of what a checkpoint stores for a four-bit weight."""
+    state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
+    state["shape"] = list(weight.shape)
+    arrays: dict[str, Any] = {
+        name: weight.codes,
+        f"{name}.absmax": weight.absmax,
+        f"{name}.quant_map": type(weight).table,
+    }
+    if weight.offset is not None:
+        arrays |= {f"{name}.nested_absmax": weight.nested_absmax, f"{name}.nested_quant_map": weight.nested_map}
+        offset = float(jax.device_get(weight.offset))
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+    arrays[f"{name}.{_STATE}{weight.quant_type}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+    def planned(key, array):
+        shape = (array.size, 1) if key == name else array.shape
+        return shape, np.dtype(array.dtype), lambda: np.asarray(array).reshape(shape)
+
+    return {key: planned(key, array) for key, array in arrays.items()}
+
+
+def quantization_config(model: Decoder) -> dict[str, Any] | None:
+    """What config.json says of the four-bit weights, in transformers' words; None where there are none."""
+    weights = {name: linear.stored_weight for name, linear in linears(model)}
+    packed = [weight for weight in weights.values() if isinstance(weight, FourBit)]
+    if not packed:
+        return None
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": packed[0].quant_type,
+        "bnb_4bit_use_double_quant": packed[0].offset is not None,
+        "bnb_4bit_compute_dtype": model.dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": ["lm_head", *(name for name, w in weights.items() if not isinstance(w, FourBit))],
+    }
+
+
+def parameters(state: nnx.State) -> int:
+    """Parameters of a state; one in four bits counts as one."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, FourBit))
+    return sum(leaf.size for leaf in leaves)
