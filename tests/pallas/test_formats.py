@@ -12,7 +12,7 @@ import pytest
 from nf4_cases import cases
 
 from jaxtune.pallas.quant_matmul import FP4, NF4, LoraWeights, dense, quant_matmul
-from jaxtune.pallas.quant_matmul.formats import signed_dynamic_map
+from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
 
 GOLDEN = np.load(Path(__file__).resolve().parent.parent / "goldens" / "nf4.npz")
 CASES = cases()
@@ -56,7 +56,7 @@ def test_double_quantisation(name):
     assert got.absmax.dtype == jnp.uint8 and got.absmax.shape == want["absmax"].shape
     # On the middle between two codes, either is right: what they stand for is then as near.
     absmax = golden(name, "plain")["absmax"]
-    theirs = NF4(want["codes"], want["absmax"], want["nested_absmax"], signed_dynamic_map(), want["offset"],
+    theirs = NF4(want["codes"], want["absmax"], want["nested_absmax"], dynamic_map(signed=True), want["offset"],
                  array.shape, "float32")  # fmt: skip
     ours = np.abs(np.asarray(got.block_absmax()) - absmax)
     error = np.abs(np.asarray(theirs.block_absmax()) - absmax)
@@ -70,7 +70,7 @@ def test_double_quantisation(name):
 
 
 def test_the_dynamic_map_is_bitsandbytes():
-    ours = signed_dynamic_map()
+    ours = dynamic_map(signed=True)
     assert ours.dtype == np.float32 and ours.tobytes() == GOLDEN["dynamic_map"].tobytes()
 
 

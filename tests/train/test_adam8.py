@@ -18,7 +18,8 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import get_peft_model
-from jaxtune.train.adam8 import BLOCK, decode, dynamic_map, encode, nearest_codes, scale_by_adam_8bit
+from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, decode, dynamic_map, encode, nearest_codes
+from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.config import CheckpointConfig, MeshConfig, OptimConfig
 from jaxtune.train.loop import Trainer
 from jaxtune.train.optim import make_optimizer

@@ -17,8 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.pallas.quant_matmul import blockwise8
+from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map, nearest_codes
+
 BLOCK = 64  # elements that share an absmax
-NESTED_BLOCK = 256  # absmax that share a nested absmax
+NESTED_BLOCK = blockwise8.BLOCK  # absmax that share a nested absmax
 _TINY = 1e-38  # what bitsandbytes stores as the absmax of a last, short block of zeros
 
 
@@ -156,9 +159,9 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
     nested = nested.reshape(-1, NESTED_BLOCK)
     nested_absmax = jnp.abs(nested).max(axis=1)
     nested = nested * (1.0 / jnp.where(nested_absmax == 0, 1, nested_absmax))[:, None]
-    steps = signed_dynamic_map()
-    codes8 = jnp.searchsorted(jnp.asarray((steps[:-1] + steps[1:]) / np.float32(2)), nested.reshape(-1)[: absmax.size])
-    return NF4(codes, codes8.astype(jnp.uint8), nested_absmax, jnp.asarray(steps), offset, shape, dtype.name)
+    steps = dynamic_map(signed=True)
+    codes8 = nearest_codes(nested.reshape(-1)[: absmax.size], signed=True)
+    return NF4(codes, codes8, nested_absmax, jnp.asarray(steps), offset, shape, dtype.name)
 
 
 def _mean(values: jax.Array) -> jax.Array:
@@ -169,24 +172,3 @@ def _mean(values: jax.Array) -> jax.Array:
         half = values.size // 2
         values = values[:half] + values[half:]
     return values[0] / count
-
-
-@functools.cache
-def signed_dynamic_map() -> np.ndarray:
-    """float32[256], ascending: bitsandbytes' signed dynamic map of 8 bits, bit for bit.
-
-    Zero, one, and for e from -6 to 0 both signs of the 2^(e + 6) midpoints of equal steps from 0.1 to 1, times 10^e.
-    """
-    values = [np.zeros(1, np.float32), np.ones(1, np.float32)]
-    first, last = np.float32(0.1), np.float32(1)
-    for exponent in range(-6, 1):
-        count = 2 ** (exponent + 6)
-        step = float((last - first) / np.float32(count))
-        index = np.arange(count + 1)
-        # As torch.linspace: from the nearer end, multiplied and added with one rounding.
-        ends = np.where(index < (count + 1) // 2, first + step * index, last - step * (count - index)).astype(
-            np.float32
-        )
-        means = (ends[:-1] + ends[1:]) / np.float32(2) * np.float32(10.0**exponent)
-        values += [means, -means]
-    return np.sort(np.concatenate(values))

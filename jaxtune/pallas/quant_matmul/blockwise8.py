@@ -1,0 +1,114 @@
+"""Eight bits a value in blocks of 256, through bitsandbytes' dynamic maps (arXiv 2110.02861).
+
+A block keeps one float32, its largest magnitude, and a byte an element: the place of element / magnitude in a map of
+256 values that is dense near 0. NF4 keeps its absmax so (double quantisation), 8-bit Adam its moments.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK = 256
+_DECADES = 7
+SIGNED_ZERO = 127  # place of 0 in the signed map
+
+
+@functools.cache
+def dynamic_map(signed: bool) -> np.ndarray:
+    """float32[256], ascending: the dynamic map of arXiv 2110.02861, to the bit that of bitsandbytes.
+
+    Decade d of 7 covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals, n = 2^d on either side of 0 if
+    signed, else 2^(d+1). With 0 and 1 that makes 256; -1 is not among them.
+    """
+    values = [np.float32(0.0), np.float32(1.0)]
+    for decade in range(_DECADES):
+        count = _intervals(signed, decade)
+        low = np.float32(0.1)
+        step = np.float64((np.float32(1) - low) / np.float32(count))
+        index = np.arange(count + 1)
+        # As torch.linspace: from the nearer end, a fused multiply-add; exact in float64, so rounded once.
+        edges = np.where(index < (count + 1) // 2, low + step * index, 1 - step * (count - index)).astype(np.float32)
+        centres = np.float32(10.0 ** (decade + 1 - _DECADES)) * ((edges[:-1] + edges[1:]) / np.float32(2))
+        values += [*centres, *(-centres if signed else ())]
+    return np.sort(np.asarray(values, np.float32))
+
+
+def _intervals(signed: bool, decade: int) -> int:
+    return 2**decade if signed else 2 ** (decade + 1)
+
+
+@functools.cache
+def _upper_bounds(signed: bool) -> np.ndarray:
+    """float32: of each magnitude of the map but 1, ascending from 0, the largest float32 that is nearest to it.
+
+    That is the middle to the next one, rounded down: x lies above it exactly if it lies above the middle.
+    """
+    values = dynamic_map(signed)[SIGNED_ZERO if signed else 0 :].astype(np.float64)
+    middle = (values[:-1] + values[1:]) / 2  # exact in float64
+    rounded = middle.astype(np.float32)
+    return np.where(rounded.astype(np.float64) > middle, np.nextafter(rounded, np.float32(0)), rounded)
+
+
+@functools.cache
+def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
+    """(a, b, last) of each decade: a value x in it has the place floor(a x + b) or the next, at most `last` + 1."""
+    found, first = [], 1  # 0 is at place 0
+    for decade in range(_DECADES):
+        count = _intervals(signed, decade)
+        width = 0.9 * 10.0 ** (decade + 1 - _DECADES) / count
+        found.append(tuple(np.float32(v) for v in (1 / width, first - count / 9 - 0.25, first + count - 1)))
+        first += count
+    return found
+
+
+def _edges(signed: bool) -> list[float]:
+    """Where decades meet: midway between the last value of one and the first of the next, whose intervals are wider."""
+    return [10.0 ** (d + 1 - _DECADES) * (1 + 0.9 / _intervals(signed, d)) for d in range(_DECADES - 1)]
+
+
+def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
+    """uint8 places in the map of the values nearest to x, float32 from -1 (or 0) to 1; ties go towards 0.
+
+    A search of the map would read it eight times for an element, each read waiting for the one before. Within a decade
+    the map is linear, so a product gives the place to within one, always the lower of the two: it is taken 1/4 of an
+    interval too low, far more than its rounding error. One read of the exact bound between the two decides.
+    """
+    magnitude = jnp.abs(x)
+    (per_unit, start, last), *others = _decades(signed)
+    for edge, (per_unit_above, start_above, last_above) in zip(_edges(signed), others, strict=True):
+        above = magnitude > edge
+        per_unit = jnp.where(above, per_unit_above, per_unit)
+        start = jnp.where(above, start_above, start)
+        last = jnp.where(above, last_above, last)
+    place = jnp.minimum(magnitude * per_unit + start, last).astype(jnp.int32)
+    place += magnitude > jnp.asarray(_upper_bounds(signed)).at[place].get(mode="clip")
+    if signed:
+        place = jnp.where(x < 0, SIGNED_ZERO - jnp.minimum(place, SIGNED_ZERO), SIGNED_ZERO + place)
+    return place.astype(jnp.uint8)
+
+
+def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
+    """(codes uint8[blocks, 256], absmax float32[blocks]) of float32 values of any shape; the last block is padded.
+
+    A block whose largest magnitude is no normal float32 becomes zeros.
+    """
+    blocks = in_blocks(values)
+    absmax = jnp.abs(blocks).max(1)
+    absmax = jnp.where(absmax < jnp.finfo(jnp.float32).tiny, 0.0, absmax)
+    scale = jnp.where(absmax == 0, 1.0, absmax)
+    return nearest_codes(blocks / scale[:, None], signed), absmax
+
+
+def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
+    """float32[blocks, 256], the inverse of `encode` up to rounding."""
+    return jnp.asarray(dynamic_map(signed)).at[codes].get(mode="promise_in_bounds") * absmax[:, None]
+
+
+def in_blocks(values: jax.Array) -> jax.Array:
+    """float32[blocks, 256] of values of any shape, the last block padded with zeros."""
+    flat = values.astype(jnp.float32).reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
