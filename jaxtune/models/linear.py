@@ -81,7 +81,9 @@ class Linear(nnx.Module):
     """weight [out, in] as in Hugging Face checkpoints or in four bits, optional bias [out], optional adapter."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
-        self.weight = nnx.Param((jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype))
+        self.weight: nnx.Variable = nnx.Param(
+            (jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype)
+        )
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
         self.lora: Lora | None = nnx.data(None)  # a Lora, once the model has adapters
 

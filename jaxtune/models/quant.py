@@ -68,7 +68,7 @@ def dequantize(model: Decoder) -> Decoder:
     for _, linear in linears(model):
         weight = linear.stored_weight
         if isinstance(weight, FourBit):
-            linear.weight = type(linear.weight)(dense(weight, model.dtype))
+            linear.weight = Frozen(dense(weight, model.dtype))
     return model
 
 
@@ -148,31 +148,23 @@ def _packed(name: str, parts: dict[str, shards.TensorEntry]) -> PackedEntry:
                 f"{where}{'.' * bool(key)}{key} {got}; a four-bit tensor {shape} needs {size_bytes} bytes of {dtype}"
             )
     total = sum(part.size_bytes for part in parts.values())
-    return PackedEntry(
-        name, codes.dtype, shape, codes.file, codes.offset, total, parts, quant_type, dtype_name, offset
-    )  # fmt: skip
+    fields = (name, codes.dtype, shape, codes.file, codes.offset, total)
+    return PackedEntry(*fields, parts, quant_type, dtype_name, offset)
 
 
 def read_packed(entry: PackedEntry) -> tuple[FourBit, bytes]:
     """(the tensor, its leaves numpy arrays; a digest of all its parts, as shards.tensor_digest)."""
-    codes = shards.read_bytes(entry.parts[""])
-    arrays = {key: shards.read_tensor(part) for key, part in entry.parts.items() if key}
+    codes: Any = shards.read_bytes(entry.parts[""])
+    arrays: dict[str, Any] = {key: shards.read_tensor(part) for key, part in entry.parts.items() if key}
     kind = _TYPES[entry.quant_type]
     if not np.allclose(arrays["quant_map"], kind.table, rtol=0, atol=1e-6):
         raise ValueError(f"{entry.file}: {entry.name}.quant_map is not the table of {entry.quant_type}")
     digest = hashlib.sha256(shards.tensor_digest(entry.name, codes))
     for key in sorted(arrays):
         digest.update(shards.tensor_digest(key, arrays[key]))
-    weight = kind(
-        codes,
-        arrays["absmax"].reshape(-1),
-        arrays.get("nested_absmax"),
-        arrays.get("nested_quant_map"),
-        None if entry.nested_offset is None else np.float32(entry.nested_offset),
-        entry.shape,
-        entry.dtype_name,
-    )
-    return weight, digest.digest()
+    offset = None if entry.nested_offset is None else np.float32(entry.nested_offset)
+    leaves: list[Any] = [codes, *map(arrays.get, ("absmax", "nested_absmax", "nested_quant_map")), offset]
+    return kind(*leaves, shape=entry.shape, dtype_name=entry.dtype_name), digest.digest()
 
 
 def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable]]:

@@ -13,6 +13,7 @@ from nf4_cases import cases
 
 from jaxtune.pallas.quant_matmul import FP4, NF4, LoraWeights, dense, quant_matmul
 from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
+from jaxtune.pallas.quant_matmul.formats import _rounded_quotient
 
 GOLDEN = np.load(Path(__file__).resolve().parent.parent / "goldens" / "nf4.npz")
 CASES = cases()
@@ -72,6 +73,19 @@ def test_double_quantisation(name):
 def test_the_dynamic_map_is_bitsandbytes():
     ours = dynamic_map(signed=True)
     assert ours.dtype == np.float32 and ours.tobytes() == GOLDEN["dynamic_map"].tobytes()
+
+
+def test_division_is_exact_whatever_the_device_rounds_to():
+    """A GPU's quotient is up to two units off, and the bytes must not be."""
+    draw = np.random.default_rng(0)
+    near_one = (np.float32(1) + np.arange(-40, 41) * np.float32(2**-23)).astype(np.float32)
+    y = np.concatenate([near_one, 2 * near_one, np.exp(8 * draw.standard_normal(4000)).astype(np.float32)])
+    for x in (np.ones_like(y), (y * draw.uniform(-1, 1, y.size)).astype(np.float32), np.roll(y, 7), np.zeros_like(y)):
+        want = (x.astype(np.float64) / y).astype(np.float32)  # float64 has bits enough for one rounding
+        for off in range(-3, 4):
+            approximate = (want.view(np.int32) + off).view(np.float32) if x.any() else want
+            got = jax.jit(_rounded_quotient)(x, y, approximate)
+            np.testing.assert_array_equal(got, want, err_msg=str(off))
 
 
 def test_error_on_normal_numbers_is_the_published_one():
