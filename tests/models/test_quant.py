@@ -396,3 +396,17 @@ def test_shaken_adapters_change_the_logits_over_four_bits(folder):
     fresh = get_peft_model(base, r=2)
     np.testing.assert_allclose(fresh(TOKENS), base(TOKENS), atol=1e-5)
     assert not np.allclose(shaken(fresh)(TOKENS), base(TOKENS), atol=1e-2)
+
+
+def test_a_real_model_in_four_bits(test_data):
+    """Worse than its 32-bit self, but not by much: it has only 0.26M parameters to lose."""
+    folder = test_data / "models" / "stories260K"
+
+    def loss(**settings):
+        model, tokenizer = from_pretrained(folder, dtype="float32", **settings)
+        ids = jnp.array([tokenizer("Once upon a time there was a little girl who went out to play.")["input_ids"]])
+        log_probs = jax.nn.log_softmax(model(ids)[:, :-1])
+        return float(-jnp.take_along_axis(log_probs, ids[:, 1:, None], -1).mean())
+
+    whole, packed = loss(), loss(load_in="nf4")
+    assert whole + 0.01 < packed < whole + 0.4

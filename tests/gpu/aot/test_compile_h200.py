@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.quant import quantize
 from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
@@ -35,7 +36,7 @@ RESIDUALS = TOKENS * (3 * HIDDEN + (HEADS + 2 * KV_HEADS) * HEAD_DIM + 2 * INNER
 LOGITS = 2**28 * (4 + 2)
 
 
-def make_model(layers: int):
+def make_model(layers: int, four_bit: bool = False):
     rope = RopeConfig(
         5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
@@ -44,13 +45,18 @@ def make_model(layers: int):
         num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, layers=(LayerSpec(),) * layers, max_position_embeddings=131_072,
         attention_scale=HEAD_DIM**-0.5, rotary=(rope,),
     )  # fmt: skip
-    return nnx.eval_shape(lambda: get_peft_model(Decoder(config, jax.random.key(0), "bfloat16"), r=16))
+
+    def make():
+        model = Decoder(config, jax.random.key(0), "bfloat16")
+        return get_peft_model(quantize(model) if four_bit else model, r=16)
+
+    return nnx.eval_shape(make)
 
 
 @functools.cache
-def programs(plan: str, layers: int = 4, max_documents: int = 1):
+def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False):
     """(lowered accumulate, lowered update, bytes of accumulate's arguments) for one H200."""
-    graph, trainable, frozen = nnx.split(make_model(layers), nnx.Param, ...)
+    graph, trainable, frozen = nnx.split(make_model(layers, four_bit), nnx.Param, ...)
     schedule = optax.constant_schedule(1e-4)
     residuals = ResidualPlan.uniform(PLANS[plan], layers)
     program = StepProgram(graph, optax.adamw(schedule), schedule, residuals, max_documents)
@@ -73,13 +79,13 @@ def programs(plan: str, layers: int = 4, max_documents: int = 1):
 
 
 @functools.cache
-def compiled(plan: str, layers: int = 4, max_documents: int = 1):
-    accumulate, *_ = programs(plan, layers, max_documents)
+def compiled(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False):
+    accumulate, *_ = programs(plan, layers, max_documents, four_bit)
     return accumulate.compile(compiler_options=compiler_options("gpu", deterministic=False))
 
 
-def memory(plan: str, layers: int = 4, max_documents: int = 1):
-    return compiled(plan, layers, max_documents).memory_analysis()
+def memory(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False):
+    return compiled(plan, layers, max_documents, four_bit).memory_analysis()
 
 
 def per_layer_bytes(plan: str) -> float:
@@ -124,6 +130,16 @@ def test_recompute_keeps_only_the_inputs_of_layers():
     # In the backward of one layer: its residuals, the activation, and the gradients of gate, up and the activation.
     assert 4 * INPUT + RESIDUALS < total < 4 * INPUT + RESIDUALS + 5 * WIDE
     assert memory("recompute").host_temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("plan", ["keep", "recompute"])
+def test_four_bit_weights_leave_nothing_decoded(plan):
+    """The step needs the work of one over 16-bit weights: no decoded weight waits for the backward."""
+    four, sixteen = memory(plan, four_bit=True), memory(plan)
+    assert four.temp_size_in_bytes < 1.02 * sixteen.temp_size_in_bytes
+    matrices = 4 * (2 * HIDDEN * (HEADS + KV_HEADS) * HEAD_DIM + 3 * HIDDEN * INNER)
+    saved = matrices * (2 - (1 / 2 + 1 / 64 + 4 / 64 / 256))  # bytes: codes, absmax, nested absmax
+    assert sixteen.argument_size_in_bytes - four.argument_size_in_bytes == pytest.approx(saved, rel=1e-3)
 
 
 def test_what_is_offloaded_leaves_the_device():
