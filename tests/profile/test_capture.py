@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,8 @@ from programs import HIDDEN, ROWS, STEPS, WIDTH, capture_on_cpu, train_step
 
 import jaxtune
 from jaxtune.profile import show
+
+HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,13 @@ def test_the_folder_holds_trace_hlo_memory_and_config(folder):
     assert record["memory"]["step"]["argument_bytes"] == in_bytes
     with gzip.open(folder / "hlo" / "step.txt.gz", "rt") as text:
         assert "HloModule jit_train_step" in text.read(200)
+
+
+def test_the_folder_is_small(tmp_path):
+    """In a process of its own: XLA puts every program of the process into the trace, and a test run has many."""
+    folder = tmp_path / "profile"
+    script = f"import sys; sys.path.insert(0, {str(HERE)!r}); import programs; programs.capture_on_cpu({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=HERE.parents[1])
     assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 1_000_000
 
 
