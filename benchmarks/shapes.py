@@ -8,6 +8,26 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+
+def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int) -> dict:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
 SHAPES = {
     "llama-3.1-8b": {
         "model_type": "llama",
@@ -56,4 +76,6 @@ SHAPES = {
         "hidden_act": "silu",
         "tie_word_embeddings": True,
     },
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
 }

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxtune.models.block import Block
 from jaxtune.models.config import DecoderConfig, Source
+from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotary_table
@@ -41,6 +42,8 @@ class Decoder(nnx.Module):
         # Set by hf.py. The fingerprint is of the loaded weights, 64 hex digits: an adapter refuses another base by it.
         self.source: Source | None = None
         self.base_fingerprint: str | None = None
+        # The grid that the weights lie on, in a model that convert_qat or merge_adapter made; save_pretrained tells it.
+        self.qat: FakeQuant | None = None
         keys = jax.random.split(key, config.num_layers + 2)
         self.embedding = Embedding(config, keys[0], dtype)
         self.layers = nnx.List([Block(config, k, dtype) for k in keys[2:]])

@@ -366,12 +366,15 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     else:
         hf = own | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
     # auto_map names files of code that are not saved.
-    hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config")}
+    hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config", "qat")}
     hf["architectures"] = own["architectures"]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if hf.get(key) is None and tokenizer is not None:
             hf[key] = getattr(tokenizer, key, None)
     hf["dtype" if "dtype" in hf else "torch_dtype"] = model.dtype
+    qat = quant.qat_config(model)
+    if qat is not None:
+        hf["qat"] = qat
     quantization = quant.quantization_config(model)
     if quantization is not None:
         hf["quantization_config"] = quantization
@@ -386,6 +389,8 @@ def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
         raise ValueError(
             "this model has adapters: merge them first (merge_adapter), or write them alone (save_adapter)"
         )
+    if quant.qat_spec(model) is not None:
+        raise ValueError("this model is prepared for QAT: make its weights the rounded ones first (convert_qat)")
 
     def order(item):
         path = item[0]
@@ -416,7 +421,8 @@ def save_pretrained(
     """Writes a model as a Hugging Face folder that transformers loads.
 
     Weights are written in model.dtype, those in four bits as bitsandbytes' checkpoints hold them; one tensor is in host
-    memory at a time. The folder appears whole or not at all.
+    memory at a time. Weights that QAT put on a grid are written as they are, and config.json names the grid ("qat").
+    The folder appears whole or not at all.
 
     Args:
       path: a folder that does not exist or is empty.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models.fake_quant import FakeQuant, adapter_gradients, straight_through
 from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
 
 
@@ -77,8 +78,20 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
     return jnp.sqrt(square + (inner * b).sum(-1))
 
 
+def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
+    """float32[out, in]: row_scale * (weight + scale b a)."""
+    update = jnp.einsum(
+        "or,ri->oi", lora.b.astype(jnp.float32), lora.a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    wide = weight.astype(jnp.float32) + lora.scale * update
+    return wide if lora.row_scale is None else lora.row_scale[:, None] * wide
+
+
 class Linear(nnx.Module):
-    """weight [out, in] as in Hugging Face checkpoints or in four bits, optional bias [out], optional adapter."""
+    """weight [out, in] as in Hugging Face checkpoints or in four bits, optional bias [out], optional adapter.
+
+    fake_quant: how the weight, with its adapter merged in, is rounded before it multiplies; None: not at all.
+    """
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight: nnx.Variable = nnx.Param(
@@ -86,6 +99,7 @@ class Linear(nnx.Module):
         )
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
         self.lora: Lora | None = nnx.data(None)  # a Lora, once the model has adapters
+        self.fake_quant: FakeQuant | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -98,6 +112,17 @@ class Linear(nnx.Module):
         """The weight as it is kept; it cannot be indexed, as variables are, where it is in four bits."""
         return self.weight.get_value()
 
+    def rounded_weight(self, x: jax.Array) -> jax.Array:
+        """The fake-quantised weight, adapter merged in, that multiplies x; see fake_quant.straight_through."""
+        assert self.fake_quant is not None
+        weight = self.stored_weight
+        if isinstance(self.weight, nnx.Param):
+            return straight_through(self.fake_quant, weight, jax.lax.stop_gradient(x))
+        lora = None if self.lora is None else self.lora.weights(weight)
+        weight, lora, _ = jax.lax.optimization_barrier(jax.lax.stop_gradient((weight, lora, x)))
+        weight = dense(weight, self.fake_quant.dtype)
+        return self.fake_quant.round(weight if lora is None else merged_weight(weight, lora))
+
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """[..., in] -> [..., out] in x's dtype; key draws the adapter's dropout mask."""
         return apply_together(x, (self,), key)[0]
@@ -106,11 +131,23 @@ class Linear(nnx.Module):
 def apply_together(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """Applies linears that share x in one quant_matmul."""
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
-    return quant_matmul(
+    weights, loras = [], []
+    for linear in linears:
+        rounded = linear.fake_quant is not None
+        weights.append(linear.rounded_weight(x) if rounded else linear.stored_weight)
+        lora = None if rounded else linear.lora
+        loras.append(None if lora is None else lora.weights(linear.stored_weight))
+    outputs = quant_matmul(
         x,
-        [linear.stored_weight for linear in linears],
-        [None if linear.lora is None else linear.lora.weights(linear.stored_weight) for linear in linears],
+        weights,
+        loras,
         [None if linear.bias is None else linear.bias[...] for linear in linears],
         dropout_rate=max(rates, default=0.0),
         dropout_key=key,
+    )
+    return tuple(
+        out
+        if linear.lora is None or linear.fake_quant is None
+        else adapter_gradients(out, x, linear.lora.a[...], linear.lora.b[...], linear.lora.scale)
+        for out, linear in zip(outputs, linears, strict=True)
     )

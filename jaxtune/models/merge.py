@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.linear import Frozen, Linear
+from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.linear import Frozen, Linear, merged_weight
 from jaxtune.models.lora import copy_structure, linears
-from jaxtune.models.quant import dequantize
+from jaxtune.models.quant import convert_qat, dequantize, qat_spec
 from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
 
 _FP32_ROUNDOFF = 2.0**-24
@@ -20,25 +21,22 @@ _LOGITS_MARGIN = 8.0
 _PROBE_ROWS, _PROBE_LENGTH = 2, 16
 
 
-def _merged(weight: jax.Array, lora: LoraWeights) -> jax.Array:
-    """float32[out, in]: row_scale * (weight + scale b a)."""
-    update = jnp.einsum(
-        "or,ri->oi", lora.b.astype(jnp.float32), lora.a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
-    wide = weight.astype(jnp.float32) + lora.scale * update
-    return wide if lora.row_scale is None else lora.row_scale[:, None] * wide
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype):
+@functools.partial(jax.jit, static_argnames=("dtype", "fake_quant"))
+def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
     """(merged weight in dtype, is it finite, largest error of its product with probe over the error allowed).
+
+    With fake_quant the merged weight is then put on its grid, which the check leaves out: it is not an error.
 
     The product with the merged weight is compared with the adapter's own forward, in fp32. Rounding each weight to the
     storage dtype moves output o by at most u sum_i |w_oi x_i|, u its unit roundoff; the fp32 sums of n terms in either
     path by at most n u32 times the sum of the terms' magnitudes. So the bound holds for every correct merge.
     """
-    stored = _merged(weight, lora).astype(dtype)
-    wide = stored.astype(jnp.float32)
+    wide = merged_weight(weight, lora)
+    if fake_quant is None:
+        stored = wide.astype(dtype)
+        wide = stored.astype(jnp.float32)
+    else:
+        stored = fake_quant.round(wide).astype(dtype)
     expected = quant_matmul(probe, [weight.astype(jnp.float32)], [lora])[0]
     got = quant_matmul(probe, [wide])[0]
 
@@ -69,6 +67,7 @@ def merge_adapter(model: Decoder) -> Decoder:
 
     Over four-bit weights the adapter is merged into the dequantised ones, which it was trained over, in the compute
     dtype: the merged model's weights are 16-bit (32-bit where it computes in float32), those without an adapter too.
+    In a model prepared for QAT the merged weights are put on its grid, as its forward does; see convert_qat.
 
     Checks before returning that every merged weight is finite and acts like its adapter (a bound that always holds for
     a right merge, see _merge_and_check), and that the logits of a small random batch agree (see _check_logits).
@@ -91,8 +90,10 @@ def merge_adapter(model: Decoder) -> Decoder:
             continue
         weight = dense(linear.stored_weight, model.dtype)
         probe = jax.random.normal(jax.random.key(index), (8, weight.shape[1]), jnp.float32)
-        stored, finite, error = _merge_and_check(weight, linear.lora.weights(weight), probe, dtype=weight.dtype)
-        linear.weight = nnx.Param(stored)
+        stored, finite, error = _merge_and_check(
+            weight, linear.lora.weights(weight), probe, dtype=weight.dtype, fake_quant=linear.fake_quant
+        )
+        linear.weight, linear.fake_quant = nnx.Param(stored), None
         linear.lora = nnx.data(None)
         outcomes[name] = (finite, error)
     for module in (merged.embedding, merged.head):
@@ -112,6 +113,9 @@ def merge_adapter(model: Decoder) -> Decoder:
         raise ArithmeticError(f"merge_adapter: not merged: {', '.join(missed)}")
     changed = len(outcomes) + sum(isinstance(linear.stored_weight, FourBit) for _, linear in linears(merged))
     merged = dequantize(merged)
+    if qat_spec(merged) is not None:
+        merged = convert_qat(merged)  # the linears without an adapter
+    merged.qat = qat_spec(model)
     for _, module in nnx.iter_modules(merged):
         for name, value in list(vars(module).items()):
             if isinstance(value, Frozen):

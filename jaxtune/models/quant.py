@@ -1,4 +1,4 @@
-"""Four-bit weights of a model: which ones, and how bitsandbytes' checkpoints store them.
+"""Four-bit weights of a model: which ones, how bitsandbytes' checkpoints store them, and training for such weights.
 
 Beside `X.weight` (the codes, as bytes of whatever dtype) lie `X.weight.absmax`, `.quant_map`, with double quantisation
 `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`): the bytes of a JSON object
@@ -8,6 +8,7 @@ with shape, dtype and block sizes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -20,6 +21,7 @@ from flax import nnx
 
 from jaxtune.models import shards
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import copy_structure, freeze, linears, name_matches
 from jaxtune.pallas.quant_matmul import FP4, NF4, FourBit, dense
@@ -74,6 +76,86 @@ def dequantize(model: Decoder) -> Decoder:
 
 def is_quantized(model: Decoder) -> bool:
     return any(isinstance(linear.stored_weight, FourBit) for _, linear in linears(model))
+
+
+# ---- quantisation-aware training
+
+
+def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> Decoder:
+    """A new model over the same arrays that computes with fake-quantised weights in its layers; see fake_quant.
+
+    Over adapters the merged weight is rounded. Linears whose input is not a multiple of group_size stay as they are
+    (not_quantized names them); so do embeddings, head and norms. Values are rounded in model.dtype.
+
+    Args:
+      format: of fake_quant.FORMATS. group_size: weights of a row that share a scale.
+    Raises:
+      ValueError: another format or size; no linear that the groups fit; DoRA or dropout, which a merged weight cannot
+        have.
+    """
+    spec = FakeQuant(format, group_size, model.dtype)
+    model = copy_structure(model)
+    for name, linear in linears(model):
+        if linear.lora is not None and (linear.lora.magnitude is not None or linear.lora.rate > 0):
+            what = "use_dora" if linear.lora.magnitude is not None else "lora_dropout"
+            raise ValueError(f"qat: {name} has {what}, but it is the merged weight that is quantised: train without it")
+        if spec.fits(linear.sizes[1]):
+            linear.fake_quant = spec
+    if qat_spec(model) is None:
+        inputs = sorted({linear.sizes[1] for _, linear in linears(model)})
+        raise ValueError(f"qat: group_size = {group_size} divides no linear's input (they are {inputs}): nothing to do")
+    return model
+
+
+def convert_qat(model: Decoder) -> Decoder:
+    """A new model whose weights are the rounded ones that a prepared model computes with; its logits are the same.
+
+    Weights keep their dtype. A model with adapters is converted by merge_adapter.
+
+    Raises:
+      ValueError: a model that is not prepared, or has adapters.
+    """
+    spec = qat_spec(model)
+    if spec is None:
+        raise ValueError("convert_qat: this model is not prepared for QAT (prepare_qat)")
+    model = copy_structure(model)
+    for name, linear in linears(model):
+        if linear.fake_quant is None:
+            continue
+        if linear.lora is not None:
+            raise ValueError(f"convert_qat: {name} has an adapter: merge_adapter converts such a model")
+        weight = dense(linear.stored_weight, model.dtype)
+        linear.weight = type(linear.weight)(_rounded(weight, linear.fake_quant))
+        linear.fake_quant = None
+    model.qat = spec
+    return model
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded(weight: jax.Array, spec: FakeQuant) -> jax.Array:
+    return spec.round(weight).astype(weight.dtype)
+
+
+def qat_spec(model: Decoder) -> FakeQuant | None:
+    """How a prepared model's linears are rounded; None for any other model."""
+    return next((linear.fake_quant for _, linear in linears(model) if linear.fake_quant is not None), None)
+
+
+def not_quantized(model: Decoder, spec: FakeQuant) -> list[str]:
+    """Names of the linears that the groups do not fit."""
+    return [name for name, linear in linears(model) if not spec.fits(linear.sizes[1])]
+
+
+def qat_config(model: Decoder) -> dict[str, Any] | None:
+    """What config.json says, under "qat", of weights that lie on a grid; None where they do not.
+
+    There is no standard key for it: the weights are plain 16-bit ones, and `quantization_config` would make loaders
+    look for packed tensors.
+    """
+    if model.qat is None:
+        return None
+    skipped = ["lm_head", *not_quantized(model, model.qat)]
+    return {"format": model.qat.format, "group_size": model.qat.group_size, "modules_to_not_convert": skipped}
 
 
 # ---- checkpoints

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
 DEFAULT_OUTPUT = "runs/{recipe}"
 _STRICT = ConfigDict(extra="forbid")
@@ -209,6 +209,25 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class QatConfig:
+    """Quantisation-aware training: the layers compute with weights rounded to a low-bit format."""
+
+    __pydantic_config__ = _STRICT
+
+    format: Annotated[Literal["int4"], "What the weights are rounded to."] = "int4"
+    group_size: Annotated[int, "Weights of a row that share a scale: 32 or 128."] = 128
+    start: Annotated[int, "Steps to train without rounding first."] = 0
+
+    def __post_init__(self) -> None:
+        _require(self.group_size in (32, 128), "qat.group_size", self.group_size, "must be 32 or 128")
+        _not_negative("qat.start", self.start)
+
+
+def _qat_by_name(value: object) -> object:
+    return {"format": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """Devices by axis."""
 
@@ -328,6 +347,10 @@ class TrainConfig:
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    qat: Annotated[
+        QatConfig | None, "Train for weights in a low-bit format; `qat: int4` sets qat.format.",
+        BeforeValidator(_qat_by_name),
+    ] = None  # fmt: skip
     memory: MemoryConfig = MemoryConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -361,6 +384,20 @@ class TrainConfig:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
             )
+        _require(
+            self.model.load_in is None or self.adapter is not None, "model.load_in", self.model.load_in,
+            "weights in four bits are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
+        )  # fmt: skip
+        if self.qat is not None:
+            start, adapter = self.qat.start, self.adapter
+            _require(
+                self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}"
+            )
+            for key in ("use_dora", "lora_dropout"):
+                value = getattr(adapter, key, None)
+                _require(
+                    not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it"
+                )
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start", "exact_match_rows"):
             value = getattr(self.evaluation, key)

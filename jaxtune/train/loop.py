@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, linears
+from jaxtune.models.quant import convert_qat, not_quantized, prepare_qat, qat_spec
 from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
@@ -68,6 +69,7 @@ _INCOMPATIBLE = (
             "max_grad_norm",
             "optim",
             "schedule",
+            "qat",
         )
     ),
     *(f"config.data.{key}" for key in (*_ROW_OPTIONS, "max_rows", "eval_rows")),
@@ -86,12 +88,13 @@ class TrainingStopped(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
-    """The compiled programs of a run, and what compiling took."""
+    """The compiled programs of a run, and what compiling took; `before_qat`: those of its steps before qat.start."""
 
     accumulate: Any
     update: Any
     evaluate: Any
     seconds: float
+    before_qat: _Programs | None = None
 
 
 def make_mesh(data: int) -> jax.sharding.Mesh:
@@ -160,7 +163,10 @@ class Trainer:
         self._given = model
         model = copy_structure(model)
         model.dtype = COMPUTE_DTYPES[config.precision]
-        self.graph, self._trainable, self._frozen = nnx.split(model, nnx.Param, ...)
+        plain_graph, self._trainable, self._frozen = nnx.split(model, nnx.Param, ...)
+        if config.qat is not None:
+            model = prepare_qat(model, config.qat.format, config.qat.group_size)
+        self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
         if not jax.tree.leaves(self._trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
 
@@ -176,6 +182,9 @@ class Trainer:
             self.total_steps = max(1, round(config.epochs * self.batches.steps_per_epoch))
         if self.profile_steps and config.profile.start >= self.total_steps:
             raise ValueError(f"profile.start = {config.profile.start}: the run has only {self.total_steps} steps")
+
+        if config.qat is not None and config.qat.start >= self.total_steps:
+            raise ValueError(f"qat.start = {config.qat.start}: the run has only {self.total_steps} steps")
 
         self.mesh = make_mesh(config.mesh.data)
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -193,6 +202,9 @@ class Trainer:
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
         )
+        self._program_before_qat = None
+        if config.qat is not None and config.qat.start > 0:
+            self._program_before_qat = dataclasses.replace(self.program, graph=plain_graph)
         self.names = trainable_names(self._trainable)
         self._flops = _flop_counter(model)
 
@@ -258,8 +270,8 @@ class Trainer:
         sums = jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
         return state, sums, jax.device_put(self._frozen, self._replicated)
 
-    def compile(self, state: TrainState, sums: Sums, frozen) -> _Programs:
-        """Compiles the programs of the run, once, whatever the data: shapes never change."""
+    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> _Programs:
+        """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
         config = self.config
         options = compiler_options(self.mesh.devices.flat[0].platform, config.deterministic)
         batch = self._abstract_batch()
@@ -267,18 +279,26 @@ class Trainer:
         started = time.perf_counter()
         state, sums, frozen = _abstract(state), _abstract(sums), _abstract(frozen)
         where = self._replicated
-        with jax.set_mesh(self.mesh):
-            accumulate = jax.jit(self.program.accumulate, donate_argnums=0, out_shardings=where)
-            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=where)
-            accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
-            update = update.lower(state, sums).compile(compiler_options=options)
-        evaluate = None if self.eval_batches is None else self.compile_evaluate(state, frozen)
-        return _Programs(accumulate, update, evaluate, time.perf_counter() - started)
 
-    def compile_evaluate(self, state: TrainState, frozen):
+        def of(program: StepProgram, update, before: _Programs | None) -> _Programs:
+            with jax.set_mesh(self.mesh):
+                accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=where)
+                accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
+            evaluate = None if self.eval_batches is None else self.compile_evaluate(program, state, frozen)
+            return _Programs(accumulate, update, evaluate, time.perf_counter() - started, before)
+
+        with jax.set_mesh(self.mesh):
+            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=where)
+            update = update.lower(state, sums).compile(compiler_options=options)
+        before = None
+        if self._program_before_qat is not None and config.qat is not None and first_step < config.qat.start:
+            before = of(self._program_before_qat, update, None)
+        return of(self.program, update, before)
+
+    def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
         """Compiles the evaluation of one batch."""
         options = compiler_options(self.mesh.devices.flat[0].platform, self.config.deterministic)
-        evaluate = jax.jit(self.program.evaluate, out_shardings=self._replicated)
+        evaluate = jax.jit(program.evaluate, out_shardings=self._replicated)
         with jax.set_mesh(self.mesh):
             lowered = evaluate.lower(_abstract(state), _abstract(frozen), self._abstract_batch())
             return lowered.compile(compiler_options=options)
@@ -326,14 +346,21 @@ class Trainer:
             progress.print(f"this run is complete: {start} steps (output {self.output})")
             return state
         with progress.compiling(self._compile_guess()):
-            programs = self.compile(state, sums, frozen)
+            programs = self.compile(state, sums, frozen, start)
+        for line in self.precision_notes():
+            progress.print(line)
+
+        def at(step: int) -> _Programs:
+            early = config.qat is not None and step < config.qat.start
+            return programs.before_qat if early and programs.before_qat is not None else programs
+
         policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_minutes)
         policy.should_save(start, time.monotonic())
         watch = _Watch(self, logger, progress)
         timer = watch.timer
         micro_index = [jax.device_put(np.int32(i), self._replicated) for i in range(config.micro_batches)]
         if config.evaluation.at_start and start == 0:
-            self._evaluate(programs, state, frozen, logger, progress, 0)
+            self._evaluate(at(0), state, frozen, logger, progress, 0)
         watch.restart()
         tracing = False
         with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
@@ -345,11 +372,11 @@ class Trainer:
                     coming = pool.submit(self._load_step, step + 1)
                 if self.profile_steps and step - start == config.profile.start:
                     watch.flush()
-                    trace.enter_context(self._capture(programs))
+                    trace.enter_context(self._capture(at(step)))
                     watch.restart()
                     tracing = True
                 for index, batch in zip(micro_index, parts, strict=True):
-                    sums = programs.accumulate(sums, state, frozen, batch, index)
+                    sums = at(step).accumulate(sums, state, frozen, batch, index)
                 state, sums, latest = programs.update(state, sums)
                 watch.step_dispatched(step, latest, counts)
                 done = step + 1
@@ -369,7 +396,7 @@ class Trainer:
                 every = config.evaluation.every_steps
                 if every and done % every == 0 and done < self.total_steps:
                     watch.flush()
-                    self._evaluate(programs, state, frozen, logger, progress, done)
+                    self._evaluate(at(done), state, frozen, logger, progress, done)
                     watch.restart()
         watch.flush()
         if config.evaluation.at_end:
@@ -378,6 +405,16 @@ class Trainer:
             self._save(checkpointer, self.total_steps, state)
             checkpointer.wait()
         return state
+
+    def precision_notes(self) -> list[str]:
+        """What a run says at its start of how weights are kept and rounded."""
+        notes = []
+        if self.qat is not None:
+            size, start = self.qat.group_size, 0 if self.config.qat is None else self.config.qat.start
+            skipped = not_quantized(self._given, self.qat)
+            left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
+            notes.append(f"QAT: weights rounded to {self.qat.format}, groups of {size}, from step {start}{left}")
+        return notes
 
     def _capture(self, programs: _Programs):
         meta = {
@@ -391,12 +428,14 @@ class Trainer:
         return 5 + 0.4 * layers if self.mesh.devices.flat[0].platform == "gpu" else 3 + 1.0 * layers
 
     def evaluate(self) -> dict[str, Any]:
-        """eval_loss (mean over targets) and eval_targets of the model as given, without training."""
+        """eval_loss (mean over targets) and eval_targets of the model as given, without training; rounded as step 0's
+        is under QAT."""
         if self.eval_batches is None:
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         state, sums, frozen = self.first_state()
         del sums
-        return self._eval_loss(self.compile_evaluate(state, frozen), state, frozen)
+        program = self._program_before_qat or self.program
+        return self._eval_loss(self.compile_evaluate(program, state, frozen), state, frozen)
 
     def _eval_loss(self, evaluate, state, frozen) -> dict[str, Any]:
         assert self.eval_batches is not None
@@ -484,16 +523,21 @@ class Trainer:
     # ---- the result
 
     def _finished_model(self, state: TrainState) -> Decoder:
-        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh."""
+        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh.
 
-        def back(new, old):
-            return new.astype(old.dtype)
-
-        trainable = jax.tree.map(back, state.trainable, self._trainable)
-        graph, _, frozen = nnx.split(self._given, nnx.Param, ...)
-        model = nnx.merge(graph, trainable, frozen)
-        if not any(linear.lora is not None for _, linear in linears(model)) and hasattr(model, "base_fingerprint"):
+        After QAT: with adapters a prepared model, which merge_adapter converts; without, weights that lie on the grid.
+        """
+        _, _, frozen = nnx.split(self._given, nnx.Param, ...)
+        model = nnx.merge(self.graph, state.trainable, frozen)
+        if not any(linear.lora is not None for _, linear in linears(model)):
             model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
+            model.qat = None
+            if self.qat is not None:
+                model = convert_qat(model)  # of the masters: the dtype that they came in has fewer digits
+        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+        trainable = jax.tree.map(lambda new, old: new.astype(old.dtype), trainable, self._trainable)
+        model = nnx.merge(graph, trainable, frozen)
+        model.dtype = self._given.dtype
         return model
 
 
@@ -588,6 +632,11 @@ class _Watch:
                 f"{limit} steps in a row were not finite (guards.max_nonfinite_in_row): {history}. Nothing of them was "
                 "applied. Lower optim.learning_rate, look at the rows named above, or use precision: bf16 or fp32"
             )
+
+
+def _last_parts(names: list[str]) -> str:
+    """q_proj (2), down_proj (2)"""
+    return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
 
 
 def _sum_squared_documents(batch: Batch) -> int:

@@ -91,12 +91,12 @@ def test_overflow_in_storage_is_refused():
 
 @pytest.mark.parametrize(("name", "dtype"), [("lora", "bfloat16"), ("dora", "float32")])
 def test_wrong_arithmetic_is_caught(monkeypatch, name, dtype):
-    right = merge._merged
+    right = merge.merged_weight
 
     def wrong(weight, lora):
         return right(weight, dataclasses.replace(lora, scale=0.9 * lora.scale))
 
-    monkeypatch.setattr(merge, "_merged", wrong)
+    monkeypatch.setattr(merge, "merged_weight", wrong)
     jax.clear_caches()
     with pytest.raises(ArithmeticError, match=r"proj does not act like its adapter: .* times the rounding error"):
         merge_adapter(adapted_model(tiny_model(dtype), **SETTINGS[name]))

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtune.train import config as schema
-from jaxtune.train.config import AdapterConfig, ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.config import (
+    AdapterConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    QatConfig,
+    TrainConfig,
+)
 from jaxtune.train.config_file import (
     _parse_yaml,
     config_from_dict,
@@ -126,6 +134,12 @@ def test_yaml_faults_name_file_and_line(recipe):
         ),
         ("optim: null", "optim = null (FILE:3): expected section of keys"),
         ("optim: 3", "optim = 3 (FILE:3): expected section of keys"),
+        ("qat: int3", 'qat.format = "int3" (FILE:3): expected int4'),
+        ("qat: {begin: 5}", "unknown key qat.begin (FILE:3); valid keys here: format, group_size, start"),
+        ("qat: {group_size: 64}", "qat.group_size = 64: must be 32 or 128 (FILE:3)"),
+        ("steps: 4\nqat: {start: 4}", "qat.start = 4: must be below steps = 4 (FILE:4)"),
+        ("qat: int4\nadapter: {use_dora: true}", "adapter.use_dora = True: qat rounds the merged weight"),
+        ("qat: int4\nadapter: {lora_dropout: 0.1}", "adapter.lora_dropout = 0.1: qat rounds the merged weight"),
         ("adapter: lora", 'adapter = "lora" (FILE:3): expected section of keys or null'),
         ("adapter: {target_modules: [1]}", "adapter.target_modules = [1] (FILE:3): expected string or list of strings"),
         ("adapter: {rank_pattern: {q_proj: a}}", "adapter.rank_pattern"),
@@ -161,6 +175,7 @@ def test_a_wrong_key_or_value_is_refused(recipe, text, message):
         (["model={from_config: c.json}"], "model.tokenizer = None: model.from_config needs a tokenizer folder"),
         (["model={from_config: c.json, tokenizer: t}", "adapter={}"], "training from scratch trains all"),
         (["model={from_config: c.json, tokenizer: t, load_in: nf4}"], "is not quantised"),
+        (["model.load_in=nf4"], "model.load_in = 'nf4': weights in four bits are frozen and train through an adapter"),
         (["model.load_in=int4"], "model.load_in = \"int4\" (override 'model.load_in=int4'): expected nf4 or null"),
         (["data.eval=e.jsonl", "data.eval_rows=5"], "data.eval_rows = 5: takes rows out of data.train"),
         (["data.instruction_part=Q:"], "data.response_part = None: data.instruction_part needs it"),
@@ -216,6 +231,16 @@ def test_packaged_recipes_load(name):
     assert "{package}" not in config_to_yaml(config)
 
 
+def test_recipes_of_large_models():
+    for size in ("8b", "14b", "32b"):
+        config = load_config(f"qlora-{size}", ["data.train=rows.jsonl"])
+        assert config.model.load_in == "nf4" and config.adapter is not None
+        assert config.model.path is not None and size in config.model.path.lower()
+    full = load_config("full-8b-8bit-adam", ["data.train=rows.jsonl"])
+    assert full.adapter is None and full.model.load_in is None and full.optim.name == "adamw_8bit"
+    assert full.micro_batches == 1  # else the gradients are float32
+
+
 def test_package_folder_in_a_recipe(recipe):
     config = load_config(recipe("model: {path: '{package}/quickstart/model'}\ndata: {train: x}\n"))
     assert config.model.path is not None and config.model.path.endswith("/jaxtune/quickstart/model")
@@ -231,9 +256,10 @@ def test_every_key_has_help_and_is_listed_once():
     assert by_name["adapter"].default == "null"
     assert by_name["optim.name"].type == "adamw | adamw_8bit | adafactor | sgd"
     # The listed keys are those of a config with every section open.
-    full = config_to_dict(TrainConfig(ModelConfig(path="m"), DataConfig(train="d"), adapter=AdapterConfig()))
+    sections = dict(adapter=AdapterConfig(), qat=QatConfig())
+    full = config_to_dict(TrainConfig(ModelConfig(path="m"), DataConfig(train="d"), **sections))
     flat = {key for key, _, _ in diff_configs({}, {"x": 1} | _mark(full))} - {"x"}
-    assert flat == set(names) - {"adapter"}
+    assert flat == set(names) - set(sections)
 
 
 def _mark(values):
