@@ -86,9 +86,7 @@ def _absmax_operands(weight: FourBit) -> list[jax.Array]:
 # ---- the dequantising pass
 
 # [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup hold number i of a line.
-_SCALES = plgpu.Layout.TILED(
-    Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1
-)
+_SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
 
 
 def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, interpreted):
@@ -139,9 +137,7 @@ _CODES = plgpu.Layout.TILED(
     Tiling(((8, 256), (8, 64), (8, 32), (8,))), warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1
 )
 # [16, 8] absmax of those.
-_ABSMAX = plgpu.Layout.TILED(
-    Tiling(((8, 8), (8, 2))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1
-)
+_ABSMAX = plgpu.Layout.TILED(Tiling(((8, 8), (8, 2))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
 
 
 def _written_out_product(acc, codes, absmax, pairs, nested, x):
