@@ -11,9 +11,11 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
+from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 
 _ROWS, _LENGTH, _HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 128, 16
+_HIDDEN = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +42,16 @@ def kernel_choices() -> list[KernelChoice]:
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
     whole = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
+    array = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
+    nf4 = jax.eval_shape(NF4.encode, array)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
     return [
         _choice("attention", f"{call} one document a row", attention.implementations(query, whole)),
         _choice(
             "attention", f"{call} packed, up to {_DOCUMENTS} documents a row", attention.implementations(query, packed)
         ),
-        _choice("quant_matmul", "bfloat16", quant_matmul.implementations()),
+        _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
+        _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import reference
+from jaxtune.pallas.quant_matmul import mosaic, reference
 from jaxtune.pallas.quant_matmul.formats import FourBit
+
+# Who decodes weights in four bits; the products of many tokens are the vendor's in any case.
+IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +41,7 @@ def quant_matmul(
     *,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiplies x by one to n weights that share it, with their adapters and biases.
 
@@ -47,6 +52,7 @@ def quant_matmul(
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.
+      implementation: "mosaic", "reference", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
     """
@@ -58,9 +64,25 @@ def quant_matmul(
     for weight in weights:
         if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(f"quant_matmul: weight {weight.shape} does not fit x {x.shape}: want [out, {x.shape[-1]}]")
-    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key)
+    name = dispatch.choose("quant_matmul", implementations(weights, x.dtype, implementation), implementation)
+    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, IMPLEMENTATIONS[name])
 
 
-def implementations() -> dispatch.Table:
-    """The implementations in the order in which they are tried; there is one, for every call."""
-    return {"reference": lambda: None}
+def implementations(weights: Sequence[jax.Array | FourBit], dtype, implementation: str | None = None) -> dispatch.Table:
+    """The implementations of a call in the order in which they are tried, each with why it refuses it.
+
+    Over arrays alone there is but the vendor's GEMM, unless `implementation` names another, which then says so.
+    """
+    packed = [weight for weight in weights if isinstance(weight, FourBit)]
+    if not packed and implementation is None:
+        return {"reference": lambda: None}
+
+    def refusal(kernels) -> str | None:
+        if not packed:
+            return "no weight in four bits"
+        return next((reason for w in packed if (reason := kernels.refusal(w, dtype)) is not None), None)
+
+    return {
+        name: functools.partial(refusal, kernels) if kernels is not reference else lambda: None
+        for name, kernels in IMPLEMENTATIONS.items()
+    }

@@ -3,18 +3,54 @@
 The backward is written out so that every sum is the `c` of a GEMM that follows: dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
 Autodiff adds the products pairwise, and XLA then spends a pass over memory on each addition.
 
-Weights in four bits are decoded before each product, in either direction; no decoded weight is a residual.
+Weights in four bits are decoded before each product, in either direction; no decoded weight is a residual. Who decodes
+them, and who multiplies a few tokens by them, is an argument (`kernels`): this module or one with the same four functions,
+`refusal`, `dequantize`, `small_refusal` and `small_matmul`.
 """
 
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
+from jax.sharding import PartitionSpec
 
 from jaxtune.pallas.quant_matmul.formats import FourBit
+
+
+def refusal(weight: FourBit, dtype) -> str | None:
+    """Why `dequantize` cannot serve this call, or None."""
+    del weight, dtype
+    return None
+
+
+def dequantize(weight: FourBit, dtype) -> jax.Array:
+    """The tensor in `dtype`."""
+    return weight.decode(dtype)
+
+
+def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
+    """Why `small_matmul` cannot serve this call, or None."""
+    del weight, dtype, tokens
+    return "a decoded weight and the vendor's GEMM"
+
+
+def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
+    """x [tokens, in] weight^T."""
+    raise NotImplementedError(small_refusal(weight, x.dtype, x.shape[0]))
+
+
+def _on_every_device(function, *operands):
+    """A kernel has no partitioning rule of its own: under a mesh every device runs it on whole operands."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    if all(mesh.shape[axis] == 1 for axis in axes):
+        return function(*operands)
+    whole = PartitionSpec()
+    return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)(*operands)
 
 
 def _product(x, weight, contract, dtype=None):
@@ -29,16 +65,19 @@ def _product(x, weight, contract, dtype=None):
     )
 
 
-def _decoded(weight, x):
-    """(weight as an array in x's dtype, x).
+def _times(x, weight, contract, kernels: ModuleType):
+    """The product of x and a weight over one axis of each.
 
     Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
     or takes it out of a loop over tokens.
     """
     if isinstance(weight, FourBit):
         weight, x = optimization_barrier((weight, x))
-        weight = weight.decode(x.dtype)
-    return weight, x
+        if contract == (1, 1) and kernels.small_refusal(weight, x.dtype, x.shape[0]) is None:
+            return _on_every_device(kernels.small_matmul, x, weight)
+        dtype = x.dtype
+        weight = _on_every_device(lambda weight: kernels.dequantize(weight, dtype), weight)
+    return _product(x, weight, contract)
 
 
 def _scaled(part, scale):
@@ -66,13 +105,10 @@ def _products(x, source, weights, loras, static):
 def _products_fwd(x, source, weights, loras, static):
     """x [tokens, in]; source: the adapters' input if it differs from x (dropout), else None; loras: (a, b) pairs.
 
-    static: (which weight each adapter belongs to, scales).
+    static: (which weight each adapter belongs to, scales, kernels for weights in four bits).
     """
-    owners, scales = static
-    outputs = []
-    for weight in weights:
-        array, tied = _decoded(weight, x)
-        outputs.append(_product(tied, array, (1, 1)))
+    owners, scales, kernels = static
+    outputs = [_times(x, weight, (1, 1), kernels) for weight in weights]
     inner = None
     if loras:
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
@@ -82,7 +118,7 @@ def _products_fwd(x, source, weights, loras, static):
 
 
 def _products_bwd(static, residuals, doutputs):
-    owners, scales = static
+    owners, scales, kernels = static
     x, source, weights, loras, inner = residuals
     dx = dsource = None
     dloras = []
@@ -98,8 +134,7 @@ def _products_bwd(static, residuals, doutputs):
         first = _product(dinner, _join(loras, x.dtype), (1, 0))
         dx, dsource = (first, None) if source is None else (None, first)
     for dout, weight in zip(doutputs, weights, strict=True):
-        array, tied = _decoded(weight, dout)
-        part = _product(tied, array, (1, 0))
+        part = _times(dout, weight, (1, 0), kernels)
         dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the c of the left GEMM
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweights = tuple(
@@ -118,8 +153,8 @@ def dropout(x, rate, key):
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def matmul(x, weights, loras, biases, dropout_rate, dropout_key):
-    """See api.quant_matmul."""
+def matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels: ModuleType):
+    """See api.quant_matmul; `kernels` as on top of this file."""
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     source = None
@@ -127,7 +162,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key):
         source = dropout(flat, dropout_rate, dropout_key)
     pairs = tuple((loras[index].a, loras[index].b) for index in owners)
     scales = tuple(loras[index].scale for index in owners)
-    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, (owners, scales))  # type: ignore
+    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, (owners, scales, kernels))  # type: ignore
     finished = []
     for out, lora, bias in zip(outputs, loras, biases, strict=True):
         out = out.reshape(*x.shape[:-1], -1)

@@ -1,0 +1,284 @@
+"""What the Mosaic kernels do lane by lane, where Pallas has no word for it: table look-ups, and warp-level products.
+
+Each function here emits PTX through Pallas' `inline_mgpu`, from registers to registers (and from memory that Pallas
+cannot index by lane). The interpreter cannot run it; mosaic.py has its meaning in jnp beside each call.
+"""
+
+# MLIR's Python bindings and Pallas' refs have no useful annotations.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+ROWS_OF_A_WARP = 16  # of the weight, in the small product: the M of mma.m16n8k16
+_WARPS = 4
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _const(value: int):
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+
+
+def _add(*values):
+    total = values[0]
+    for value in values[1:]:
+        total = arith.addi(total, value)
+    return total
+
+
+def _mul(a, b: int):
+    return arith.muli(a, _const(b))
+
+
+def _shift_right(value, amount: int):
+    return arith.shrui(value, _const(amount)) if amount else value
+
+
+def _item(value, index: int):
+    return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
+
+
+def _vector(values):
+    result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
+    for index, value in enumerate(values):
+        result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
+    return result
+
+
+def _words(value, count: int):
+    """A vector register as `count` 32-bit integers."""
+    both = vector.bitcast(ir.VectorType.get((count,), _i32()), value)
+    return [_item(both, index) for index in range(count)]
+
+
+def _thread():
+    """Of its warpgroup, 0 to 127."""
+    return arith.remui(arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x)), _const(128))
+
+
+def _scalar(array):
+    """The value of a one-element FragmentedArray."""
+    value = array.registers.flat[0]
+    return _item(value, 0) if isinstance(value.type, ir.VectorType) else value
+
+
+def _address(ref, index, element):
+    """Pointer to ref's element number `index` (int32), of MLIR type `element`."""
+    return utils.getelementptr(utils.memref_ptr(ref), [index], element)
+
+
+def _load(ref, index, element, result=None):
+    return llvm.load(result or element, _address(ref, index, element))
+
+
+def _product(a, b):
+    """float32 a * b; in PTX, so that no addition after it is contracted into it."""
+    return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
+
+
+def _narrow(low, high, dtype):
+    """Two float32 rounded into one 32-bit register."""
+    name = "bf16" if dtype == jnp.bfloat16 else "f16"
+    return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=_i32())
+
+
+def block_scales(codes, nested, offset, map_ref, layout):
+    """float32 map[codes] * nested + offset, in `layout` as the uint8 codes; nested, offset: float32 scalars."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
+    )
+    def scales(_, codes, nested, offset, map_ref):
+        f32 = ir.F32Type.get()
+        nested, offset = _scalar(nested), _scalar(offset)
+        found = np.empty_like(codes.registers)
+        for place, register in np.ndenumerate(codes.registers):
+            code = arith.extui(_i32(), _item(register, 0))
+            found[place] = _vector([arith.addf(_product(_load(map_ref, code, f32), nested), offset)])
+        return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
+
+    return scales(codes, nested, offset, map_ref)
+
+
+def table_values(codes, scales, table_ref, codes_layout, scales_layout, out_layout, dtype):
+    """`dtype`[2 x codes]: table entries times scales. codes: uint8, four a register; scales: one a register of codes.
+
+    The table lies across a warp's lanes, entry i in lanes i and i + 16, and a shuffle fetches an entry: it reads the low
+    four bits of an index and ignores the others.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(codes_layout, scales_layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((2 * codes.shape[0],), dtype, out_layout),
+    )
+    def values(_, codes, scales, table_ref):
+        f32 = ir.F32Type.get()
+        entry = _load(table_ref, arith.andi(_thread(), _const(15)), f32)
+        found = np.empty_like(codes.registers)
+        narrow = ir.VectorType.get((8,), utils.dtype_to_ir_type(dtype))
+        for place, scale in zip(np.ndindex(codes.registers.shape), scales.registers.flat, strict=True):
+            (word,) = _words(codes.registers[place], 1)
+            scale = _item(scale, 0)
+            pairs = []
+            for byte in range(4):
+                both = []
+                for shift in (8 * byte + 4, 8 * byte):
+                    index = _shift_right(word, shift)
+                    value = nvvm.shfl_sync(_const(-1), entry, index, _const(0x101F), nvvm.ShflKind.idx)
+                    both.append(_product(value, scale))
+                pairs.append(_narrow(*both, dtype))
+            found[place] = vector.bitcast(narrow, _vector(pairs))
+        return mgpu.FragmentedArray(_registers=found, _layout=out_layout.to_mgpu(), _is_signed=None)
+
+    return values(codes, scales, table_ref)
+
+
+def fill_pairs(pairs_ref, pairs_smem, warpgroups: int):
+    """Copies uint32[256] into each of 32 columns of pairs_smem [256, 32]: a lane then reads its own bank."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def fill(_, pairs_ref, pairs_smem):
+        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        four = ir.VectorType.get((4,), _i32())
+        for step in range(256 * 8 // (128 * warpgroups)):
+            place = _add(thread, _const(step * 128 * warpgroups))
+            value = _load(pairs_ref, _shift_right(place, 3), _i32())
+            llvm.store(_vector([value] * 4), _address(pairs_smem, place, four))
+
+    fill(pairs_ref, pairs_smem)
+
+
+def small_product(acc, codes, absmax, place, refs, layouts, dtype, tokens: int, columns: int):
+    """acc + one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
+
+    acc: float32[64, 8 n], rows 16 w to 16 w + 15 the partial sums of warp w. codes: uint8[16, 256], absmax: [16, 8] of
+    the chunk, uint8, or float32 where absmax is not quantised. place: (first row of the weight, chunk). refs: x [tokens,
+    columns], pairs_smem uint32[256, 32], map, nested absmax, offset, of which the last three are None together.
+
+    A lane holds 16 consecutive elements of a block of 64 in each of two rows. Which of a product's k a lane holds does not
+    matter, as long as x is held alike: so nothing is exchanged, and x is read 16 elements at a time.
+    """
+    x_ref, pairs_smem, *nested_refs = refs
+    nested = nested_refs[0] is not None
+    acc_layout, codes_layout, absmax_layout = layouts
+    ref_args = [x_ref, pairs_smem, *(nested_refs if nested else ())]
+    name = "bf16" if dtype == jnp.bfloat16 else "f16"
+    blocks_per_row = columns // 64
+
+    @plgpu.inline_mgpu(
+        arg_types=(acc_layout, codes_layout, absmax_layout, SCALAR, SCALAR, *(plgpu.RefType() for _ in ref_args)),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, acc_layout),
+    )
+    def multiply(_, acc, codes, absmax, first_row, chunk, x_ref, pairs_smem, *nested_refs):
+        f32, i32 = ir.F32Type.get(), _i32()
+        first_row, chunk = _scalar(first_row), _scalar(chunk)
+        lane = arith.andi(_thread(), _const(31))
+        warp = _shift_right(_thread(), 5)
+        group, quad = _shift_right(lane, 2), arith.andi(lane, _const(3))
+
+        pairs_base = llvm.ptrtoint(i32, utils.memref_ptr(pairs_smem))
+        own_column = _mul(lane, 4)
+        shared = llvm.PointerType.get(3)
+
+        def pair(word, byte):
+            """The two elements that a byte of codes stands for: its row of the table, this lane's column."""
+            row = arith.shli(word, _const(7)) if byte == 0 else _shift_right(word, 8 * byte - 7)
+            offset = arith.ori(arith.andi(row, _const(0x7F80)), own_column)
+            return llvm.load(i32, llvm.inttoptr(shared, arith.addi(pairs_base, offset)))
+
+        # [half of the 16 rows][block]: scales of the lane's two rows.
+        scales = []
+        for half in range(2):
+            both = absmax.registers.flat[half]
+            if nested:
+                map_ref, nested_ref, offset_ref = nested_refs
+                row = _add(first_row, group, _const(8 * half))
+                block = _add(_mul(row, blocks_per_row), _mul(chunk, 8), _mul(warp, 2))
+                factor = _load(nested_ref, _shift_right(block, 8), f32)
+                offset = _load(offset_ref, _const(0), f32)
+                code = [arith.extui(i32, _item(both, index)) for index in range(2)]
+                scales.append([arith.addf(_product(_load(map_ref, c, f32), factor), offset) for c in code])
+            else:
+                scales.append([_item(both, index) for index in range(2)])
+
+        # codes' registers, [half][block], of 8 bytes.
+        held = np.asarray(codes.registers, object).reshape(2, 2)
+        words = [[_words(held[half, block], 2) for block in range(2)] for half in range(2)]
+        sums = [[_item(r, 0), _item(r, 1)] for r in acc.registers.flat]  # [n tile][half]
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        eight = ir.VectorType.get((4,), i32)
+        for block in range(2):
+            at = _add(_mul(chunk, 512), _mul(warp, 128), _const(64 * block), _mul(quad, 16))
+            lefts = []
+            for step in range(4):
+                left = [pair(words[half][block][step // 2], 2 * (step % 2) + k) for k in range(2) for half in range(2)]
+                lefts.append(left)
+            for tile in range(acc.shape[1] // 8):
+                token = _add(group, _const(8 * tile))
+                if tokens < 8 * (tile + 1):
+                    token = arith.minui(token, _const(tokens - 1))
+                source = _add(_mul(token, columns), at)
+                # 16 elements of x: two loads of 16 bytes.
+                pointer = _address(x_ref, source, ir.IntegerType.get_signless(16))
+                right = []
+                for part in range(2):
+                    loaded = llvm.load(eight, utils.getelementptr(pointer, [part], eight))
+                    right += [_item(loaded, index) for index in range(4)]
+                product = [zero] * 4
+                for step in range(4):
+                    product = utils.inline_ptx(
+                        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
+                        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+                        *lefts[step],
+                        right[2 * step],
+                        right[2 * step + 1],
+                        *product,
+                        result_types=(f32,) * 4,
+                        convergent=True,
+                    )
+                for half in range(2):
+                    kept = sums[2 * tile + half]
+                    for index in range(2):
+                        scaled = _product(product[2 * half + index], scales[half][block])
+                        kept[index] = arith.addf(kept[index], scaled)
+        found = np.empty_like(acc.registers)
+        for index, place in enumerate(np.ndindex(found.shape)):
+            found[place] = _vector(sums[index])
+        return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
+
+    return multiply(acc, codes, absmax, *place, *ref_args)
+
+
+def store_sums(partial_smem, out_ref, first_row, dtype, tokens: int, rows: int, warpgroups: int):
+    """out_ref[token, first_row + row] = the sum over all warps of partial_smem [warpgroups, 64, n], by one warpgroup."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+    def store(_, partial_smem, out_ref, first_row):
+        f32 = ir.F32Type.get()
+        width = ir.MemRefType(partial_smem.type).shape[-1]
+        row = arith.andi(_thread(), _const(ROWS_OF_A_WARP - 1))
+        narrow = utils.dtype_to_ir_type(dtype)
+        for tile in range(width // 8):
+            token = _add(_shift_right(_thread(), 4), _const(8 * tile))
+            total = None
+            for warp in range(_WARPS * warpgroups):
+                index = _add(_mul(row, width), token, _const(warp * ROWS_OF_A_WARP * width))
+                part = _load(partial_smem, index, f32)
+                total = part if total is None else arith.addf(total, part)
+            place = _add(_mul(token, rows), _scalar(first_row), row)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _const(tokens))):
+                llvm.store(arith.truncf(narrow, total), _address(out_ref, place, narrow))
+
+    store(partial_smem, out_ref, first_row)

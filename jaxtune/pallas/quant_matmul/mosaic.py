@@ -1,0 +1,259 @@
+"""Four-bit weights as Pallas Mosaic GPU kernels for Hopper: a dequantising pass, and the product of a few tokens.
+
+`dequantize` is bound by memory: it reads half a byte and writes two for an element, before the vendor's GEMM.
+`small_matmul` (1 to 16 tokens, decoding) reads the codes only, and multiplies on the tensor cores as they come.
+"""
+
+# Pallas' annotations know neither its own transforms nor pipelines that carry values.
+# pyright: reportAbstractUsage=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.quant_matmul import lanes
+from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, FourBit
+
+MAX_TOKENS = 16  # of small_matmul
+_LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at once: four a lane
+_LINES = 8  # that a program has on their way
+_CHUNK = 512  # elements of a row that a warpgroup of the small product takes at once: two blocks a warp
+_WARPGROUPS = 4  # of the small product
+_AHEAD = 1  # chunks that are on their way while one is multiplied
+_ROWS = lanes.ROWS_OF_A_WARP
+
+_interpret: Any = None
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Runs the kernels' bodies in Pallas' GPU interpreter, on any machine: for tests."""
+    global _interpret
+    before, _interpret = _interpret, plgpu.InterpretGPUParams()
+    try:
+        yield
+    finally:
+        _interpret = before
+
+
+def refusal(weight: FourBit, dtype) -> str | None:
+    """Why `dequantize` cannot serve this call, or None."""
+    from jaxtune.pallas.dispatch import compute_capability
+
+    if _interpret is None and compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {jnp.dtype(dtype)}"
+    if weight.size % (2 * _LINE):
+        return f"{weight.size} elements, no multiple of {2 * _LINE}"
+    return None
+
+
+def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
+    """Why `small_matmul` cannot serve this call, or None."""
+    if tokens > MAX_TOKENS:
+        return f"{tokens} tokens; at most {MAX_TOKENS}"
+    if len(weight.shape) != 2 or weight.shape[0] % _ROWS or weight.shape[1] % _CHUNK:
+        return f"weight {weight.shape}; wants multiples of {_ROWS} and {_CHUNK}"
+    return refusal(weight, dtype)
+
+
+def _kernel(body, **options):
+    return plgpu.kernel(
+        functools.partial(body, interpreted=_interpret is not None),
+        **options,
+        **({} if _interpret is None else {"interpret": _interpret}),
+    )
+
+
+def _absmax_operands(weight: FourBit) -> list[jax.Array]:
+    """absmax, or its codes, map, nested absmax and offset."""
+    if weight.nested_absmax is None:
+        return [weight.absmax]
+    return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
+
+
+# ---- the dequantising pass
+
+# [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup hold number i of a line.
+_SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
+
+
+def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, interpreted):
+    """One program: `lines` lines of codes. refs: nested map, nested absmax, offset if absmax is quantised; the output."""
+    *nested_refs, out_ref = refs
+    at = lax.axis_index("chunk")
+    codes_layout = plgpu.Layout.WG_STRIDED((lines * _LINE,), 4)
+    out_layout = plgpu.Layout.WG_STRIDED((2 * lines * _LINE,), 8)
+    codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
+    scales = plgpu.load(absmax_ref.at[at], layout=_SCALES, optimized=False)
+    if nested_refs:
+        map_ref, nested_ref, offset_ref = nested_refs
+        # The blocks of a program lie within one nested block.
+        nested, offset = nested_ref[lax.div(at * (scales.shape[0]), jnp.int32(NESTED_BLOCK))], offset_ref[0]
+        if interpreted:
+            scales = map_ref[...][scales] * nested + offset
+        else:
+            scales = lanes.block_scales(scales, nested, offset, map_ref, _SCALES)
+    if interpreted:
+        nibbles = jnp.stack([codes >> 4, codes & 15], axis=1).reshape(-1)
+        values = (table_ref[...][nibbles] * jnp.repeat(scales, BLOCK)).astype(dtype)
+    else:
+        values = lanes.table_values(codes, scales, table_ref, codes_layout, _SCALES, out_layout, dtype)
+    out_ref.at[at][...] = values
+
+
+def dequantize(weight: FourBit, dtype) -> jax.Array:
+    """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`."""
+    # So that a program's blocks lie within one nested block, lines are a power of two.
+    lines = next(n for n in (_LINES, _LINES // 2, _LINES // 4, 1) if weight.size % (2 * n * _LINE) == 0)
+    chunks = weight.size // (2 * lines * _LINE)
+    with jax.named_scope("dequantise"):
+        absmax, *nested = _absmax_operands(weight)
+        values = _kernel(
+            functools.partial(_dequantize_kernel, lines=lines, dtype=dtype),
+            out_type=jax.ShapeDtypeStruct((chunks, 2 * lines * _LINE), dtype),
+            grid=(chunks,),
+            grid_names=("chunk",),
+        )(weight.codes.reshape(chunks, -1), absmax.reshape(chunks, -1), jnp.asarray(weight.table), *nested)
+        return values.reshape(weight.shape)
+
+
+# ---- the product of a few tokens
+
+# uint8[16, 256] codes: a warp has 64 bytes of a row (two blocks), a lane 8 of each block in rows g and g + 8, where
+# g = lane / 4 as mma.m16n8k16 has it.
+_CODES = plgpu.Layout.TILED(
+    Tiling(((8, 256), (8, 64), (8, 32), (8,))), warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1
+)
+# [16, 8] absmax of those.
+_ABSMAX = plgpu.Layout.TILED(Tiling(((8, 8), (8, 2))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
+
+
+def _written_out_product(acc, codes, absmax, pairs, nested, x):
+    """What lanes.small_product computes, for the interpreter. nested: (map, nested absmax [16, 8], offset) or None."""
+    if nested is not None:
+        steps, factors, offset = nested
+        absmax = steps[absmax] * factors + offset
+    values = pairs[codes.astype(jnp.int32)].reshape(codes.shape[0], -1)
+    x = jnp.pad(x, ((0, acc.shape[1] - x.shape[0]), (0, 0)))
+    halves = lambda a: a.astype(jnp.float32).reshape(a.shape[0], -1, BLOCK)  # noqa: E731
+    blocks = jnp.einsum("rbk,nbk->rbn", halves(values), halves(x)) * absmax[:, :, None]
+    warps = blocks.reshape(_ROWS, 4, 2, -1).sum(2)
+    return acc + warps.transpose(1, 0, 2).reshape(acc.shape)
+
+
+def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, interpreted):
+    """16 rows of the weight by all tokens; the warpgroups divide the row among them, and add at the end."""
+    *nested_refs, out_ref, pairs_smem, partial_smem, done = refs
+    wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
+    rows = pl.ds(tile * _ROWS, _ROWS)
+    tokens, columns = x_ref.shape
+    width = partial_smem.shape[-1]
+    chunks = columns // _CHUNK
+    if not interpreted:
+        lanes.fill_pairs(pairs_ref, pairs_smem, _WARPGROUPS)
+
+    def load(chunk):
+        codes = plgpu.load(
+            codes_ref.at[rows, pl.ds(chunk * (_CHUNK // 2), _CHUNK // 2)], layout=_CODES, optimized=False
+        )
+        absmax = plgpu.load(
+            absmax_ref.at[rows, pl.ds(chunk * (_CHUNK // BLOCK), _CHUNK // BLOCK)], layout=_ABSMAX, optimized=False
+        )
+        return codes, absmax
+
+    def step(index, carry):
+        acc, (codes, absmax), *coming = carry
+        chunk = wg + index * _WARPGROUPS
+        # The next codes are on their way while these are multiplied.
+        coming.append(load(jnp.minimum(chunk + _AHEAD * _WARPGROUPS, chunks - 1)))
+        if interpreted:
+            nested = None
+            if nested_refs:
+                block = (jnp.arange(_ROWS)[:, None] + tile * _ROWS) * (columns // BLOCK) + chunk * 8 + jnp.arange(8)
+                nested = nested_refs[0][...], nested_refs[1][...][block // NESTED_BLOCK], nested_refs[2][0]
+            acc = _written_out_product(
+                acc, codes, absmax, pairs_ref[...], nested, x_ref[:, pl.ds(chunk * _CHUNK, _CHUNK)]
+            )
+        else:
+            acc = lanes.small_product(
+                acc,
+                codes,
+                absmax,
+                (tile * _ROWS, chunk),
+                (x_ref, pairs_smem, *(nested_refs or (None, None, None))),
+                (plgpu.Layout.WGMMA, _CODES, _ABSMAX),
+                dtype,
+                tokens,
+                columns,
+            )
+        return acc, *coming
+
+    acc = plgpu.layout_cast(jnp.zeros((4 * _ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+    first = [load(jnp.minimum(wg + i * _WARPGROUPS, chunks - 1)) for i in range(_AHEAD)]
+    # The table of pairs is whole once every warpgroup has written its part.
+    plgpu.barrier_arrive(done.at[0])
+    plgpu.barrier_wait(done.at[0])
+    acc, *_ = lax.fori_loop(0, lax.div(chunks - wg + (_WARPGROUPS - 1), _WARPGROUPS), step, (acc, *first))
+    partial_smem.at[wg][...] = acc
+    plgpu.barrier_arrive(done.at[1])
+
+    @pl.when(wg == 0)
+    def _():
+        plgpu.barrier_wait(done.at[1])
+        if interpreted:
+            total = partial_smem[...].reshape(-1, _ROWS, width).sum(0)
+            out_ref[:, rows] = total.T[:tokens].astype(dtype)
+        else:
+            lanes.store_sums(partial_smem, out_ref, tile * _ROWS, dtype, tokens, out_ref.shape[1], _WARPGROUPS)
+
+
+@functools.cache
+def _pairs(table: bytes, dtype) -> np.ndarray:
+    """`dtype`[256, 2]: the two table entries of each byte of codes."""
+    entries = np.frombuffer(table, np.float32).astype(dtype)
+    byte = np.arange(256)
+    return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
+
+
+def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
+    """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
+
+    Table entries are rounded to x's dtype, products summed in float32 and scaled there by a block's absmax.
+    """
+    tokens, columns = x.shape
+    rows = weight.shape[0]
+    width = 8 if tokens <= 8 else 16
+    pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
+    absmax, *nested = _absmax_operands(weight)
+    with jax.named_scope("small_matmul"):
+        return _kernel(
+            functools.partial(_small_kernel, dtype=x.dtype),
+            out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
+            grid=(rows // _ROWS,),
+            grid_names=("tile",),
+            num_threads=_WARPGROUPS,
+            thread_name="wg",
+            scratch_types=[
+                plgpu.SMEM((256, 32), jnp.uint32),
+                plgpu.SMEM((_WARPGROUPS, 4 * _ROWS, width), jnp.float32),
+                plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
+            ],
+        )(
+            x,
+            weight.codes.reshape(rows, -1),
+            absmax.reshape(rows, -1),
+            jnp.asarray(pairs if _interpret is not None else pairs.view(np.uint32).reshape(-1)),
+            *nested,
+        )

@@ -1,0 +1,167 @@
+"""The Mosaic kernels for weights in four bits: their bodies run by Pallas' GPU interpreter, and who calls them when.
+
+Table look-ups and warp-level products (lanes.py) are written out there; everything else is the code that a GPU runs.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.quant_matmul import FP4, NF4, LoraWeights, mosaic, quant_matmul, reference
+from jaxtune.pallas.quant_matmul import api
+
+
+def packed(rows, columns, double_quant=True, seed=0):
+    array = jax.random.normal(jax.random.key(seed), (rows, columns)) * jnp.geomspace(1e-3, 10, rows)[:, None]
+    return NF4.encode(array.astype(jnp.bfloat16), double_quant)
+
+
+def as_fp4(weight):
+    return FP4(
+        weight.codes, weight.absmax, weight.nested_absmax, weight.nested_map, weight.offset, weight.shape, "bfloat16"
+    )
+
+
+def distance(got, want):
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "double_quant", "dtype"),
+    [
+        ((16, 64), True, jnp.bfloat16),  # one line
+        ((80, 1024), True, jnp.bfloat16),  # programs of eight lines over several nested blocks
+        ((12, 512), False, jnp.float16),  # of two, absmax as they are
+    ],
+)
+def test_dequantising_is_decoding(shape, double_quant, dtype):
+    weight = packed(*shape, double_quant)
+    for each in (weight, as_fp4(weight)):
+        with mosaic.interpreted():
+            got = mosaic.dequantize(each, dtype)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(each.decode(dtype)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens", "double_quant"), [(32, 2048, 1, True), (16, 2560, 11, True), (16, 512, 8, False)]
+)
+def test_small_product(rows, columns, tokens, double_quant):
+    """Rows that are one chunk, and that the warpgroups share unevenly; tokens below, at and above one tile."""
+    weight = packed(rows, columns, double_quant)
+    x = jax.random.normal(jax.random.key(1), (tokens, columns)).astype(jnp.bfloat16)
+    want = np.asarray(x, np.float64) @ np.asarray(weight.decode(jnp.float32), np.float64).T
+    with mosaic.interpreted():
+        got = mosaic.small_matmul(x, weight)
+    assert got.shape == (tokens, rows) and got.dtype == jnp.bfloat16
+    assert distance(got, want) <= 2 * distance(x @ weight.decode(jnp.bfloat16).T, want)
+
+
+def group(columns=512):
+    """Two weights in four bits and one array over one x, with adapters."""
+    keys = jax.random.split(jax.random.key(3), 6)
+    weights = [packed(32, columns), packed(16, columns, seed=1), jax.random.normal(keys[0], (8, columns), jnp.bfloat16)]
+    loras = [
+        LoraWeights(
+            jax.random.normal(keys[1 + i], (4, columns), jnp.float32),
+            jax.random.normal(keys[3 + i], (w.shape[0], 4), jnp.float32),
+            None,
+            0.5,
+        )
+        for i, w in enumerate(weights[:2])
+    ]
+    return weights, [*loras, None]
+
+
+@pytest.mark.parametrize("tokens", [3, 24])
+def test_the_whole_op_over_the_kernels(tokens):
+    """Forward and gradients of a group: few tokens through the small product, more through the decoded weight."""
+    weights, loras = group()
+    x = jax.random.normal(jax.random.key(9), (tokens, 512)).astype(jnp.bfloat16)
+
+    def run(implementation):
+        def outputs(x, loras):
+            return quant_matmul(x, weights, loras, implementation=implementation)
+
+        found, pullback = jax.vjp(outputs, x, loras)
+        return found, pullback(tuple(jnp.cos(jnp.arange(y.size).reshape(y.shape)).astype(y.dtype) for y in found))
+
+    with mosaic.interpreted():
+        got, got_gradients = run("mosaic")
+    assert dispatch.record["quant_matmul"] == ("mosaic", {})
+    want, want_gradients = run("reference")
+    for one, other in zip(got, want, strict=True):
+        if tokens == 24:
+            np.testing.assert_array_equal(one, other)
+        assert distance(one, np.asarray(other, np.float64)) < 4e-3
+    for one, other in zip(jax.tree.leaves(got_gradients), jax.tree.leaves(want_gradients), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_who_serves_which_call():
+    def chosen(dtype, weight, capability=(9, 0), **options):
+        x = jnp.zeros((64, weight.shape[1]), dtype)
+        with dispatch.compile_for(capability):
+            jax.eval_shape(lambda x: quant_matmul(x, [weight], **options), x)
+        return dispatch.record["quant_matmul"]
+
+    weight = packed(32, 64)
+    assert chosen(jnp.bfloat16, weight) == ("mosaic", {})
+    assert chosen(jnp.bfloat16, jnp.zeros((32, 64))) == ("reference", {})
+    for options, reason in (
+        ((jnp.bfloat16, weight, (8, 0)), "Hopper"),
+        ((jnp.float32, weight), "dtype float32"),
+        ((jnp.bfloat16, packed(3, 65)), "195 elements, no multiple of 1024"),
+    ):
+        name, refused = chosen(*options)
+        assert name == "reference" and reason in refused["mosaic"]
+        with pytest.raises(ValueError, match=reason):
+            chosen(*options, implementation="mosaic")
+    with pytest.raises(ValueError, match="no weight in four bits"):
+        chosen(jnp.bfloat16, jnp.zeros((32, 64)), implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "reason"),
+    [((32, 512), 17, "17 tokens; at most 16"), ((40, 512), 1, r"\(40, 512\)"), ((32, 768), 1, r"\(32, 768\)")],
+)
+def test_refusals_of_the_small_product(shape, tokens, reason):
+    with dispatch.compile_for((9, 0)), pytest.raises(AssertionError, match=reason):
+        assert mosaic.small_refusal(packed(*shape), jnp.bfloat16, tokens) is None, mosaic.small_refusal(
+            packed(*shape), jnp.bfloat16, tokens
+        )
+
+
+def test_under_a_mesh_every_device_decodes(monkeypatch):
+    """A kernel cannot be divided: it gets whole operands however the weight and the tokens lie."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    seen = []
+
+    def dequantize(weight, dtype):
+        seen.append((weight.codes.shape, jax.sharding.get_abstract_mesh().manual_axes))
+        return weight.decode(dtype)
+
+    monkeypatch.setattr(reference, "dequantize", dequantize)
+    weight = packed(32, 64)
+    x = jax.random.normal(jax.random.key(0), (8, 64))
+    want = x @ weight.decode(jnp.float32).T
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        codes = jax.device_put(weight.codes, NamedSharding(mesh, PartitionSpec("data")))
+        spread = NF4(codes, *jax.tree.leaves(weight)[1:], weight.shape, weight.dtype_name)
+        (got,) = jax.jit(lambda x, w: quant_matmul(x, [w]))(divided, spread)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert seen == [(weight.codes.shape, ("data",))]
+
+
+def test_modules_have_what_the_chain_calls():
+    for kernels in api.IMPLEMENTATIONS.values():
+        for name in ("refusal", "dequantize", "small_refusal", "small_matmul"):
+            assert callable(getattr(kernels, name))
