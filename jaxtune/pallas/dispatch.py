@@ -41,6 +41,16 @@ def compute_capability() -> tuple[int, int] | None:
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
+def multiprocessors() -> int:
+    """How many multiprocessors the GPU to lower for has."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        return described.num_cores
+    if _target is not None:
+        return 132  # no more is known of it: as many as an H100 or H200
+    return jax.local_devices(backend="gpu")[0].core_count
+
+
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
     """Choose implementations as if the machine had a GPU of this compute capability: to compile where there is none."""

@@ -1,0 +1,629 @@
+"""The bodies of the Mosaic GPU attention kernels (mosaic.py says what they do, and starts them).
+
+A kernel runs as many programs as the GPU has multiprocessors, each with two warpgroups that compute and one that
+brings blocks. A program works through a list of items: a tile of queries of two heads (or, without grouped heads, two
+tiles of one head), or a tile of keys of one key head. An item's own side (queries and their gradient, or keys and
+values) is double-buffered and the bringing warpgroup runs ahead across items, so that an item's start and end hide
+behind the work of its neighbours: on packed rows an item has two to ten steps, and they cost as much as the steps.
+"""
+
+# Pallas' annotations know neither its own transforms nor loops that carry values.
+# pyright: reportAbstractUsage=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+WARPGROUPS = 2  # that compute
+_MASKED = -1e30
+_COMPUTE_REGISTERS, _MEMORY_REGISTERS = 240, 32  # a thread's; 2 x 240 + 32 fill the register file
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a kernel cuts its work: each warpgroup holds `own` rows and walks the other side in blocks of `step`, of
+    which `stages` are on their way at a time. turns: whether the warpgroups take turns on the tensor cores (_Turns)."""
+
+    own: int
+    step: int
+    stages: int
+    turns: bool
+
+
+def smem(shape, dtype):
+    """Shared memory that the tensor cores and the copy engine can read."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def _rows(value, shape):
+    """Broadcasts one number a row over the columns."""
+    return lax.broadcast_in_dim(value, shape, [0])
+
+
+def _filled(shape, value, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _ids(shape, axis, base):
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
+
+
+def _capped(scores, scale, soft_cap):
+    """(scores in units of log2, derivative of the cap or None)."""
+    if soft_cap is None:
+        return scores * (scale * LOG2E), None
+    capped = jnp.tanh(scores * (scale / soft_cap))
+    return capped * (soft_cap * LOG2E), 1.0 - capped * capped
+
+
+def _product(left, right, shape, issued):
+    """left right as fp32; `issued` runs while the tensor cores do."""
+
+    def compute(acc):
+        plgpu.wgmma(acc, left, right)
+        issued()
+        return acc[...]
+
+    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+
+
+def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap):
+    """(weights, slope of the soft cap or None, dweights) from the products (left, right) that give the raw scores and
+    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights."""
+
+    def compute(score_acc, dweight_acc):
+        plgpu.wgmma(score_acc, *scores)
+        plgpu.wgmma(dweight_acc, *dweights)
+        issued()
+        raw, slope = _capped(plgpu.wgmma_accumulator_load(score_acc, wait_n=1), scale, soft_cap)
+        weights = seen(jnp.exp2(raw - stat))
+        return weights, slope, dweight_acc[...]
+
+    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+
+def _gradient_of_scores(weights, slope, dweights, delta, scale):
+    """Times scale; delta comes times scale."""
+    dscores = weights * (dweights * scale - delta)
+    return dscores if slope is None else dscores * slope
+
+
+def _add_product(total, left, right, interpreted):
+    """total + left right, left from registers, accumulated in place. The interpreter knows neither run_state nor wgmma
+    with a left side in registers, so there it is written out."""
+    if interpreted:
+        return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
+
+    def compute(acc):
+        plgpu.wgmma(acc, left, right)
+
+    return pl.run_state(compute)(plgpu.ACC.init(total))
+
+
+class _Turns:
+    """Keeps the two warpgroups half a step apart: while one has the tensor cores, the other does its softmax
+    (FlashAttention-3, arXiv 2407.08608, calls it ping-pong). Every step swaps twice."""
+
+    def __init__(self, barrier, wg, wanted: bool):
+        self.barrier, self.wg, self.wanted = barrier, wg, wanted
+
+    def swap(self):
+        if self.wanted:
+            plgpu.barrier_arrive(self.barrier)
+            plgpu.barrier_wait(self.barrier)
+
+    def begin(self):
+        pl.when(self.wg == 1)(self.swap)
+
+    def end(self):
+        pl.when(self.wg == 0)(self.swap)
+
+
+class _Items:
+    """The items of a program: `heads` for each line of the work table (mosaic.py), whose lines stand in falling
+    order of cost. They are dealt out to the programs back and forth, so that every program gets as much work."""
+
+    def __init__(self, table_ref, heads: int):
+        self.table_ref, self.heads = table_ref, heads
+        self.programs, self.me = lax.axis_size("programs"), lax.axis_index("programs")
+        total = table_ref.shape[0] * heads
+        whole = total // self.programs
+        self.rounds = whole + (self._number(jnp.int32(whole)) < total).astype(jnp.int32)
+
+    def _number(self, turn):
+        forth = lax.rem(turn, jnp.int32(2)) == 0
+        return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
+
+    def at(self, turn):
+        """[head number, the line's columns...] of an item, all int32; past the last one, the last one again."""
+        number = self._number(jnp.minimum(turn, self.rounds - 1))
+        line = lax.div(number, jnp.int32(self.heads))
+        columns = [self.table_ref[line, column] for column in range(self.table_ref.shape[1])]
+        return [lax.rem(number, jnp.int32(self.heads)), *columns]
+
+    def each(self, work):
+        """work(turn, done, item, following) -> steps, for every item; `done` steps were made before it. The following
+        item is read a whole item ahead: it is there when it is needed. Returns the steps of all."""
+
+        def one(turn, carry):
+            done, item = carry
+            following = self.at(turn + 1)
+            return done + work(turn, done, item, following), following
+
+        return lax.fori_loop(0, self.rounds, one, (jnp.int32(0), self.at(jnp.int32(0))))[0]
+
+
+def _compute(wg):
+    """Decorates what the computing warpgroups do; _memory, what the one that brings blocks does."""
+
+    def decorate(body):
+        @pl.when(wg < WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            body()
+
+    return decorate
+
+
+def _memory(wg):
+    def decorate(body):
+        @pl.when(wg == WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+            body()
+
+    return decorate
+
+
+def _bring(slot, reused, copies):
+    """Starts each copy (source, slots, full, free) into a slot of the pipeline, once its last content was used."""
+    for source, target, full, free in copies:
+        pl.when(reused)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+        plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])
+
+
+def _drain(done, stages: int, *frees):
+    """Waits until all that was brought has been used: a barrier must not be left with an unseen arrival."""
+    for slot in range(stages):
+        for free in frees:
+            pl.when(slot < done)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+
+
+class _QuerySide:
+    """What the forward and dq share: where an item's queries are, and which of its scores are masked.
+
+    pairs: the two warpgroups take the same queries of two heads that share their keys; else neighbouring queries of
+    one head. A line of the table: row, first query, first block of keys, number of blocks.
+    """
+
+    def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg):
+        heads = q_ref.shape[2]
+        self.blocks, self.pairs, self.wg = blocks, pairs, wg
+        self.group = heads // k_ref.shape[2]
+        self.items = _Items(table_ref, heads // 2 if pairs else heads)
+
+    def place(self, item):
+        """(row, head, first query) of this warpgroup."""
+        own = self.blocks.own
+        if self.pairs:
+            return item[1], item[0] * 2 + self.wg, pl.multiple_of(item[2], own)
+        return item[1], item[0], pl.multiple_of(item[2] + self.wg * own, own)
+
+    def keys(self, item, i):
+        """(row, keys of step i, key head)."""
+        head = item[0] * 2 if self.pairs else item[0]
+        first = (item[3] + i) * self.blocks.step
+        return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
+
+    def masked(self, values, item, i, lower, last_lower, fill):
+        """`values` [own, step], with `fill` where a query does not see a key; as it is if no bound crosses it."""
+        base, keys, shape = self.place(item)[2], (item[3] + i) * self.blocks.step, values.shape
+
+        def mask(values):
+            key_ids = _ids(shape, 1, keys)
+            seen = (key_ids <= _ids(shape, 0, base)) & (key_ids >= _rows(lower, shape))
+            return jnp.where(seen, values, fill)
+
+        crossed = (keys + self.blocks.step > base + 1) | (keys < last_lower)
+        return lax.cond(crossed, mask, lambda values: values, values)
+
+    def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
+        """The work of the warpgroup that brings blocks."""
+        stages = jnp.int32(self.blocks.stages)
+
+        def work(turn, done, item, following):
+            def step(i, _):
+                here = self.keys(item, i)
+                copies = ((k_ref.at[here], k_smem, k_full, k_free), (v_ref.at[here], v_smem, v_full, v_free))
+                _bring(lax.rem(done + i, stages), done + i >= stages, copies)
+                return ()
+
+            lax.fori_loop(0, item[4], step, ())
+            return item[4]
+
+        _drain(self.items.each(work), self.blocks.stages, k_free, v_free)
+
+
+def forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    lower_ref,
+    table_ref,
+    out_ref,
+    lse_ref,
+    qo_smem,
+    lower_smem,
+    lse_smem,
+    k_smem,
+    v_smem,
+    own_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn_barrier,
+    *,
+    blocks,
+    pairs,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """out and lse (natural log, without sinks) of tiles of queries."""
+    wg = lax.axis_index("wg")
+    side = _QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
+    own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+
+    @_memory(wg)
+    def _():
+        side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
+
+    @_compute(wg)
+    def _():
+        turns = _Turns(turn_barrier, wg, blocks.turns)
+
+        def buffer(turn):
+            return wg * 2 + lax.rem(turn, jnp.int32(2))
+
+        def fetch(turn, item):
+            row, head, base = side.place(item)
+            here, full = pl.ds(base, own), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], qo_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
+
+        def work(turn, done, item, following):
+            row, head, base = side.place(item)
+            qo = qo_smem.at[buffer(turn)]
+            plgpu.barrier_wait(own_full.at[buffer(turn)])
+            lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
+            last_lower = lower_smem[buffer(turn), own - 1]
+
+            def step(i, carry):
+                acc, top, total = carry
+                slot = lax.rem(done + i, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+                scores = _product(qo, k_smem.at[slot].transpose((1, 0)), shape, turns.swap)
+                plgpu.barrier_arrive(k_free.at[slot])
+
+                @pl.when(i == 0)
+                def _():  # the last item's results have left their buffers: the next item's queries may come
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+
+                scores, _ = _capped(scores, scale, soft_cap)
+                scores = side.masked(scores, item, i, lower, last_lower, _MASKED)
+                new = jnp.maximum(top, scores.max(axis=1))
+                fade = jnp.exp2(top - new)
+                weights = jnp.exp2(scores - _rows(new, shape))
+                total = total * fade + weights.sum(axis=1)
+                acc = acc * _rows(fade, acc.shape)
+                narrow = weights.astype(v_ref.dtype)
+                plgpu.barrier_wait(v_full.at[slot])
+                turns.swap()
+                acc = _add_product(acc, narrow, v_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(v_free.at[slot])
+                return acc, new, total
+
+            start = (
+                _filled((own, dim), 0.0, plgpu.Layout.WGMMA),
+                _filled((own,), _MASKED, rows),
+                _filled((own,), 0.0, rows),
+            )
+            acc, top, total = lax.fori_loop(0, item[4], step, start)
+            # Padding saw nothing: its weights are those of masked scores, and are dropped here.
+            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
+            inverse = jnp.where(real, 1.0 / total, 0.0)
+            qo[...] = (acc * _rows(inverse, (own, dim))).astype(q_ref.dtype)
+            lse_smem.at[wg][...] = (top + jnp.log2(total)) * (1.0 / LOG2E)
+            plgpu.commit_smem()
+            here = pl.ds(base, own)
+            plgpu.copy_smem_to_gmem(qo, out_ref.at[row, here, head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, here])
+            return item[4]
+
+        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        turns.begin()
+        side.items.each(work)
+        turns.end()
+        plgpu.wait_smem_to_gmem(0)
+
+
+def query_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    stat_ref,
+    delta_ref,
+    lower_ref,
+    table_ref,
+    dq_ref,
+    q_smem,
+    do_smem,
+    numbers_smem,
+    lower_smem,
+    k_smem,
+    v_smem,
+    own_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn_barrier,
+    *,
+    blocks,
+    pairs,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """dq of tiles of queries."""
+    wg = lax.axis_index("wg")
+    side = _QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
+    own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+
+    @_memory(wg)
+    def _():
+        side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
+
+    @_compute(wg)
+    def _():
+        turns = _Turns(turn_barrier, wg, blocks.turns)
+
+        def buffer(turn):
+            return wg * 2 + lax.rem(turn, jnp.int32(2))
+
+        def fetch(turn, item):
+            row, head, base = side.place(item)
+            here, full = pl.ds(base, own), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], q_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(do_ref.at[row, here, head], do_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[WARPGROUPS + wg], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
+
+        def work(turn, done, item, following):
+            row, head, base = side.place(item)
+            query, dout = q_smem.at[buffer(turn)], do_smem.at[buffer(turn)]
+            plgpu.barrier_wait(own_full.at[buffer(turn)])
+            stat = plgpu.load(numbers_smem.at[wg], layout=rows)
+            delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
+            lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
+            last_lower = lower_smem[buffer(turn), own - 1]
+            plgpu.commit_smem()  # every warp has read them: the next item's may come
+
+            def step(i, acc):
+                slot = lax.rem(done + i, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+                plgpu.barrier_wait(v_full.at[slot])
+                weights, slope, dweights = _weights_and_gradient(
+                    (query, k_smem.at[slot].transpose((1, 0))),
+                    (dout, v_smem.at[slot].transpose((1, 0))),
+                    shape,
+                    _rows(stat, shape),
+                    lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
+                    turns.swap,
+                    scale,
+                    soft_cap,
+                )
+                plgpu.barrier_arrive(v_free.at[slot])
+
+                @pl.when(i == 0)
+                def _():  # the last item's results have left their buffers: the next item's operands may come
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+
+                dscores = _gradient_of_scores(weights, slope, dweights, _rows(delta, shape), scale)
+                narrow = dscores.astype(k_ref.dtype)
+                turns.swap()
+                acc = _add_product(acc, narrow, k_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(k_free.at[slot])
+                return acc
+
+            acc = lax.fori_loop(0, item[4], step, _filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            query[...] = acc.astype(q_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own), head])
+            return item[4]
+
+        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        turns.begin()
+        side.items.each(work)
+        turns.end()
+        plgpu.wait_smem_to_gmem(0)
+
+
+def key_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    stat_ref,
+    delta_ref,
+    upper_ref,
+    table_ref,
+    dk_ref,
+    dv_ref,
+    k_smem,
+    v_smem,
+    upper_smem,
+    q_smem,
+    do_smem,
+    numbers_smem,
+    own_full,
+    q_full,
+    do_full,
+    q_free,
+    do_free,
+    turn_barrier,
+    *,
+    blocks,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """dk and dv of tiles of keys: walks the query blocks that see the tile, of every query head in turn.
+
+    A line of the table: row, first key, first block of queries, number of blocks.
+    """
+    wg = lax.axis_index("wg")
+    group = q_ref.shape[2] // k_ref.shape[2]
+    items = _Items(table_ref, k_ref.shape[2])
+    own, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape = (own, width)
+    rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+    @_memory(wg)
+    def _():
+        def work(turn, done, item, following):
+            kv_head, row, _, first, count, *_ = item
+
+            def step(i, _):
+                head = kv_head * group + lax.div(i, count)
+                here = pl.ds((first + lax.rem(i, count)) * width, width)
+                slot, reused = lax.rem(done + i, stages), done + i >= stages
+                _bring(
+                    slot,
+                    reused,
+                    (
+                        (q_ref.at[row, here, head], q_smem, q_full, q_free),
+                        (do_ref.at[row, here, head], do_smem, do_full, do_free),
+                    ),
+                )
+                # These go with q and do, whose slots are free when theirs are.
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
+                return ()
+
+            lax.fori_loop(0, count * group, step, ())
+            return count * group
+
+        _drain(items.each(work), blocks.stages, q_free, do_free)
+
+    @_compute(wg)
+    def _():
+        turns = _Turns(turn_barrier, wg, blocks.turns)
+
+        def buffer(turn):
+            return wg * 2 + lax.rem(turn, jnp.int32(2))
+
+        def fetch(turn, item):
+            kv_head, row, start = item[:3]
+            here, full = pl.ds(pl.multiple_of(start + wg * own, own), own), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, here, kv_head], v_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem.at[buffer(turn)], full)
+
+        def work(turn, done, item, following):
+            kv_head, row, start, first, count = item[:5]
+            base = pl.multiple_of(start + wg * own, own)
+            key, value = k_smem.at[buffer(turn)], v_smem.at[buffer(turn)]
+            plgpu.barrier_wait(own_full.at[buffer(turn)])
+            upper = plgpu.load(upper_smem.at[buffer(turn)], layout=rows)
+            first_upper, last_upper = upper_smem[buffer(turn), 0], upper_smem[buffer(turn), own - 1]
+
+            def step(i, carry):
+                slot = lax.rem(done + i, stages)
+                queries = (first + lax.rem(i, count)) * width
+                plgpu.barrier_wait(q_full.at[slot])
+                plgpu.barrier_wait(do_full.at[slot])
+
+                @pl.when(i == 0)
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(turn + 1 < items.rounds)(lambda: fetch(turn + 1, following))
+
+                def masked(weights):
+                    query_ids = _ids(shape, 1, queries)
+                    seen = (query_ids >= _ids(shape, 0, base)) & (query_ids < _rows(upper, shape))
+                    return jnp.where(seen, weights, 0.0)
+
+                def add(dk, dv):
+                    query, dout = q_smem.at[slot], do_smem.at[slot]
+                    stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                    crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                    weights, slope, dweights = _weights_and_gradient(
+                        (key, query.transpose((1, 0))),
+                        (value, dout.transpose((1, 0))),
+                        shape,
+                        lax.broadcast_in_dim(stat, shape, [1]),
+                        lambda weights: lax.cond(crossed, masked, lambda w: w, weights),
+                        turns.swap,
+                        scale,
+                        soft_cap,
+                    )
+                    delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                    delta = lax.broadcast_in_dim(delta, shape, [1])
+                    turns.swap()
+                    if interpreted:
+                        dscores = _gradient_of_scores(weights, slope, dweights, delta, scale)
+                        dv = _add_product(dv, weights.astype(v_ref.dtype), dout, interpreted)
+                        return _add_product(dk, dscores.astype(k_ref.dtype), query, interpreted), dv
+
+                    def both(refs):
+                        dk_acc, dv_acc = refs
+                        plgpu.wgmma(dv_acc, weights.astype(v_ref.dtype), dout)
+                        # While the tensor cores add to dv.
+                        dscores = _gradient_of_scores(weights, slope, dweights, delta, scale)
+                        plgpu.wgmma(dk_acc, dscores.astype(k_ref.dtype), query)
+
+                    dk, dv = pl.run_state(both)((plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
+                    return dk, dv
+
+                def skip(dk, dv):
+                    turns.swap()
+                    turns.swap()
+                    return dk, dv
+
+                # The item's range is that of both warpgroups: a block at its edge may be the other one's alone.
+                mine = (queries + width > base) & (queries < last_upper)
+                dk, dv = lax.cond(mine, add, skip, *carry)
+                plgpu.barrier_arrive(do_free.at[slot])
+                plgpu.barrier_arrive(q_free.at[slot])
+                return dk, dv
+
+            zeros = _filled((own, dim), 0.0, plgpu.Layout.WGMMA)
+            dk, dv = lax.fori_loop(0, count * group, step, (zeros, zeros))
+            key[...] = dk.astype(k_ref.dtype)
+            value[...] = dv.astype(v_ref.dtype)
+            plgpu.commit_smem()
+            here = pl.ds(base, own)
+            plgpu.copy_smem_to_gmem(key, dk_ref.at[row, here, kv_head])
+            plgpu.copy_smem_to_gmem(value, dv_ref.at[row, here, kv_head])
+            return count * group
+
+        pl.when(items.rounds > 0)(lambda: fetch(jnp.int32(0), items.at(jnp.int32(0))))
+        turns.begin()
+        items.each(work)
+        turns.end()
+        plgpu.wait_smem_to_gmem(0)
