@@ -1,4 +1,4 @@
-"""The Triton kernels over four-bit weights, run by Triton's interpreter: the bits of decode, and products of few rows."""
+"""The Triton kernels over four-bit weights, in Triton's interpreter: the bits of decode, and products of few rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The bodies of the Triton kernels over weights in four bits; triton.py says what they do and calls them.
 
-The bytes are bitsandbytes' own (formats.py): 32 bytes of codes, two a byte, share an absmax; with NESTED an absmax is an
-index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between.
+The bytes are bitsandbytes' own (formats.py): 32 bytes of codes, two a byte, share an absmax. With NESTED an absmax is
+an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between.
 """
 
 # Triton's annotations do not know its own tensors, and the compiler wants the @triton.jit functions as they stand.
@@ -59,7 +59,7 @@ def _pair(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
-    """Codes [rows, BLOCKS, 32] and absmax [rows, BLOCKS] of these rows of W from block `first` of a row on, as stored."""
+    """Codes [rows, BLOCKS, 32] and absmax [rows, BLOCKS] of rows of W from block `first` of a row on, as stored."""
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
     mask = (rows < OUTER)[:, None] & (blocks < per_row)[None, :]
@@ -100,8 +100,8 @@ def vector_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, ou
 def matrix_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, out, COUNT: tl.constexpr,
                   INNER: tl.constexpr, OUTER: tl.constexpr, NESTED: tl.constexpr,
                   ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16. Even and odd columns of W apart, as
-    the bytes hold them. Grid: (tiles,)."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16. Even and odd columns of W are
+    multiplied apart, as the bytes hold them. Grid: (tiles,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     members = tl.arange(0, 16)
     words = x.to(tl.pointer_type(tl.uint32))

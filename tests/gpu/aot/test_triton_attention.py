@@ -48,7 +48,7 @@ def test_kernels_fit(capability, dim, features, tmp_path):
 def test_a_step_lowers_through_jax_triton_and_compiles(capability):
     gpu = target(capability)
     with gpu.lowering():
-        lowered = jax.jit(step).lower(*arguments(64, jnp.float16, gpu.sharding()))
+        lowered = jax.jit(step).lower(*arguments(64, jnp.float16, where=gpu.sharding()))
         assert dispatch.record["attention"] == ("triton", {})
         text = lowered.compile().as_text()
     assert text.count('custom_call_target="triton_kernel_call"') == 3  # forward, dq, dk with dv

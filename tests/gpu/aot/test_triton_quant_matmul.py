@@ -40,8 +40,9 @@ def test_kernels_fit(capability, tmp_path):
 
 def test_they_lower_through_jax_triton_and_compile():
     gpu = target((8, 9))
-    x = jax.ShapeDtypeStruct((4, INNER), jnp.bfloat16, sharding=gpu.sharding())
+    where = gpu.sharding()
+    x = jax.ShapeDtypeStruct((4, INNER), jnp.bfloat16, sharding=where)
     with gpu.lowering():
         step = jax.jit(lambda x, w: (triton.small_matmul(x, w), triton.dequantize(w)))
-        text = step.lower(x, weight_like(gpu.sharding())).compile().as_text()
+        text = step.lower(x, weight_like(where)).compile().as_text()
     assert text.count('custom_call_target="triton_kernel_call"') == 2
