@@ -21,13 +21,15 @@ if [ "$(version "$folder/bin/python")" != "$(version "$python")" ]; then "$pytho
 pip --constraint constraints.txt --editable '.[test]'
 case "$folder" in
 *-parity)
-    # torch for CPU use, with the peers that the golden files come from.
-    pip --constraint constraints.txt torch peft bitsandbytes
+    # torch for CPU use, with the peers that the golden files come from; torch brings triton, for its interpreter.
+    pip --constraint constraints.txt torch peft bitsandbytes jax-triton
     ;;
 *-aot)
     # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.
     jax_version=$("$folder/bin/python" -c 'import jax; print(jax.__version__)')
     pip --no-deps "jax-cuda13-plugin==$jax_version" "jax-cuda13-pjrt==$jax_version"
+    # Triton's compiler needs no GPU either. The oldest supported pair; the other environment has the newest.
+    pip --no-deps jax-triton==0.3.1 triton==3.6.0
     ;;
 esac
 echo "$key" > "$stamp"

@@ -145,10 +145,11 @@ def test_info_on_kernels(capsys):
     assert [line.split(maxsplit=1) for line in lines] == [
         ["cudnn", "refuses: no NVIDIA GPU"],
         ["mosaic", "refuses: needs a Hopper GPU (compute capability 9.0)"],
+        ["triton", "refuses: no NVIDIA GPU"],
         ["reference", "chosen"],
     ]
     assert "packed, up to 16 documents" in packed
-    assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "reference"]
+    assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "triton", "reference"]
     assert "weights in NF4" in four_bits and "mosaic refuses: needs a Hopper" in " ".join(four_bits.split())
     for op, text in (("quant_matmul", matmul), ("quant_matmul", four_bits), ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]

@@ -234,9 +234,11 @@ def test_a_failed_installation_is_tried_again(checkout):
 def test_torch_and_cuda_go_into_their_own_environments(checkout):
     _, setup = checkout
     assert not [call for call in setup(".venv")[1] if "torch" in call or "cuda" in call]
-    assert [call for call in setup(".venv-parity")[1] if call.endswith("torch peft bitsandbytes")]
+    assert [call for call in setup(".venv-parity")[1] if call.endswith("torch peft bitsandbytes jax-triton")]
     version = metadata.version("jax")
-    cuda = [call for call in setup(".venv-aot")[1] if "cuda" in call]
+    calls = setup(".venv-aot")[1]
+    assert calls[-1].endswith("--no-deps jax-triton==0.3.1 triton==3.6.0")
+    cuda = [call for call in calls if "cuda" in call]
     assert len(cuda) == 1
     assert cuda[0].endswith(f"--no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}")
 

@@ -281,7 +281,9 @@ def test_an_explicit_implementation_never_falls_back():
     layout = packed_layout(query.shape[:2])
     with pytest.raises(ValueError, match="attention: implementation 'cudnn' cannot serve this call: no NVIDIA GPU"):
         attention(query, key, value, layout, scale=SCALE, implementation="cudnn")
-    with pytest.raises(ValueError, match="attention: no implementation 'flash'; there are cudnn, mosaic, reference"):
+    with pytest.raises(
+        ValueError, match="attention: no implementation 'flash'; there are cudnn, mosaic, triton, reference"
+    ):
         attention(query, key, value, layout, scale=SCALE, implementation="flash")
 
 
@@ -289,7 +291,11 @@ def test_the_choice_and_its_reasons_are_recorded():
     query, key, value, _ = operands()
     layout = packed_layout(query.shape[:2])
     attention_forward(query, key, value, layout, scale=SCALE)
-    refused = {"cudnn": "no NVIDIA GPU", "mosaic": "needs a Hopper GPU (compute capability 9.0)"}
+    refused = {
+        "cudnn": "no NVIDIA GPU",
+        "mosaic": "needs a Hopper GPU (compute capability 9.0)",
+        "triton": "no NVIDIA GPU",
+    }
     assert dispatch.record["attention"] == ("reference", refused)
     attention_forward(query, key, value, layout, scale=SCALE, implementation="reference")
     assert dispatch.record["attention"] == ("reference", {})

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import cudnn, mosaic, reference
+from jaxtune.pallas.attention import cudnn, mosaic, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
 
-IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "reference": reference}
+IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, layout: PackedLayout, *, window=None, soft_cap=None, sinks=None) -> dispatch.Table:
@@ -22,6 +22,7 @@ def implementations(query, layout: PackedLayout, *, window=None, soft_cap=None, 
     table: dispatch.Table = {
         "cudnn": functools.partial(cudnn.refusal, query, layout, **options),
         "mosaic": functools.partial(mosaic.refusal, query, layout, **options),
+        "triton": functools.partial(triton.refusal, query, layout, **options),
         "reference": lambda: None,
     }
     if layout.max_documents != 1:
@@ -72,7 +73,7 @@ def attention_forward(
       window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window), or None.
       soft_cap: cap * tanh(score / cap), or None (Gemma 2).
       sinks: float[heads], one extra logit a head that carries no value, or None (gpt-oss).
-      implementation: "cudnn", "mosaic", "reference", or None for the first that supports the call.
+      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T] natural log). Padding gives out = 0; its lse
       means nothing.

@@ -1,0 +1,160 @@
+"""Packed attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0).
+
+A tile of queries walks keys from the lower bound of its first token to its own last token, a tile of keys walks the
+queries up to the upper bound of its last token: bounds never fall along a row. Blocks start at the bound itself, not
+at a multiple of their size, so a tile inside one document has no masked block on that side; only blocks that a bound
+crosses are masked. dq has one kernel, dk and dv another (which walks all query heads of its key head), so every sum
+has one fixed order: bitwise deterministic without atomics.
+
+The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.attention.layout import PackedLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work: queries x keys at a time; `stages` of the side that it walks are on their way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    forward: Tile
+    query: Tile  # dq
+    key: Tile  # dk and dv
+
+
+# Shared memory that one block may have, in KB: compute capability 9.0 has 227, 8.0 and 8.7 have 163, 8.6, 8.9 and 12.x
+# have 99. {shared memory: {head dim: tiles}}.
+TILES = {
+    227: {
+        64: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    },
+    163: {
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    },
+    99: {
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    },
+}
+_SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
+
+
+def tiles(dim: int) -> Tiles:
+    """The tiles of a head dim on the GPU to lower for; an unknown one gets those that fit everywhere."""
+    capability = dispatch.compute_capability()
+    return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][dim]
+
+
+def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
+    """Why these kernels cannot serve this call, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {query.dtype}"
+    if query.shape[-1] not in TILES[99]:
+        return f"head dim {query.shape[-1]}; there are {', '.join(map(str, TILES[99]))}"
+    return None
+
+
+def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
+    """Runs a kernel whose programs hold `own` rows of one head; arguments[0] is query."""
+    if not scale > 0:
+        raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
+    rows, length, heads, dim = arguments[0].shape
+    return compat.triton_call(
+        kernel,
+        arguments,
+        out_types,
+        (grid_heads, math.ceil(length / own), rows),
+        warps=tile.warps,
+        stages=tile.stages,
+        LENGTH=length,
+        HEADS=heads,
+        KV_HEADS=key.shape[2],
+        DIM=dim,
+        SCALE=float(scale),
+        CAP=float(soft_cap or 0.0),
+        WINDOW=int(window or 0),
+        QUERIES=tile.queries,
+        KEYS=tile.keys,
+    )
+
+
+def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.attention_forward."""
+    from jaxtune.pallas.attention import triton_kernels
+
+    rows, length, heads, dim = query.shape
+    tile = tiles(dim).forward
+    sinks = jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    out, lse = _call(
+        triton_kernels.forward_kernel,
+        tile,
+        tile.queries,
+        heads,
+        (query, key, value, layout.doc_start, layout.doc_end, sinks),
+        (jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)),
+        key,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    return out, lse
+
+
+def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.attention_backward."""
+    from jaxtune.pallas.attention import triton_kernels
+
+    heads, dim = query.shape[2:]
+    options = dict(scale=scale, window=window, soft_cap=soft_cap)
+    delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))
+    saved = (query, key, value, dout, lse, delta)
+    like_query, like_key, like_value = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key, value))
+    tile = tiles(dim).query
+    (dquery,) = _call(
+        triton_kernels.query_kernel,
+        tile,
+        tile.queries,
+        heads,
+        (*saved, layout.doc_start, layout.doc_end),
+        (like_query,),
+        key,
+        **options,
+    )
+    tile = tiles(dim).key
+    dkey, dvalue = _call(
+        triton_kernels.key_kernel,
+        tile,
+        tile.keys,
+        key.shape[2],
+        (*saved, layout.doc_end),
+        (like_key, like_value),
+        key,
+        **options,
+    )
+    dsinks = None
+    if sinks is not None:
+        real = jnp.arange(query.shape[1]) < layout.doc_end
+        share = jnp.where(real[:, None], jnp.exp(sinks.astype(jnp.float32)[:, None] - lse), 0.0)
+        dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
+    return dquery, dkey, dvalue, dsinks

@@ -1,0 +1,273 @@
+"""The bodies of the Triton attention kernels; triton.py says what they do and calls them.
+
+Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` are the layout's document bounds, int32[B, T]. Scores are
+kept in units of log2. A CAP or WINDOW of 0 is none.
+"""
+
+# Triton's annotations do not know its own tensors, and the compiler wants the @triton.jit functions as they stand.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_MASKED = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _block(array, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+           CHECK: tl.constexpr):  # fmt: skip
+    """ROWS rows of one head from `first` on; CHECK: those past the end are zero."""
+    rows = tl.arange(0, ROWS)
+    pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
+    if CHECK:
+        return tl.load(pointers, mask=(first + rows < LENGTH)[:, None], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
+    values = values.to(array.dtype.element_ty)
+    if LENGTH % ROWS == 0:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=(first + rows < LENGTH)[:, None])
+
+
+@triton.jit
+def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
+    """Query q sees keys lower .. q; padding, and what lies past the row, has q + 1. It rises along the row."""
+    lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
+    end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
+    if WINDOW > 0:
+        lower = tl.maximum(lower, queries - WINDOW + 1)
+    return tl.where(end > queries, lower, queries + 1)
+
+
+@triton.jit
+def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
+    """Key k is seen by queries k .. upper - 1; padding has upper = k. It rises along the row."""
+    upper = tl.load(ends + keys, mask=keys < LENGTH, other=0)
+    if WINDOW > 0:
+        upper = tl.minimum(upper, keys + WINDOW)
+    return upper
+
+
+@triton.jit
+def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """(x, slope): the score in log2 is x * _unit(SCALE, CAP); slope is the cap's derivative."""
+    if CAP > 0.0:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / CAP * _LOG2E)))
+        return tanh, 1.0 - tanh * tanh
+    else:
+        return scores, 1.0
+
+
+@triton.jit
+def _attend(acc, top, total, query, key, value, rows, lower, begin, end,
+            LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+            KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1, in blocks."""
+    UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
+    for first in range(begin, end, KEYS):
+        k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
+        scores, _ = _capped(tl.dot(query, tl.trans(k)), SCALE, CAP)
+        if MASKED:
+            columns = first + tl.arange(0, KEYS)
+            seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            scores = tl.where(seen, scores, _MASKED)
+        new = tl.maximum(top, tl.max(scores, 1) * UNIT)
+        weights = tl.exp2(scores * UNIT - new[:, None])
+        fade = tl.exp2(top - new)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None]
+        v = _block(value, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+        top = new
+    return acc, top, total
+
+
+@triton.jit
+def forward_kernel(query, key, value, starts, ends, sinks, out, lse,
+                   LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+                   SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+                   QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """out and lse of one tile of queries of one head. Grid: (heads, tiles, B)."""
+    head = tl.program_id(0)
+    # Late tiles see most: they go first, so that no long one is left for the end.
+    base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
+    batch = tl.program_id(2).to(tl.int64)
+    starts += batch * LENGTH
+    ends += batch * LENGTH
+    query += (batch * LENGTH * HEADS + head) * DIM
+    kv_offset = (batch * LENGTH * KV_HEADS + head // (HEADS // KV_HEADS)) * DIM
+    key += kv_offset
+    value += kv_offset
+
+    rows = base + tl.arange(0, QUERIES)
+    lower = _lower(starts, ends, rows, LENGTH, WINDOW)
+    last = tl.minimum(base + QUERIES, LENGTH) - 1
+    # Keys begin .. last, in blocks from `begin` on. Those between full_begin and full_end no bound crosses.
+    begin = _lower(starts, ends, base, LENGTH, WINDOW)
+    full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
+    full_end = begin + tl.maximum(base + 1 - begin, 0) // KEYS * KEYS
+
+    q = _block(query, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    top = tl.full([QUERIES], _MASKED, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, begin, tl.minimum(full_begin, last + 1),
+                              LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
+    acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, full_begin, full_end,
+                              LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, False)  # fmt: skip
+    acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, tl.maximum(full_begin, full_end), last + 1,
+                              LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
+
+    # A sink is one more term of the sum and carries no value; -inf where there is none.
+    sink = tl.load(sinks + head) * _LOG2E
+    final = tl.maximum(top, sink)
+    fade = tl.exp2(top - final)
+    total = total * fade + tl.exp2(sink - final)
+    # Padding saw nothing: what it summed up are masked scores.
+    real = lower <= rows
+    acc = acc * tl.where(real, fade / total, 0.0)[:, None]
+    _store(out + (batch * LENGTH * HEADS + head) * DIM, acc, base, LENGTH, HEADS * DIM, DIM, QUERIES)
+    lse += (batch * HEADS + head) * LENGTH
+    tl.store(lse + rows, tl.where(real, (final + tl.log2(total)) / _LOG2E, 0.0), mask=rows < LENGTH)
+
+
+@triton.jit
+def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end,
+              LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+              KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Adds to dq / SCALE what comes through the keys begin .. end - 1."""
+    UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
+    for first in range(begin, end, KEYS):
+        k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
+        v = _block(value, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
+        scores, slope = _capped(tl.dot(query, tl.trans(k)), SCALE, CAP)
+        weights = tl.exp2(scores * UNIT - stat[:, None])
+        if MASKED:
+            columns = first + tl.arange(0, KEYS)
+            seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            weights = tl.where(seen, weights, 0.0)
+        dweights = tl.dot(dout, tl.trans(v))
+        dscores = weights * (dweights - delta[:, None])
+        if CAP > 0.0:
+            dscores = dscores * slope
+        acc = tl.dot(dscores.to(k.dtype), k, acc)
+    return acc
+
+
+@triton.jit
+def query_kernel(query, key, value, dout, lse, delta, starts, ends, dquery,
+                 LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+                 SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+                 QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """dq of one tile of queries of one head: walks the keys as the forward does. Grid: (heads, tiles, B)."""
+    head = tl.program_id(0)
+    base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
+    batch = tl.program_id(2).to(tl.int64)
+    starts += batch * LENGTH
+    ends += batch * LENGTH
+    offset = (batch * LENGTH * HEADS + head) * DIM
+    kv_offset = (batch * LENGTH * KV_HEADS + head // (HEADS // KV_HEADS)) * DIM
+    key += kv_offset
+    value += kv_offset
+
+    rows = base + tl.arange(0, QUERIES)
+    lower = _lower(starts, ends, rows, LENGTH, WINDOW)
+    last = tl.minimum(base + QUERIES, LENGTH) - 1
+    begin = _lower(starts, ends, base, LENGTH, WINDOW)
+    full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
+    full_end = begin + tl.maximum(base + 1 - begin, 0) // KEYS * KEYS
+
+    q = _block(query + offset, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
+    do = _block(dout + offset, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
+    row_offset = (batch * HEADS + head) * LENGTH
+    stat = tl.load(lse + row_offset + rows, mask=rows < LENGTH, other=0.0) * _LOG2E
+    d = tl.load(delta + row_offset + rows, mask=rows < LENGTH, other=0.0)
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, begin, tl.minimum(full_begin, last + 1),
+                    LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
+    acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, full_begin, full_end,
+                    LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, False)  # fmt: skip
+    acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, tl.maximum(full_begin, full_end), last + 1,
+                    LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
+    _store(dquery + offset, acc * SCALE, base, LENGTH, HEADS * DIM, DIM, QUERIES)
+
+
+@triton.jit
+def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
+            LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+            QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Adds to dk / SCALE and dv what comes from the queries begin .. end - 1. Scores stand with keys in rows."""
+    UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
+    for first in range(begin, end, QUERIES):
+        rows = first + tl.arange(0, QUERIES)
+        q = _block(query, first, LENGTH, STRIDE, DIM, QUERIES, MASKED)
+        if MASKED:
+            stat = tl.load(lse + rows, mask=rows < LENGTH, other=0.0) * _LOG2E
+            d = tl.load(delta + rows, mask=rows < LENGTH, other=0.0)
+        else:
+            stat = tl.load(lse + rows) * _LOG2E
+            d = tl.load(delta + rows)
+        scores, slope = _capped(tl.dot(k, tl.trans(q)), SCALE, CAP)
+        weights = tl.exp2(scores * UNIT - stat[None, :])
+        if MASKED:
+            seen = (rows[None, :] >= columns[:, None]) & (rows[None, :] < upper[:, None])
+            weights = tl.where(seen, weights, 0.0)
+        do = _block(dout, first, LENGTH, STRIDE, DIM, QUERIES, MASKED)
+        dv = tl.dot(weights.to(do.dtype), do, dv)
+        dweights = tl.dot(v, tl.trans(do))
+        dscores = weights * (dweights - d[None, :])
+        if CAP > 0.0:
+            dscores = dscores * slope
+        dk = tl.dot(dscores.to(q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def key_kernel(query, key, value, dout, lse, delta, ends, dkey, dvalue,
+               LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+               SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+               QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """dk and dv of one tile of keys: walks the queries that see it, of every query head of its key head in turn.
+    Grid: (kv_heads, tiles, B)."""
+    kv_head = tl.program_id(0)
+    base = tl.program_id(1) * KEYS
+    batch = tl.program_id(2).to(tl.int64)
+    ends += batch * LENGTH
+    kv_offset = (batch * LENGTH * KV_HEADS + kv_head) * DIM
+
+    columns = base + tl.arange(0, KEYS)
+    upper = _upper(ends, columns, LENGTH, WINDOW)
+    last = tl.minimum(base + KEYS, LENGTH) - 1
+    # Queries base .. end - 1, in blocks from `base` on. Those between full_begin and full_end no bound crosses.
+    end = _upper(ends, last, LENGTH, WINDOW)
+    full_begin = base + tl.cdiv(last - base, QUERIES) * QUERIES
+    full_end = base + (_upper(ends, base, LENGTH, WINDOW) - base) // QUERIES * QUERIES
+
+    k = _block(key + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, KEYS, LENGTH % KEYS != 0)
+    v = _block(value + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, KEYS, LENGTH % KEYS != 0)
+    dk = tl.zeros([KEYS, DIM], tl.float32)
+    dv = tl.zeros([KEYS, DIM], tl.float32)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        q = query + (batch * LENGTH * HEADS + head) * DIM
+        do = dout + (batch * LENGTH * HEADS + head) * DIM
+        stat = lse + (batch * HEADS + head) * LENGTH
+        d = delta + (batch * HEADS + head) * LENGTH
+        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, base, tl.minimum(full_begin, end),
+                         LENGTH, HEADS * DIM, DIM, SCALE, CAP, QUERIES, True)  # fmt: skip
+        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, full_begin, full_end,
+                         LENGTH, HEADS * DIM, DIM, SCALE, CAP, QUERIES, False)  # fmt: skip
+        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, tl.maximum(full_begin, full_end), end,
+                         LENGTH, HEADS * DIM, DIM, SCALE, CAP, QUERIES, True)  # fmt: skip
+    _store(dkey + kv_offset, dk * SCALE, base, LENGTH, KV_HEADS * DIM, DIM, KEYS)
+    _store(dvalue + kv_offset, dv, base, LENGTH, KV_HEADS * DIM, DIM, KEYS)

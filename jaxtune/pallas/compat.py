@@ -1,0 +1,71 @@
+"""What differs between versions of JAX's neighbours, in one place: jax-triton 0.3 (triton 3.6) and 0.4 (triton 3.7)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxtune.pallas import dispatch
+
+
+def triton_refusal() -> str | None:
+    """Why Triton kernels cannot run here, or None."""
+    capability = dispatch.compute_capability()
+    if capability is None:
+        return "no NVIDIA GPU"
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if not _has_jax_triton():
+        return "jax-triton is not installed; jaxtune[cuda13] and jaxtune[cuda12] bring it"
+    return None
+
+
+@functools.cache
+def _has_jax_triton() -> bool:
+    return importlib.util.find_spec("jax_triton") is not None
+
+
+def triton_call(
+    kernel: Any,
+    arguments: Sequence[jax.Array],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    *,
+    warps: int,
+    stages: int,
+    contract: bool = True,
+    **constants: int | float,
+) -> list[jax.Array]:
+    """Calls a Triton kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and
+    `constants`.
+
+    Args:
+      contract: whether products and sums may be joined into fused multiply-adds.
+    """
+    import jax_triton
+
+    capability = dispatch.compute_capability()
+    assert capability is not None
+    parameters = inspect.signature(jax_triton.triton_call).parameters
+    options: dict[str, Any] = {"out_type" if "out_type" in parameters else "out_shape": list(out_types)}
+    if not contract:
+        if "backend_options" in parameters:
+            options["backend_options"] = {"enable_fp_fusion": False}
+        else:
+            options["enable_fp_fusion"] = False
+    return jax_triton.triton_call(
+        *arguments,
+        kernel=kernel,
+        grid=grid,
+        num_warps=warps,
+        num_stages=stages,
+        compute_capability=10 * capability[0] + capability[1],
+        name=kernel.__name__,
+        **options,
+        **constants,
+    )

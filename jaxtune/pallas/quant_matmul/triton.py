@@ -1,0 +1,120 @@
+"""Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantise, and multiply few rows by them.
+
+Both decode double-quantised scales in place and are bound by memory. The bodies are in triton_kernels.py, which imports
+triton and is itself imported where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat
+from jaxtune.pallas.quant_matmul.formats import BLOCK, FourBit
+
+MAX_ROWS = 16  # of x, in small_matmul
+_VECTOR_ROWS = 2  # up to so many rows of x the ordinary cores are faster than the tensor cores
+_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def refusal(weight: FourBit, dtype) -> str | None:
+    """Why `dequantize` cannot serve this call, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if dtype not in (*_DTYPES, jnp.float32):
+        return f"dtype {jnp.dtype(dtype).name}"
+    return None
+
+
+def small_refusal(x: jax.Array, weight: FourBit) -> str | None:
+    """Why `small_matmul` cannot serve this call, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if x.dtype not in _DTYPES:
+        return f"dtype {x.dtype}"
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        return f"{x.shape[0]} rows of x; up to {MAX_ROWS}"
+    if weight.shape[1] % BLOCK:
+        return f"{weight.shape[1]} columns, not a multiple of {BLOCK}: a block would lie in two rows"
+    return None
+
+
+def _parts(weight: FourBit):
+    """The arrays of a weight as the kernels take them, and whether its scales are quantised."""
+    nested = weight.nested_absmax is not None
+    unused = weight.absmax
+    scales = (weight.nested_absmax, weight.nested_map, weight.offset) if nested else (unused,) * 3
+    return (weight.codes, weight.absmax, *scales, jnp.asarray(weight.table)), int(nested)
+
+
+def dequantize(weight: FourBit, dtype=None) -> jax.Array:
+    """FourBit.decode, bit for bit: the tensor in `dtype`, by default the one that it came in."""
+    from jaxtune.pallas.quant_matmul import triton_kernels
+
+    arrays, nested = _parts(weight)
+    blocks = 64
+    (out,) = compat.triton_call(
+        triton_kernels.dequantise_kernel,
+        arrays,
+        (jax.ShapeDtypeStruct((weight.size,), dtype or weight.dtype),),
+        (math.ceil(weight.size / (BLOCK * blocks)),),
+        warps=4,
+        stages=1,
+        contract=False,  # bitsandbytes rounds between the scale's product and sum
+        SIZE=weight.size,
+        NESTED=nested,
+        BLOCKS=blocks,
+    )
+    return out.reshape(weight.shape)
+
+
+def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
+    """x W^T for few rows of x, without writing W: one pass over its bytes.
+
+    Args:
+      x: [1 to 16, in] bfloat16 or float16.
+      weight: [out, in], in a multiple of 64.
+    Returns:
+      [1 to 16, out] in x's dtype; sums in float32.
+    """
+    from jaxtune.pallas.quant_matmul import triton_kernels
+
+    reason = small_refusal(x, weight)
+    if reason is not None:
+        raise ValueError(f"quant_matmul: the Triton kernel for few rows cannot serve this call: {reason}")
+    (count, inner), outer = x.shape, weight.shape[0]
+    arrays, nested = _parts(weight)
+    result = (jax.ShapeDtypeStruct((count, outer), x.dtype),)
+    sizes = dict(INNER=inner, OUTER=outer, NESTED=nested)
+    if count <= _VECTOR_ROWS:
+        rows, blocks = 8, 16
+        (out,) = compat.triton_call(
+            triton_kernels.vector_kernel,
+            (x, *arrays),
+            result,
+            (math.ceil(outer / rows), count),
+            warps=4,
+            stages=1,
+            ROWS=rows,
+            BLOCKS=blocks,
+            **sizes,
+        )
+    else:
+        rows, blocks = 32, 8
+        (out,) = compat.triton_call(
+            triton_kernels.matrix_kernel,
+            (x, *arrays),
+            result,
+            (math.ceil(outer / rows),),
+            warps=4,
+            stages=1,
+            COUNT=count,
+            ROWS=rows,
+            BLOCKS=blocks,
+            **sizes,
+        )
+    return out

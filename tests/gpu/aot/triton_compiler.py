@@ -1,0 +1,99 @@
+"""Compiling Triton kernels for GPUs that are not there: Triton's own compiler needs none, and brings its assembler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.pallas import compat
+from tests.gpu.aot.target import H200, Target
+
+# Shared memory that a block may have, in KB, by compute capability (CUDA C++ Programming Guide, technical
+# specifications per compute capability).
+SHARED_MEMORY_KB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
+GPUS = [pytest.param(capability, id=f"sm_{capability[0]}{capability[1]}") for capability in SHARED_MEMORY_KB]
+
+_POINTERS = {jnp.bfloat16: "*bf16", jnp.float16: "*fp16", jnp.float32: "*fp32", jnp.int32: "*i32", jnp.uint8: "*u8"}
+
+
+def target(capability: tuple[int, int]) -> Target:
+    """A device of this compute capability, for XLA; its other sizes are the H200's."""
+    shared = SHARED_MEMORY_KB[capability] * 1024
+    return dataclasses.replace(
+        H200,
+        kind=f"a GPU of compute capability {capability[0]}.{capability[1]}",
+        capability=capability,
+        shared_memory_per_block_bytes=shared,
+        shared_memory_per_core_bytes=shared + 1024,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    name: str
+    shared_bytes: int
+    spilled_bytes: int  # stores of registers to memory, a thread
+    ptx: str
+
+
+@contextlib.contextmanager
+def recorded_calls():
+    """Yields a list that fills with (kernel, types of arguments and outputs, settings) of the Triton calls traced."""
+    calls: list[tuple[Any, list[Any], dict]] = []
+    original = compat.triton_call
+
+    def call(kernel, arguments, out_types, grid, **settings):
+        calls.append((kernel, [*map(jax.typeof, arguments), *out_types], settings))
+        return original(kernel, arguments, out_types, grid, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "triton_call", call)
+        yield calls
+
+
+def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
+    """Compiles a recorded call to machine code, as jax-triton has it compiled."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, types, settings = call
+    pointers = {jnp.dtype(dtype): name for dtype, name in _POINTERS.items()}
+    constants = {k: v for k, v in settings.items() if k not in ("warps", "stages", "contract")}
+    arrays = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: pointers[array.dtype] for name, array in zip(arrays, types, strict=True)}
+    source = ASTSource(
+        kernel,
+        signature={name: signature.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs=constants,
+        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in arrays},
+    )
+    options = {
+        "num_warps": settings["warps"],
+        "num_stages": settings["stages"],
+        "enable_fp_fusion": settings.get("contract", True),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.cache, "dir", str(folder))
+        number = 10 * capability[0] + capability[1]
+        compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
+        assembler = triton.knobs.nvidia.ptxas_blackwell if number >= 100 else triton.knobs.nvidia.ptxas
+    assert compiled.asm["cubin"]
+    ptx = compiled.asm["ptx"]
+    (folder / "kernel.ptx").write_text(ptx)
+    architecture = re.search(r"\.target (sm_\w+)", ptx)
+    assert architecture is not None
+    said = subprocess.run(
+        [assembler.path, "-v", "--gpu-name", architecture[1], str(folder / "kernel.ptx"), "-o", str(folder / "cubin")],
+        capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert spilled is not None, said
+    return Compiled(kernel.__name__, compiled.metadata.shared, int(spilled[1]), ptx)

@@ -1,0 +1,41 @@
+"""Runs Triton kernels' bodies in Triton's interpreter, on torch tensors in main memory."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxtune.pallas import compat, dispatch
+
+
+def _to_torch(array) -> torch.Tensor:
+    array = np.array(array)
+    if array.dtype == jnp.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _to_jax(tensor: torch.Tensor):
+    if tensor.dtype == torch.bfloat16:
+        return jnp.asarray(tensor.view(torch.int16).numpy().view(jnp.bfloat16))
+    return jnp.asarray(tensor.numpy())
+
+
+def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, **constants):
+    """compat.triton_call. What the kernel leaves unwritten is NaN."""
+    outputs = [_to_torch(np.full(t.shape, np.nan, t.dtype)) for t in out_types]
+    kernel[(*grid, *(1,) * (3 - len(grid)))](*map(_to_torch, arguments), *outputs, **constants)
+    return [_to_jax(tensor) for tensor in outputs]
+
+
+@contextlib.contextmanager
+def interpreted(capability=(8, 0)):
+    """In this context Triton implementations serve calls, outside of jit, with the tiles of that compute capability."""
+    with pytest.MonkeyPatch.context() as patch, dispatch.compile_for(capability):
+        patch.setattr(compat, "triton_call", _call)
+        patch.setattr(compat, "_has_jax_triton", lambda: True)
+        yield
