@@ -15,6 +15,7 @@ from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
 from benchmarks.table import Rejected, load
+from benchmarks.train import qlora_load, quant_acceptance
 from jaxtune.models.hf import model_from_config
 from jaxtune.models.quant import quantize
 
@@ -60,15 +61,46 @@ def test_the_readme_shows_the_stored_records():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+SMALL = SHAPES["qwen3-32b"] | dict(
+    vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("load_in", [None, "nf4"])
 def test_a_random_model_made_by_layers_is_the_one_made_at_once(load_in):
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
-    shape = SHAPES["qwen3-32b"] | sizes | dict(num_key_value_heads=2, head_dim=16)
-    wanted = model_from_config(shape, jax.random.key(3), "bfloat16")
+    wanted = model_from_config(SMALL, jax.random.key(3), "bfloat16")
     if load_in:
         wanted = quantize(wanted, load_in)
-    made = random_model(shape, jax.random.key(3), load_in)
+    made = random_model(SMALL, jax.random.key(3), load_in)
     assert made.config == wanted.config
     made_state, wanted_state = nnx.state(made), nnx.state(wanted)
     assert jax.tree.structure(made_state) == jax.tree.structure(wanted_state)
     jax.tree.map(np.testing.assert_array_equal, made_state, wanted_state)
+
+
+def test_the_folder_of_the_loading_benchmark_loads(tmp_path):
+    weight_bytes = qlora_load.write_folder(tmp_path / "model", SMALL, shard_bytes=10_000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    model = model_from_config(SMALL, jax.random.key(0), "bfloat16")
+    assert weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    found = qlora_load.load(tmp_path / "model")
+    four_bit = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(quantize(model))))
+    assert found["weights_gb"] == four_bit / 1e9 and found["device_peak_ratio"] is None  # a CPU does not say
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("bf16 + LoRA", 0.5), ("nf4 base", -0.1), ("nf4 + LoRA", 0.1), ("bf16 + LoRA with QAT int4", 0.05)],
+)
+def test_each_bound_of_the_acceptance_run_can_fail(name, change):
+    good = {
+        "bf16 base": 3.5,
+        "nf4 base": 3.55,
+        "bf16 + LoRA": 3.0,
+        "nf4 + LoRA": 3.01,
+        "bf16 + LoRA, rounded to int4 afterwards": 3.1,
+        "bf16 + LoRA with QAT int4": 3.03,
+    }
+    assert all(verdict["holds"] for verdict in quant_acceptance.verdicts(good).values())
+    assert not all(v["holds"] for v in quant_acceptance.verdicts(good | {name: good[name] + change}).values())

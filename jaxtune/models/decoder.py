@@ -24,6 +24,21 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param((jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype))
 
 
+@jax.custom_vjp
+def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """weight[tokens]; backward, the gradients of a token's places are added up in float32 whatever weight's dtype."""
+    return weight[tokens]
+
+
+def _rows_bwd(residuals, drows):
+    weight, tokens = residuals
+    total = jnp.zeros(weight.shape, jnp.float32).at[tokens].add(drows.astype(jnp.float32))
+    return total.astype(weight.dtype), None
+
+
+_rows.defvjp(lambda weight, tokens: (weight[tokens], (weight, tokens)), _rows_bwd)
+
+
 class Decoder(nnx.Module):
     """A causal language model.
 
@@ -66,7 +81,7 @@ class Decoder(nnx.Module):
         """int32[B, T] -> [B, T, hidden] in the compute dtype."""
         with jax.named_scope("embed"):
             # Out-of-range ids are refused where data is prepared; here XLA would clamp them in silence.
-            x = self.embedding.weight[...][tokens].astype(self.dtype)
+            x = _rows(self.embedding.weight[...], tokens).astype(self.dtype)
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x

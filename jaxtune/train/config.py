@@ -166,6 +166,10 @@ class OptimConfig:
     beta2: Annotated[float, "Decay of the second moment (adamw, adamw_8bit)."] = 0.999
     eps: Annotated[float, "Added to the root of the second moment (adamw, adamw_8bit)."] = 1e-8
     momentum: Annotated[float, "Momentum (sgd)."] = 0.9
+    weights: Annotated[
+        Literal["fp32", "bf16"] | None,
+        "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B parameters.",
+    ] = None
 
     def __post_init__(self) -> None:
         _positive("optim.learning_rate", self.learning_rate)
@@ -341,7 +345,7 @@ class TrainConfig:
     epochs: Annotated[float | None, "Passes over the data; 1 when steps is not set either."] = None
     rows_per_step: Annotated[int, "Rows of data.length tokens in an optimizer step, over all devices."] = 8
     micro_batches: Annotated[int, "Parts that the rows of a step are computed in, one after the other."] = 1
-    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; trained state is fp32 always."] = "bf16"
+    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows and dropout."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
@@ -387,6 +391,10 @@ class TrainConfig:
         _require(
             self.model.load_in is None or self.adapter is not None, "model.load_in", self.model.load_in,
             "weights in four bits are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
+        )  # fmt: skip
+        _require(
+            self.optim.weights != "bf16" or self.adapter is None, "optim.weights", "bf16",
+            "adapters are kept in fp32; unset it, or set adapter: null",
         )  # fmt: skip
         if self.qat is not None:
             start, adapter = self.qat.start, self.adapter

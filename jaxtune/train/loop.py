@@ -28,7 +28,7 @@ from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatibl
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
-from jaxtune.train.optim import make_optimizer
+from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
@@ -53,6 +53,7 @@ _ROW_OPTIONS = (
 # rows lie may change: their content is compared.
 _INCOMPATIBLE = (
     "trainable",
+    "storage",
     "data",
     "base_fingerprint",
     *(
@@ -201,6 +202,8 @@ class Trainer:
             max_grad_norm=config.max_grad_norm,
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
+            weights=weight_storage(config.optim.weights, config.precision, _size(self._trainable)),
+            micro_batches=config.micro_batches,
         )
         self._program_before_qat = None
         if config.qat is not None and config.qat.start > 0:
@@ -408,13 +411,27 @@ class Trainer:
 
     def precision_notes(self) -> list[str]:
         """What a run says at its start of how weights are kept and rounded."""
-        notes = []
+        kept = self.storage()
+        rounding = ", matrices rounded stochastically and the rest in fp32" if kept["weights"] == "bf16" else ""
+        notes = [
+            f"compute {self.config.precision}; trained weights {kept['weights']}{rounding}; gradients "
+            f"{self._gradients}; optimizer state {kept['optimizer']}"
+        ]
         if self.qat is not None:
             size, start = self.qat.group_size, 0 if self.config.qat is None else self.config.qat.start
             skipped = not_quantized(self._given, self.qat)
             left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
             notes.append(f"QAT: weights rounded to {self.qat.format}, groups of {size}, from step {start}{left}")
         return notes
+
+    def storage(self) -> dict[str, str]:
+        """How the weights and the optimizer's state of a checkpoint are kept."""
+        optimizer = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
+        return {"weights": self.program.weights, "optimizer": optimizer}
+
+    @property
+    def _gradients(self) -> str:
+        return "fp32" if self.config.micro_batches > 1 else self.program.weights
 
     def _capture(self, programs: _Programs):
         meta = {
@@ -472,6 +489,7 @@ class Trainer:
         return {
             "config": config_to_dict(self.config),
             "trainable": trainable,
+            "storage": self.storage(),
             "base_fingerprint": getattr(self._given, "base_fingerprint", None),
             "data": {
                 "rows": len(self.train_data.rows),
@@ -482,6 +500,7 @@ class Trainer:
             "numerics": {
                 "residuals": self.config.memory.residuals,
                 "micro_batches": self.config.micro_batches,
+                "gradients": self._gradients,
                 "mesh_data": self.config.mesh.data,
                 "max_documents": self.program.max_documents,
                 "deterministic": self.config.deterministic,
@@ -632,6 +651,10 @@ class _Watch:
                 f"{limit} steps in a row were not finite (guards.max_nonfinite_in_row): {history}. Nothing of them was "
                 "applied. Lower optim.learning_rate, look at the rows named above, or use precision: bf16 or fp32"
             )
+
+
+def _size(tree) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _last_parts(names: list[str]) -> str:

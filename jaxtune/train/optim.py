@@ -1,12 +1,27 @@
-"""Optimizers, all optax."""
+"""Optimizers, all optax, and how the weights that they move are kept."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import jax
 import optax
 
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.config import OptimConfig
+
+BF16_WEIGHTS_ABOVE = 2_000_000_000  # trained parameters
+
+
+def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, parameters: int) -> Literal["fp32", "bf16"]:
+    """How trained weights are kept (StepProgram.weights), where optim.weights, `wanted`, may leave it open.
+
+    Full fine-tuning of so many parameters that float32 would not fit (8B: 32 GB, and as much again for its gradients)
+    keeps them in bf16 with stochastic rounding; adapters never have that many. fp32 and fp16 runs keep float32.
+    """
+    if wanted is not None:
+        return wanted
+    return "bf16" if precision == "bf16" and parameters > BF16_WEIGHTS_ABOVE else "fp32"
 
 
 def _decayed(parameters):
@@ -15,7 +30,8 @@ def _decayed(parameters):
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The optimizer named by `config`; gradients come clipped. All is fp32 but the stored moments of adamw_8bit.
+    """The optimizer named by `config`; gradients come clipped, parameters in fp32. All is fp32 but the stored moments
+    of adamw_8bit.
 
     Each is a direction, plus weight_decay times the parameter, times the learning rate: decay means the same in all.
     Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and takes the learning rate as it is.

@@ -8,7 +8,7 @@ stack inside one program would keep transfers from overlapping. Nothing here wai
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,13 @@ from flax import nnx
 from jaxtune.models.stack import ResidualPlan
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.rounding import stochastic_round
 
 # Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
 _GROWTH_STEPS = 2000
 _FIRST_SCALE = 2.0**16
+# Folded into the run's key for the seeds of stochastic rounding; dropout folds in the step, which never gets there.
+_ROUNDING = 0xFFFFFFFF
 
 
 @jax.tree_util.register_dataclass
@@ -30,8 +33,8 @@ _FIRST_SCALE = 2.0**16
 class TrainState:
     """Everything that an optimizer step changes; every leaf is an array.
 
-    trainable: nnx.State of float32 masters. step: int32, optimizer steps tried. skipped: int32, updates not made
-    because the loss, the gradient or what they led to was not finite; skipped_in_row: the latest run of them.
+    trainable: nnx.State of weights, see StepProgram.weights. step: int32, optimizer steps tried. skipped: int32,
+    updates not made because the loss, the gradient or what they led to was not finite; skipped_in_row: the latest run.
     loss_scale, good_steps: fp16 only, 1 and 0 otherwise. dropout_key: key data (uint32) of the run.
     """
 
@@ -48,7 +51,8 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count; float32."""
+    """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count. float32; where a
+    step is one micro-batch and nothing adds up, gradients have the dtype of their weights."""
 
     gradients: Any
     loss: jax.Array
@@ -64,6 +68,9 @@ class StepProgram:
       schedule: learning rate by count of updates made, for the metrics.
       plan, max_documents: as in loss_sum_and_count. dropout: whether any adapter has dropout.
       max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
+      weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
+        update, the rest in float32. Updates are made in float32.
+      micro_batches: that a step adds up.
     """
 
     graph: nnx.GraphDef
@@ -74,17 +81,25 @@ class StepProgram:
     max_grad_norm: float | None = 1.0
     dropout: bool = False
     scale_loss: bool = False
+    weights: Literal["fp32", "bf16"] = "fp32"
+    micro_batches: int = 1
 
     def init(self, trainable, seed: int) -> TrainState:
-        """A first state over a private float32 copy of `trainable`: the step donates it, the caller keeps theirs."""
-        trainable = jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), trainable)
+        """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs."""
+
+        def kept(a):
+            rounded = self.weights == "bf16" and a.ndim >= 2
+            return jnp.array(a, jnp.bfloat16 if rounded else jnp.float32, copy=True)
+
+        trainable = jax.tree.map(kept, trainable)
+        wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
 
         def zero():
             return jnp.zeros((), jnp.int32)  # one buffer each: a donated one cannot be given twice
 
         return TrainState(
             trainable=trainable,
-            opt_state=self.optimizer.init(trainable),
+            opt_state=self.optimizer.init(wide),
             step=zero(),
             skipped=zero(),
             skipped_in_row=zero(),
@@ -94,7 +109,9 @@ class StepProgram:
         )
 
     def zero_sums(self, trainable) -> Sums:
-        gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), trainable)
+        """Sums to begin with, for the trainable tensors of a TrainState."""
+        adds_up = self.micro_batches > 1
+        gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
         return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
@@ -125,15 +142,16 @@ class StepProgram:
         with jax.named_scope("optimizer"):
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
-            gradients = jax.tree.map(lambda g: g * scale, sums.gradients)
+            gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, sums.gradients)
             squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), jax.tree.leaves(gradients))
             norm = jnp.sqrt(squares.sum())
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             if self.max_grad_norm is not None:
                 clip = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
                 gradients = jax.tree.map(lambda g: g * clip, gradients)
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.trainable)
-            trainable = optax.apply_updates(state.trainable, updates)
+            wide = jax.tree.map(lambda a: a.astype(jnp.float32), state.trainable)
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, wide)
+            trainable = self._kept(state, jax.tree.map(jnp.add, wide, updates))
             # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
             finite &= _each(lambda x: jnp.isfinite(x).all(range(1, x.ndim)), jax.tree.leaves(trainable)).all()
 
@@ -169,6 +187,22 @@ class StepProgram:
                 "grad_norms": jnp.sqrt(squares),
             }
             return new, jax.tree.map(jnp.zeros_like, sums), metrics
+
+    def _kept(self, state: TrainState, wide):
+        """The new float32 weights in the dtypes that the state keeps them in."""
+        if self.weights == "fp32":
+            return wide
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
+        seed = jax.random.key_data(jax.random.fold_in(key, state.step))
+        leaves, structure = jax.tree.flatten(wide)
+        old = jax.tree.leaves(state.trainable)
+        return jax.tree.unflatten(
+            structure,
+            [
+                stochastic_round(new, seed, stream) if kept.dtype == jnp.bfloat16 else new
+                for stream, (new, kept) in enumerate(zip(leaves, old, strict=True))
+            ],
+        )
 
     def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(loss sum, target count) of one batch, without dropout or gradients."""
