@@ -160,67 +160,133 @@ def fill_pairs(pairs_ref, pairs_smem, warpgroups: int):
     fill(pairs_ref, pairs_smem)
 
 
-def fill_scales(absmax_ref, nested_refs, scales_smem, first_row, per_row: int, warpgroups: int):
-    """scales_smem[row, block] = float32 absmax of rows first_row, ... of the weight, `per_row` blocks each.
-
-    absmax_ref: [all rows, per_row] uint8 with nested_refs (map, nested absmax, offset), or float32 without.
+def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
+    """A thread's share of the absmax of rows first_row to first_row + rows - 1, for `keep_scales`: ([128 x 4 n] of
+    absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref: [all rows, blocks]; n: shares of four.
     """
-    arguments = [absmax_ref, scales_smem, *nested_refs]
+    blocks = absmax_ref.shape[1]
+    groups = rows * blocks // 4
+    count = -(-groups // (128 * warpgroups))
+    fours = plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)
+    ones = plgpu.Layout.WG_STRIDED((128 * count,), 1)
+    refs = [absmax_ref, *([] if nested_ref is None else [nested_ref])]
+    results = [
+        plgpu.ShapeDtypeStruct((128 * 4 * count,), absmax_ref.dtype, fours),
+        *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, ones)]),
+    ]
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in arguments)))
-    def fill(_, first_row, absmax_ref, scales_smem, *nested_refs):
+    @plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
+    def load(_, first_row, absmax_ref, *nested_ref):
         f32 = ir.F32Type.get()
-        rows, stride = ir.MemRefType(scales_smem.type).shape
+        absmax_type = ir.MemRefType(absmax_ref.type).element_type
         thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
-        threads = 128 * warpgroups
-        groups = rows * per_row // 4  # four blocks of a row at a time
-        first = _mul(_scalar(first_row), per_row)
-
-        def four(group):
+        first = _mul(_scalar(first_row), blocks)
+        kept, factors = [], []
+        for number in range(count):
+            group = arith.minui(_add(thread, _const(number * 128 * warpgroups)), _const(groups - 1))
             source = _add(first, _mul(group, 4))
-            if nested_refs:
-                map_ref, nested_ref, offset_ref = nested_refs
-                word = llvm.load(_i32(), _address(absmax_ref, source, ir.IntegerType.get_signless(8)))
-                factor = _load(nested_ref, _shift_right(source, 8), f32)
-                offset = _load(offset_ref, _const(0), f32)
-                codes = [arith.andi(_shift_right(word, 8 * byte), _const(255)) for byte in range(4)]
-                values = [arith.addf(_product(_load(map_ref, code, f32), factor), offset) for code in codes]
-            else:
-                loaded = llvm.load(ir.VectorType.get((4,), f32), _address(absmax_ref, source, f32))
-                values = [_item(loaded, index) for index in range(4)]
-            row = arith.divui(group, _const(per_row // 4))
-            column = _mul(arith.subi(group, _mul(row, per_row // 4)), 4)
-            llvm.store(_vector(values), _address(scales_smem, _add(_mul(row, stride), column), f32))
+            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), _address(absmax_ref, source, absmax_type)))
+            factors += [_vector([_load(ref, _shift_right(source, 8), f32)]) for ref in nested_ref]
+        found = []
+        for values, result in zip((kept, factors), results, strict=False):
+            registers = np.empty((count,), object)
+            registers[:] = values
+            signed = False if result.dtype == jnp.uint8 else None
+            found.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
+            )
+        return found
 
-        for start in range(0, groups, threads):
+    found = load(first_row, *refs)
+    return found if nested_ref is not None else (*found, None)
+
+
+def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
+    """scales_smem[row, block] = float32 absmax, of what `absmax_share` loaded. nested_refs: map and offset, or none."""
+    arrays = [part for part in share if part is not None]
+    layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
+    refs = [scales_smem, *nested_refs]
+
+    @plgpu.inline_mgpu(arg_types=(*layouts, *(plgpu.RefType() for _ in refs)))
+    def keep(_, kept, *rest):
+        f32 = ir.F32Type.get()
+        *factors, scales_smem = rest[: len(arrays)]
+        nested_refs = rest[len(arrays) :]
+        rows, stride = ir.MemRefType(scales_smem.type).shape
+        groups = rows * blocks // 4
+        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        for number, four in enumerate(kept.registers.flat):
+            start = number * 128 * warpgroups
             group = _add(thread, _const(start))
-            if start + threads <= groups:
-                four(group)
+            if nested_refs:
+                map_ref, offset_ref = nested_refs
+                factor = _item(factors[0].registers.flat[number], 0)
+                offset = _load(offset_ref, _const(0), f32)
+                codes = [arith.extui(_i32(), _item(four, index)) for index in range(4)]
+                four = _vector([arith.addf(_product(_load(map_ref, c, f32), factor), offset) for c in codes])
+            row = arith.divui(group, _const(blocks // 4))
+            column = _mul(arith.subi(group, _mul(row, blocks // 4)), 4)
+            place = _address(scales_smem, _add(_mul(row, stride), column), f32)
+            if start + 128 * warpgroups <= groups:
+                llvm.store(four, place)
             else:
                 with utils.when(arith.cmpi(arith.CmpIPredicate.ult, group, _const(groups))):
-                    four(group)
+                    llvm.store(four, place)
 
-    fill(first_row, *arguments)
+    keep(*arrays, *refs)
 
 
-def small_product(acc, codes, chunk, x_ref, pairs_smem, scales_smem, layouts, dtype, tokens: int, columns: int):
+def x_fragments(chunk, x_ref, width: int):
+    """uint32[128 x 8 n]: what each lane multiplies by in one chunk, the right sides of `small_product`. x_ref: [tokens,
+    columns], 16-bit; n = width / 8. Tokens that are not there repeat the last one."""
+    shape = (128 * 16 * (width // 8),)
+    layout = plgpu.Layout.WG_STRIDED(shape, 4)
+
+    @plgpu.inline_mgpu(
+        arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout)
+    )
+    def load(_, chunk, x_ref):
+        tokens, columns = ir.MemRefType(x_ref.type).shape
+        lane = arith.andi(_thread(), _const(31))
+        quad = arith.andi(lane, _const(3))
+        within = _add(_mul(arith.andi(quad, _const(1)), 32), _mul(_shift_right(quad, 1), 16))
+        at = _add(_mul(_scalar(chunk), 512), _mul(_shift_right(_thread(), 5), 128), within)
+        four = ir.VectorType.get((4,), _i32())
+        found = []
+        for block in range(2):
+            for eight in range(width // 8):
+                token = _add(_shift_right(lane, 2), _const(8 * eight))
+                if tokens < 8 * (eight + 1):
+                    token = arith.minui(token, _const(tokens - 1))
+                source = _add(_mul(token, columns), at, _const(64 * block))
+                pointer = _address(x_ref, source, ir.IntegerType.get_signless(16))
+                found += [llvm.load(four, utils.getelementptr(pointer, [part], four)) for part in range(2)]
+        registers = np.empty((len(found),), object)
+        registers[:] = found
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
+
+    return load(chunk, x_ref)
+
+
+def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
     """acc + one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
 
     acc: float32[64 t, 8 n], of 64 rows the rows 16 w to 16 w + 15 the partial sums of warp w. codes: uint8[16 t, 256].
-    x_ref [tokens, columns], pairs_smem uint32[256, 32], scales_smem float32[16 t, blocks of a row and a few].
+    x: of `x_fragments`. pairs_smem uint32[256, 32], scales_smem float32[16 t, blocks of a row and a few].
 
     A lane reads 16 bytes, half a block, of each of two rows, and exchanges half of them with the lane that has the next
     block, so that a product lies within one block, whose sum is then scaled. Which of a product's k a lane holds does
     not matter, as long as x is held alike.
     """
     acc_layout, codes_layout = layouts
+    x_layout = plgpu.Layout.WG_STRIDED(x.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
     @plgpu.inline_mgpu(
-        arg_types=(acc_layout, codes_layout, SCALAR, plgpu.RefType(), plgpu.RefType(), plgpu.RefType()),
+        arg_types=(acc_layout, codes_layout, x_layout, SCALAR, plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, acc_layout),
     )
-    def multiply(_, acc, codes, chunk, x_ref, pairs_smem, scales_smem):
+    def multiply(_, acc, codes, x, chunk, pairs_smem, scales_smem):
         f32, i32 = ir.F32Type.get(), _i32()
         chunk = _scalar(chunk)
         lane = arith.andi(_thread(), _const(31))
@@ -228,15 +294,13 @@ def small_product(acc, codes, chunk, x_ref, pairs_smem, scales_smem, layouts, dt
         group, quad = _shift_right(lane, 2), arith.andi(lane, _const(3))
         first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, _const(2))  # whether the lane's bytes are of it
 
-        pairs_base = llvm.ptrtoint(i32, utils.memref_ptr(pairs_smem))
-        own_column = _add(pairs_base, _mul(lane, 4))
-        shared = llvm.PointerType.get(3)
+        own_column = _mul(lane, 4)
 
         def pair(word, byte):
             """The two elements that a byte of codes stands for: its row of the table, this lane's column."""
             row = arith.shli(word, _const(7)) if byte == 0 else _shift_right(word, 8 * byte - 7)
-            offset = arith.andi(row, _const(0x7F80))
-            return llvm.load(i32, llvm.inttoptr(shared, arith.addi(own_column, offset)))
+            offset = arith.ori(arith.andi(row, _const(0x7F80)), own_column)
+            return llvm.load(i32, _address(pairs_smem, offset, ir.IntegerType.get_signless(8)))
 
         # The words of codes by [16 rows][half of them][block].
         held = []
@@ -259,19 +323,9 @@ def small_product(acc, codes, chunk, x_ref, pairs_smem, scales_smem, layouts, dt
             both = _load(scales_smem, place, f32, ir.VectorType.get((2,), f32))
             scales.append([_item(both, block) for block in range(2)])
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-        four = ir.VectorType.get((4,), i32)
-        within = _add(_mul(arith.andi(quad, _const(1)), 32), _mul(_shift_right(quad, 1), 16))
-        at = _add(_mul(chunk, 512), _mul(warp, 128), within)
+        parts = iter(_words(register, 4) for register in x.registers.flat)
         for block in range(2):
-            rights = []
-            for width in range(widths):
-                token = _add(group, _const(8 * width))
-                if tokens < 8 * (width + 1):
-                    token = arith.minui(token, _const(tokens - 1))
-                source = _add(_mul(token, columns), at, _const(64 * block))
-                pointer = _address(x_ref, source, ir.IntegerType.get_signless(16))
-                loaded = [llvm.load(four, utils.getelementptr(pointer, [part], four)) for part in range(2)]
-                rights.append([_item(part, index) for part in loaded for index in range(4)])
+            rights = [[*next(parts), *next(parts)] for _ in range(widths)]
             for tile in range(tiles):
                 words = [held[2 * tile + half][block] for half in range(2)]
                 products = [[zero] * 4 for _ in range(widths)]
@@ -305,10 +359,10 @@ def small_product(acc, codes, chunk, x_ref, pairs_smem, scales_smem, layouts, dt
             found[place] = _vector(sums[index])
         return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
 
-    return multiply(acc, codes, chunk, x_ref, pairs_smem, scales_smem)
+    return multiply(acc, codes, x, chunk, pairs_smem, scales_smem)
 
 
-def store_sums(partial_smem, out_ref, first_row, dtype, tokens: int, rows: int):
+def store_sums(partial_smem, out_ref, first_row, dtype):
     """out_ref[token, first_row + row] = the sum over all warps of partial_smem; by one warpgroup.
 
     partial_smem: float32[warpgroups, 64 t, n], of 64 rows the rows 16 w to 16 w + 15 of warp w.
@@ -318,6 +372,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype, tokens: int, rows: int):
     def store(_, partial_smem, out_ref, first_row):
         f32 = ir.F32Type.get()
         warpgroups, partial_rows, width = ir.MemRefType(partial_smem.type).shape
+        tokens, rows = ir.MemRefType(out_ref.type).shape
         row = arith.andi(_thread(), _const(ROWS_OF_A_WARP - 1))
         narrow = utils.dtype_to_ir_type(dtype)
         for tile in range(partial_rows // 64):

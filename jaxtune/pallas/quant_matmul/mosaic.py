@@ -28,7 +28,8 @@ MAX_TOKENS = 16  # of small_matmul
 _LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at once: four a lane
 _LINES = 8  # that a program has on their way
 _CHUNK = 512  # elements of a row that a warpgroup of the small product takes at once: two blocks a warp
-_WARPGROUPS = 4  # of the small product
+_WARPGROUPS = 2  # of the small product
+_PROGRAMS = 264  # of the small product: two on each multiprocessor of an H100 or H200
 _AHEAD = 1  # chunks that are on their way while one is multiplied
 _ROWS = lanes.ROWS_OF_A_WARP
 
@@ -147,63 +148,100 @@ def _written_out_product(acc, codes, pairs, scales, x):
 
 
 def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgroups, interpreted):
-    """A few rows of the weight by all tokens; the warpgroups divide the columns among them, and add at the end."""
-    *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, done = refs
-    wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-    rows = scales_smem.shape[0]
-    first_row = tile * rows
-    here = pl.ds(first_row, rows)
-    tokens, columns = x_ref.shape
-    width = partial_smem.shape[-1]
-    chunks, blocks = columns // _CHUNK, columns // BLOCK
+    """Every so many-th tile of rows of the weight by all tokens; the warpgroups divide the columns, and add at the end.
 
-    def load(chunk):
+    What a tile needs from memory is on its way while the one before is multiplied.
+    """
+    *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
+    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    programs = lax.axis_size("program")
+    rows = scales_smem.shape[1]
+    columns = x_ref.shape[1]
+    width = partial_smem.shape[-1]
+    blocks = columns // BLOCK
+    steps = columns // (_CHUNK * warpgroups)  # of a warpgroup over a tile
+    tiles = lax.div(codes_ref.shape[0] // rows - program + (programs - 1), programs)  # of this program
+
+    def row_of(number):
+        return (program + jnp.minimum(number, tiles - 1) * programs) * rows
+
+    def load_absmax(number):
+        if not interpreted:
+            nested = nested_refs[1] if nested_refs else None
+            return lanes.absmax_share(absmax_ref, nested, row_of(number), rows, warpgroups)
+        values = absmax_ref[pl.ds(row_of(number), rows)]
+        if not nested_refs:
+            return (values,)
+        place = (jnp.arange(rows)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
+        return values, nested_refs[1][...][place // NESTED_BLOCK]
+
+    def keep_scales(share, scales):
+        if not interpreted:
+            lanes.keep_scales(share, nested_refs[::2], scales, blocks, warpgroups)
+        elif nested_refs:
+            scales[:, pl.ds(0, blocks)] = nested_refs[0][...][share[0]] * share[1] + nested_refs[2][0]
+        else:
+            scales[:, pl.ds(0, blocks)] = share[0]
+
+    def chunk_of(step):
+        return lax.rem(step, steps) * warpgroups + wg
+
+    def load_codes(step):
+        """Of one step of all that this warpgroup makes."""
         return plgpu.load(
-            codes_ref.at[here, pl.ds(chunk * (_CHUNK // 2), _CHUNK // 2)], layout=_CODES, optimized=False
+            codes_ref.at[
+                pl.ds(row_of(lax.div(step, steps)), rows), pl.ds(chunk_of(step) * (_CHUNK // 2), _CHUNK // 2)
+            ],
+            layout=_CODES,
+            optimized=False,
         )
 
-    def step(index, carry):
-        acc, codes, *coming = carry
-        chunk = wg + index * warpgroups
-        # The next codes are on their way while these are multiplied.
-        coming.append(load(jnp.minimum(chunk + _AHEAD * warpgroups, chunks - 1)))
+    def multiply(step, scales, acc, codes):
+        chunk = chunk_of(step)
         if interpreted:
-            scales = scales_smem[:, pl.ds(chunk * (_CHUNK // BLOCK), _CHUNK // BLOCK)]
-            acc = _written_out_product(acc, codes, pairs_ref[...], scales, x_ref[:, pl.ds(chunk * _CHUNK, _CHUNK)])
-        else:
-            layouts = plgpu.Layout.WGMMA, _CODES
-            acc = lanes.small_product(
-                acc, codes, chunk, x_ref, pairs_smem, scales_smem, layouts, dtype, tokens, columns
-            )
-        return acc, *coming
+            own = scales[:, pl.ds(chunk * (_CHUNK // BLOCK), _CHUNK // BLOCK)]
+            return _written_out_product(acc, codes, pairs_ref[...], own, x_ref[:, pl.ds(chunk * _CHUNK, _CHUNK)])
+        x = lanes.x_fragments(chunk, x_ref, width)
+        return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, _CODES), dtype)
 
-    acc = plgpu.layout_cast(jnp.zeros((4 * rows, width), jnp.float32), plgpu.Layout.WGMMA)
-    first = [load(jnp.minimum(wg + i * warpgroups, chunks - 1)) for i in range(_AHEAD)]
+    def one_tile(number, carry):
+        share, coming = carry
+        scales = scales_smem.at[lax.rem(number, 2)]  # others may still read those of the tile before
+        keep_scales(share, scales)
+        share = load_absmax(number + 1)
+        # Every warpgroup has written its part of the scales, and is through with the tile before.
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+
+        def one_step(index, carry):
+            acc, (codes, *coming) = carry
+            step = number * steps + index
+            coming = (*coming, load_codes(step + _AHEAD))
+            return multiply(step, scales, acc, codes), coming
+
+        acc = plgpu.layout_cast(jnp.zeros((4 * rows, width), jnp.float32), plgpu.Layout.WGMMA)
+        acc, coming = lax.fori_loop(0, steps, one_step, (acc, coming))
+        partial_smem.at[wg][...] = acc
+        plgpu.barrier_arrive(done)
+
+        @pl.when(wg == 0)
+        def _():
+            plgpu.barrier_wait(done)
+            here = pl.ds(row_of(number), rows)
+            if interpreted:
+                parts = partial_smem[...].reshape(warpgroups, rows // _ROWS, 4, _ROWS, width)
+                total = parts.sum((0, 2)).reshape(rows, width)
+                out_ref[:, here] = total.T[: x_ref.shape[0]].astype(dtype)
+            else:
+                lanes.store_sums(partial_smem, out_ref, row_of(number), dtype)
+
+        return share, coming
+
+    share = load_absmax(0)
+    coming = tuple(load_codes(jnp.int32(step)) for step in range(_AHEAD))
     if not interpreted:
         lanes.fill_pairs(pairs_ref, pairs_smem, warpgroups)
-        lanes.fill_scales(absmax_ref, nested_refs, scales_smem, first_row, blocks, warpgroups)
-    else:
-        scales = absmax_ref[here]
-        if nested_refs:
-            place = (jnp.arange(rows)[:, None] + first_row) * blocks + jnp.arange(blocks)
-            map_ref, nested_ref, offset_ref = nested_refs
-            scales = map_ref[...][scales] * nested_ref[...][place // NESTED_BLOCK] + offset_ref[0]
-        scales_smem[:, pl.ds(0, blocks)] = scales
-    # Pairs and scales are whole once every warpgroup has written its part.
-    plgpu.barrier_arrive(done.at[0])
-    plgpu.barrier_wait(done.at[0])
-    acc, *_ = lax.fori_loop(0, lax.div(chunks - wg + (warpgroups - 1), warpgroups), step, (acc, *first))
-    partial_smem.at[wg][...] = acc
-    plgpu.barrier_arrive(done.at[1])
-
-    @pl.when(wg == 0)
-    def _():
-        plgpu.barrier_wait(done.at[1])
-        if interpreted:
-            parts = partial_smem[...].reshape(warpgroups, rows // _ROWS, 4, _ROWS, width)
-            out_ref[:, here] = parts.sum((0, 2)).reshape(rows, width).T[:tokens].astype(dtype)
-        else:
-            lanes.store_sums(partial_smem, out_ref, first_row, dtype, tokens, out_ref.shape[1])
+    lax.fori_loop(0, tiles, one_tile, (share, coming))
 
 
 @functools.cache
@@ -239,16 +277,17 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
         return _kernel(
             functools.partial(_small_kernel, dtype=x.dtype, warpgroups=_WARPGROUPS),
             out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
-            grid=(rows // own,),
-            grid_names=("tile",),
+            grid=(min(rows // own, _PROGRAMS),),
+            grid_names=("program",),
             num_threads=_WARPGROUPS,
             thread_name="wg",
             scratch_types=[
                 plgpu.SMEM((256, 32), jnp.uint32),
                 # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
-                plgpu.SMEM((own, columns // BLOCK + 4), jnp.float32),
+                plgpu.SMEM((2, own, columns // BLOCK + 4), jnp.float32),
                 plgpu.SMEM((_WARPGROUPS, 4 * own, width), jnp.float32),
-                plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
+                plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                plgpu.Barrier(num_arrivals=_WARPGROUPS),
             ],
         )(
             x,
