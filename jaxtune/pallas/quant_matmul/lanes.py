@@ -115,8 +115,8 @@ def block_scales(codes, nested, offset, map_ref, layout):
 def table_values(codes, scales, table_ref, codes_layout, scales_layout, out_layout, dtype):
     """`dtype`[2 x codes]: table entries times scales. codes: uint8, four a register; scales: one a register of codes.
 
-    The table lies across a warp's lanes, entry i in lanes i and i + 16, and a shuffle fetches an entry: it reads the low
-    four bits of an index and ignores the others.
+    The table lies across a warp's lanes, entry i in lanes i and i + 16, and a shuffle fetches an entry: of an index it
+    reads the low four bits, and ignores the others.
     """
 
     @plgpu.inline_mgpu(
@@ -160,125 +160,231 @@ def fill_pairs(pairs_ref, pairs_smem, warpgroups: int):
     fill(pairs_ref, pairs_smem)
 
 
-def small_product(acc, codes, absmax, place, refs, layouts, dtype, tokens: int, columns: int):
-    """acc + one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
-
-    acc: float32[64, 8 n], rows 16 w to 16 w + 15 the partial sums of warp w. codes: uint8[16, 256], absmax: [16, 8] of
-    the chunk, uint8, or float32 where absmax is not quantised. place: (first row of the weight, chunk). refs: x [tokens,
-    columns], pairs_smem uint32[256, 32], map, nested absmax, offset, of which the last three are None together.
-
-    A lane holds 16 consecutive elements of a block of 64 in each of two rows. Which of a product's k a lane holds does not
-    matter, as long as x is held alike: so nothing is exchanged, and x is read 16 elements at a time.
+def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
+    """A thread's share of the absmax of rows first_row to first_row + rows - 1, for `keep_scales`: ([128 x 4 n] of
+    absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref: [all rows, blocks]; n: shares of four.
     """
-    x_ref, pairs_smem, *nested_refs = refs
-    nested = nested_refs[0] is not None
-    acc_layout, codes_layout, absmax_layout = layouts
-    ref_args = [x_ref, pairs_smem, *(nested_refs if nested else ())]
-    name = "bf16" if dtype == jnp.bfloat16 else "f16"
-    blocks_per_row = columns // 64
+    blocks = absmax_ref.shape[1]
+    groups = rows * blocks // 4
+    count = -(-groups // (128 * warpgroups))
+    fours = plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)
+    ones = plgpu.Layout.WG_STRIDED((128 * count,), 1)
+    refs = [absmax_ref, *([] if nested_ref is None else [nested_ref])]
+    results = [
+        plgpu.ShapeDtypeStruct((128 * 4 * count,), absmax_ref.dtype, fours),
+        *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, ones)]),
+    ]
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
+    def load(_, first_row, absmax_ref, *nested_ref):
+        f32 = ir.F32Type.get()
+        absmax_type = ir.MemRefType(absmax_ref.type).element_type
+        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        first = _mul(_scalar(first_row), blocks)
+        kept, factors = [], []
+        for number in range(count):
+            group = arith.minui(_add(thread, _const(number * 128 * warpgroups)), _const(groups - 1))
+            source = _add(first, _mul(group, 4))
+            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), _address(absmax_ref, source, absmax_type)))
+            factors += [_vector([_load(ref, _shift_right(source, 8), f32)]) for ref in nested_ref]
+        found = []
+        for values, result in zip((kept, factors), results, strict=False):
+            registers = np.empty((count,), object)
+            registers[:] = values
+            signed = False if result.dtype == jnp.uint8 else None
+            found.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
+            )
+        return found
+
+    found = load(first_row, *refs)
+    return found if nested_ref is not None else (*found, None)
+
+
+def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
+    """scales_smem[row, block] = float32 absmax, of what `absmax_share` loaded. nested_refs: map and offset, or none."""
+    arrays = [part for part in share if part is not None]
+    layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
+    refs = [scales_smem, *nested_refs]
+
+    @plgpu.inline_mgpu(arg_types=(*layouts, *(plgpu.RefType() for _ in refs)))
+    def keep(_, kept, *rest):
+        f32 = ir.F32Type.get()
+        *factors, scales_smem = rest[: len(arrays)]
+        nested_refs = rest[len(arrays) :]
+        rows, stride = ir.MemRefType(scales_smem.type).shape
+        groups = rows * blocks // 4
+        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        for number, four in enumerate(kept.registers.flat):
+            start = number * 128 * warpgroups
+            group = _add(thread, _const(start))
+            if nested_refs:
+                map_ref, offset_ref = nested_refs
+                factor = _item(factors[0].registers.flat[number], 0)
+                offset = _load(offset_ref, _const(0), f32)
+                codes = [arith.extui(_i32(), _item(four, index)) for index in range(4)]
+                four = _vector([arith.addf(_product(_load(map_ref, c, f32), factor), offset) for c in codes])
+            row = arith.divui(group, _const(blocks // 4))
+            column = _mul(arith.subi(group, _mul(row, blocks // 4)), 4)
+            place = _address(scales_smem, _add(_mul(row, stride), column), f32)
+            if start + 128 * warpgroups <= groups:
+                llvm.store(four, place)
+            else:
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, group, _const(groups))):
+                    llvm.store(four, place)
+
+    keep(*arrays, *refs)
+
+
+def x_fragments(chunk, x_ref, width: int):
+    """uint32[128 x 8 n]: what each lane multiplies by in one chunk, the right sides of `small_product`. x_ref: [tokens,
+    columns], 16-bit; n = width / 8. Tokens that are not there repeat the last one."""
+    shape = (128 * 16 * (width // 8),)
+    layout = plgpu.Layout.WG_STRIDED(shape, 4)
 
     @plgpu.inline_mgpu(
-        arg_types=(acc_layout, codes_layout, absmax_layout, SCALAR, SCALAR, *(plgpu.RefType() for _ in ref_args)),
+        arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout)
+    )
+    def load(_, chunk, x_ref):
+        tokens, columns = ir.MemRefType(x_ref.type).shape
+        lane = arith.andi(_thread(), _const(31))
+        quad = arith.andi(lane, _const(3))
+        within = _add(_mul(arith.andi(quad, _const(1)), 32), _mul(_shift_right(quad, 1), 16))
+        at = _add(_mul(_scalar(chunk), 512), _mul(_shift_right(_thread(), 5), 128), within)
+        four = ir.VectorType.get((4,), _i32())
+        found = []
+        for block in range(2):
+            for eight in range(width // 8):
+                token = _add(_shift_right(lane, 2), _const(8 * eight))
+                if tokens < 8 * (eight + 1):
+                    token = arith.minui(token, _const(tokens - 1))
+                source = _add(_mul(token, columns), at, _const(64 * block))
+                pointer = _address(x_ref, source, ir.IntegerType.get_signless(16))
+                found += [llvm.load(four, utils.getelementptr(pointer, [part], four)) for part in range(2)]
+        registers = np.empty((len(found),), object)
+        registers[:] = found
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
+
+    return load(chunk, x_ref)
+
+
+def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
+    """acc + one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
+
+    acc: float32[64 t, 8 n], of 64 rows the rows 16 w to 16 w + 15 the partial sums of warp w. codes: uint8[16 t, 256].
+    x: of `x_fragments`. pairs_smem uint32[256, 32], scales_smem float32[16 t, blocks of a row and a few].
+
+    A lane reads 16 bytes, half a block, of each of two rows, and exchanges half of them with the lane that has the next
+    block, so that a product lies within one block, whose sum is then scaled. Which of a product's k a lane holds does
+    not matter, as long as x is held alike.
+    """
+    acc_layout, codes_layout = layouts
+    x_layout = plgpu.Layout.WG_STRIDED(x.shape, 4)
+    name = "bf16" if dtype == jnp.bfloat16 else "f16"
+
+    @plgpu.inline_mgpu(
+        arg_types=(acc_layout, codes_layout, x_layout, SCALAR, plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, acc_layout),
     )
-    def multiply(_, acc, codes, absmax, first_row, chunk, x_ref, pairs_smem, *nested_refs):
+    def multiply(_, acc, codes, x, chunk, pairs_smem, scales_smem):
         f32, i32 = ir.F32Type.get(), _i32()
-        first_row, chunk = _scalar(first_row), _scalar(chunk)
+        chunk = _scalar(chunk)
         lane = arith.andi(_thread(), _const(31))
         warp = _shift_right(_thread(), 5)
         group, quad = _shift_right(lane, 2), arith.andi(lane, _const(3))
+        first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, _const(2))  # whether the lane's bytes are of it
 
-        pairs_base = llvm.ptrtoint(i32, utils.memref_ptr(pairs_smem))
         own_column = _mul(lane, 4)
-        shared = llvm.PointerType.get(3)
 
         def pair(word, byte):
             """The two elements that a byte of codes stands for: its row of the table, this lane's column."""
             row = arith.shli(word, _const(7)) if byte == 0 else _shift_right(word, 8 * byte - 7)
             offset = arith.ori(arith.andi(row, _const(0x7F80)), own_column)
-            return llvm.load(i32, llvm.inttoptr(shared, arith.addi(pairs_base, offset)))
+            return llvm.load(i32, _address(pairs_smem, offset, ir.IntegerType.get_signless(8)))
 
-        # [half of the 16 rows][block]: scales of the lane's two rows.
+        # The words of codes by [16 rows][half of them][block].
+        held = []
+        for register in codes.registers.flat:
+            words = _words(register, 4)
+            given = [arith.select(first_block, high, low) for low, high in zip(words[:2], words[2:], strict=True)]
+            taken = [utils.shfl_bfly(word, 2) for word in given]
+            held.append(
+                (
+                    [arith.select(first_block, own, other) for own, other in zip(words[:2], taken, strict=True)],
+                    [arith.select(first_block, other, own) for own, other in zip(words[2:], taken, strict=True)],
+                )
+            )
+        sums = [[_item(r, 0), _item(r, 1)] for r in acc.registers.flat]  # by 16 rows, 8 tokens, half of the rows
+        tiles, widths = codes.shape[0] // 16, acc.shape[1] // 8
+        stride = ir.MemRefType(scales_smem.type).shape[1]
         scales = []
-        for half in range(2):
-            both = absmax.registers.flat[half]
-            if nested:
-                map_ref, nested_ref, offset_ref = nested_refs
-                row = _add(first_row, group, _const(8 * half))
-                block = _add(_mul(row, blocks_per_row), _mul(chunk, 8), _mul(warp, 2))
-                factor = _load(nested_ref, _shift_right(block, 8), f32)
-                offset = _load(offset_ref, _const(0), f32)
-                code = [arith.extui(i32, _item(both, index)) for index in range(2)]
-                scales.append([arith.addf(_product(_load(map_ref, c, f32), factor), offset) for c in code])
-            else:
-                scales.append([_item(both, index) for index in range(2)])
-
-        # codes' registers, [half][block], of 8 bytes.
-        held = np.asarray(codes.registers, object).reshape(2, 2)
-        words = [[_words(held[half, block], 2) for block in range(2)] for half in range(2)]
-        sums = [[_item(r, 0), _item(r, 1)] for r in acc.registers.flat]  # [n tile][half]
+        for half in range(2 * tiles):
+            place = _add(_mul(_add(group, _const(8 * half)), stride), _mul(chunk, 8), _mul(warp, 2))
+            both = _load(scales_smem, place, f32, ir.VectorType.get((2,), f32))
+            scales.append([_item(both, block) for block in range(2)])
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-        eight = ir.VectorType.get((4,), i32)
+        parts = iter(_words(register, 4) for register in x.registers.flat)
         for block in range(2):
-            at = _add(_mul(chunk, 512), _mul(warp, 128), _const(64 * block), _mul(quad, 16))
-            lefts = []
-            for step in range(4):
-                left = [pair(words[half][block][step // 2], 2 * (step % 2) + k) for k in range(2) for half in range(2)]
-                lefts.append(left)
-            for tile in range(acc.shape[1] // 8):
-                token = _add(group, _const(8 * tile))
-                if tokens < 8 * (tile + 1):
-                    token = arith.minui(token, _const(tokens - 1))
-                source = _add(_mul(token, columns), at)
-                # 16 elements of x: two loads of 16 bytes.
-                pointer = _address(x_ref, source, ir.IntegerType.get_signless(16))
-                right = []
-                for part in range(2):
-                    loaded = llvm.load(eight, utils.getelementptr(pointer, [part], eight))
-                    right += [_item(loaded, index) for index in range(4)]
-                product = [zero] * 4
+            rights = [[*next(parts), *next(parts)] for _ in range(widths)]
+            for tile in range(tiles):
+                words = [held[2 * tile + half][block] for half in range(2)]
+                products = [[zero] * 4 for _ in range(widths)]
                 for step in range(4):
-                    product = utils.inline_ptx(
-                        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
-                        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                        *lefts[step],
-                        right[2 * step],
-                        right[2 * step + 1],
-                        *product,
-                        result_types=(f32,) * 4,
-                        convergent=True,
-                    )
-                for half in range(2):
-                    kept = sums[2 * tile + half]
-                    for index in range(2):
-                        scaled = _product(product[2 * half + index], scales[half][block])
-                        kept[index] = arith.addf(kept[index], scaled)
+                    bytes_ = [2 * (step % 2) + part for part in range(2)]
+                    left = [pair(words[half][step // 2], byte) for byte in bytes_ for half in range(2)]
+                    for width in range(widths):
+                        products[width] = utils.inline_ptx(
+                            f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
+                            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+                            *left,
+                            *rights[width][2 * step : 2 * step + 2],
+                            *products[width],
+                            result_types=(f32,) * 4,
+                            convergent=True,
+                        )
+                for width in range(widths):
+                    for half in range(2):
+                        kept = sums[(tile * widths + width) * 2 + half]
+                        scale = scales[2 * tile + half][block]
+                        for index in range(2):
+                            kept[index] = utils.inline_ptx(
+                                "fma.rn.f32 $0, $1, $2, $3;",
+                                products[width][2 * half + index],
+                                scale,
+                                kept[index],
+                                result_types=f32,
+                            )
         found = np.empty_like(acc.registers)
         for index, place in enumerate(np.ndindex(found.shape)):
             found[place] = _vector(sums[index])
         return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
 
-    return multiply(acc, codes, absmax, *place, *ref_args)
+    return multiply(acc, codes, x, chunk, pairs_smem, scales_smem)
 
 
-def store_sums(partial_smem, out_ref, first_row, dtype, tokens: int, rows: int, warpgroups: int):
-    """out_ref[token, first_row + row] = the sum over all warps of partial_smem [warpgroups, 64, n], by one warpgroup."""
+def store_sums(partial_smem, out_ref, first_row, dtype):
+    """out_ref[token, first_row + row] = the sum over all warps of partial_smem; by one warpgroup.
+
+    partial_smem: float32[warpgroups, 64 t, n], of 64 rows the rows 16 w to 16 w + 15 of warp w.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def store(_, partial_smem, out_ref, first_row):
         f32 = ir.F32Type.get()
-        width = ir.MemRefType(partial_smem.type).shape[-1]
+        warpgroups, partial_rows, width = ir.MemRefType(partial_smem.type).shape
+        tokens, rows = ir.MemRefType(out_ref.type).shape
         row = arith.andi(_thread(), _const(ROWS_OF_A_WARP - 1))
         narrow = utils.dtype_to_ir_type(dtype)
-        for tile in range(width // 8):
-            token = _add(_shift_right(_thread(), 4), _const(8 * tile))
-            total = None
-            for warp in range(_WARPS * warpgroups):
-                index = _add(_mul(row, width), token, _const(warp * ROWS_OF_A_WARP * width))
-                part = _load(partial_smem, index, f32)
-                total = part if total is None else arith.addf(total, part)
-            place = _add(_mul(token, rows), _scalar(first_row), row)
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _const(tokens))):
-                llvm.store(arith.truncf(narrow, total), _address(out_ref, place, narrow))
+        for tile in range(partial_rows // 64):
+            for eight in range(width // 8):
+                token = _add(_shift_right(_thread(), 4), _const(8 * eight))
+                total = None
+                for warp in range(_WARPS * warpgroups):
+                    above = warp // _WARPS * partial_rows + tile * 64 + warp % _WARPS * ROWS_OF_A_WARP
+                    part = _load(partial_smem, _add(_mul(row, width), token, _const(above * width)), f32)
+                    total = part if total is None else arith.addf(total, part)
+                place = _add(_mul(token, rows), _scalar(first_row), row, _const(tile * ROWS_OF_A_WARP))
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _const(tokens))):
+                    llvm.store(arith.truncf(narrow, total), _address(out_ref, place, narrow))
 
     store(partial_smem, out_ref, first_row)

@@ -28,7 +28,8 @@ MAX_TOKENS = 16  # of small_matmul
 _LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at once: four a lane
 _LINES = 8  # that a program has on their way
 _CHUNK = 512  # elements of a row that a warpgroup of the small product takes at once: two blocks a warp
-_WARPGROUPS = 4  # of the small product
+_WARPGROUPS = 2  # of the small product
+_PROGRAMS = 264  # of the small product: two on each multiprocessor of an H100 or H200
 _AHEAD = 1  # chunks that are on their way while one is multiplied
 _ROWS = lanes.ROWS_OF_A_WARP
 
@@ -131,92 +132,116 @@ def dequantize(weight: FourBit, dtype) -> jax.Array:
 
 # ---- the product of a few tokens
 
-# uint8[16, 256] codes: a warp has 64 bytes of a row (two blocks), a lane 8 of each block in rows g and g + 8, where
-# g = lane / 4 as mma.m16n8k16 has it.
-_CODES = plgpu.Layout.TILED(
-    Tiling(((8, 256), (8, 64), (8, 32), (8,))), warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1
-)
-# [16, 8] absmax of those.
-_ABSMAX = plgpu.Layout.TILED(Tiling(((8, 8), (8, 2))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
+# uint8[16 t, 256] codes: a warp has 64 bytes of a row (two blocks), a lane 16 of them in rows g and g + 8, where g = lane
+# / 4 as mma.m16n8k16 has it.
+_CODES = plgpu.Layout.TILED(Tiling(((8, 256), (8, 64), (16,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _written_out_product(acc, codes, absmax, pairs, nested, x):
-    """What lanes.small_product computes, for the interpreter. nested: (map, nested absmax [16, 8], offset) or None."""
-    if nested is not None:
-        steps, factors, offset = nested
-        absmax = steps[absmax] * factors + offset
-    values = pairs[codes.astype(jnp.int32)].reshape(codes.shape[0], -1)
-    x = jnp.pad(x, ((0, acc.shape[1] - x.shape[0]), (0, 0)))
-    halves = lambda a: a.astype(jnp.float32).reshape(a.shape[0], -1, BLOCK)  # noqa: E731
-    blocks = jnp.einsum("rbk,nbk->rbn", halves(values), halves(x)) * absmax[:, :, None]
-    warps = blocks.reshape(_ROWS, 4, 2, -1).sum(2)
-    return acc + warps.transpose(1, 0, 2).reshape(acc.shape)
+def _written_out_product(acc, codes, pairs, scales, x):
+    """What lanes.small_product computes, for the interpreter. scales: [16 t, 8], of the chunk."""
+    rows = codes.shape[0]
+    values = pairs[codes.astype(jnp.int32)].reshape(rows, -1, BLOCK).astype(jnp.float32)
+    x = jnp.pad(x.astype(jnp.float32), ((0, acc.shape[1] - x.shape[0]), (0, 0))).reshape(acc.shape[1], -1, BLOCK)
+    blocks = jnp.einsum("rbk,nbk->rbn", values, x) * scales[:, :, None]
+    warps = blocks.reshape(rows // _ROWS, _ROWS, 4, 2, -1).sum(3)
+    return acc + warps.transpose(0, 2, 1, 3).reshape(acc.shape)
 
 
-def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, interpreted):
-    """16 rows of the weight by all tokens; the warpgroups divide the row among them, and add at the end."""
-    *nested_refs, out_ref, pairs_smem, partial_smem, done = refs
-    wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-    rows = pl.ds(tile * _ROWS, _ROWS)
-    tokens, columns = x_ref.shape
+def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgroups, interpreted):
+    """Every so many-th tile of rows of the weight by all tokens; the warpgroups divide the columns, and add at the end.
+
+    What a tile needs from memory is on its way while the one before is multiplied.
+    """
+    *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
+    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    programs = lax.axis_size("program")
+    rows = scales_smem.shape[1]
+    columns = x_ref.shape[1]
     width = partial_smem.shape[-1]
-    chunks = columns // _CHUNK
+    blocks = columns // BLOCK
+    steps = columns // (_CHUNK * warpgroups)  # of a warpgroup over a tile
+    tiles = lax.div(codes_ref.shape[0] // rows - program + (programs - 1), programs)  # of this program
+
+    def row_of(number):
+        return (program + jnp.minimum(number, tiles - 1) * programs) * rows
+
+    def load_absmax(number):
+        if not interpreted:
+            nested = nested_refs[1] if nested_refs else None
+            return lanes.absmax_share(absmax_ref, nested, row_of(number), rows, warpgroups)
+        values = absmax_ref[pl.ds(row_of(number), rows)]
+        if not nested_refs:
+            return (values,)
+        place = (jnp.arange(rows)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
+        return values, nested_refs[1][...][place // NESTED_BLOCK]
+
+    def keep_scales(share, scales):
+        if not interpreted:
+            lanes.keep_scales(share, nested_refs[::2], scales, blocks, warpgroups)
+        elif nested_refs:
+            scales[:, pl.ds(0, blocks)] = nested_refs[0][...][share[0]] * share[1] + nested_refs[2][0]
+        else:
+            scales[:, pl.ds(0, blocks)] = share[0]
+
+    def chunk_of(step):
+        return lax.rem(step, steps) * warpgroups + wg
+
+    def load_codes(step):
+        """Of one step of all that this warpgroup makes."""
+        return plgpu.load(
+            codes_ref.at[
+                pl.ds(row_of(lax.div(step, steps)), rows), pl.ds(chunk_of(step) * (_CHUNK // 2), _CHUNK // 2)
+            ],
+            layout=_CODES,
+            optimized=False,
+        )
+
+    def multiply(step, scales, acc, codes):
+        chunk = chunk_of(step)
+        if interpreted:
+            own = scales[:, pl.ds(chunk * (_CHUNK // BLOCK), _CHUNK // BLOCK)]
+            return _written_out_product(acc, codes, pairs_ref[...], own, x_ref[:, pl.ds(chunk * _CHUNK, _CHUNK)])
+        x = lanes.x_fragments(chunk, x_ref, width)
+        return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, _CODES), dtype)
+
+    def one_tile(number, carry):
+        share, coming = carry
+        scales = scales_smem.at[lax.rem(number, 2)]  # others may still read those of the tile before
+        keep_scales(share, scales)
+        share = load_absmax(number + 1)
+        # Every warpgroup has written its part of the scales, and is through with the tile before.
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+
+        def one_step(index, carry):
+            acc, (codes, *coming) = carry
+            step = number * steps + index
+            coming = (*coming, load_codes(step + _AHEAD))
+            return multiply(step, scales, acc, codes), coming
+
+        acc = plgpu.layout_cast(jnp.zeros((4 * rows, width), jnp.float32), plgpu.Layout.WGMMA)
+        acc, coming = lax.fori_loop(0, steps, one_step, (acc, coming))
+        partial_smem.at[wg][...] = acc
+        plgpu.barrier_arrive(done)
+
+        @pl.when(wg == 0)
+        def _():
+            plgpu.barrier_wait(done)
+            here = pl.ds(row_of(number), rows)
+            if interpreted:
+                parts = partial_smem[...].reshape(warpgroups, rows // _ROWS, 4, _ROWS, width)
+                total = parts.sum((0, 2)).reshape(rows, width)
+                out_ref[:, here] = total.T[: x_ref.shape[0]].astype(dtype)
+            else:
+                lanes.store_sums(partial_smem, out_ref, row_of(number), dtype)
+
+        return share, coming
+
+    share = load_absmax(0)
+    coming = tuple(load_codes(jnp.int32(step)) for step in range(_AHEAD))
     if not interpreted:
-        lanes.fill_pairs(pairs_ref, pairs_smem, _WARPGROUPS)
-
-    def load(chunk):
-        codes = plgpu.load(
-            codes_ref.at[rows, pl.ds(chunk * (_CHUNK // 2), _CHUNK // 2)], layout=_CODES, optimized=False
-        )
-        absmax = plgpu.load(
-            absmax_ref.at[rows, pl.ds(chunk * (_CHUNK // BLOCK), _CHUNK // BLOCK)], layout=_ABSMAX, optimized=False
-        )
-        return codes, absmax
-
-    def step(index, carry):
-        acc, (codes, absmax), *coming = carry
-        chunk = wg + index * _WARPGROUPS
-        # The next codes are on their way while these are multiplied.
-        coming.append(load(jnp.minimum(chunk + _AHEAD * _WARPGROUPS, chunks - 1)))
-        if interpreted:
-            nested = None
-            if nested_refs:
-                block = (jnp.arange(_ROWS)[:, None] + tile * _ROWS) * (columns // BLOCK) + chunk * 8 + jnp.arange(8)
-                nested = nested_refs[0][...], nested_refs[1][...][block // NESTED_BLOCK], nested_refs[2][0]
-            acc = _written_out_product(
-                acc, codes, absmax, pairs_ref[...], nested, x_ref[:, pl.ds(chunk * _CHUNK, _CHUNK)]
-            )
-        else:
-            acc = lanes.small_product(
-                acc,
-                codes,
-                absmax,
-                (tile * _ROWS, chunk),
-                (x_ref, pairs_smem, *(nested_refs or (None, None, None))),
-                (plgpu.Layout.WGMMA, _CODES, _ABSMAX),
-                dtype,
-                tokens,
-                columns,
-            )
-        return acc, *coming
-
-    acc = plgpu.layout_cast(jnp.zeros((4 * _ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-    first = [load(jnp.minimum(wg + i * _WARPGROUPS, chunks - 1)) for i in range(_AHEAD)]
-    # The table of pairs is whole once every warpgroup has written its part.
-    plgpu.barrier_arrive(done.at[0])
-    plgpu.barrier_wait(done.at[0])
-    acc, *_ = lax.fori_loop(0, lax.div(chunks - wg + (_WARPGROUPS - 1), _WARPGROUPS), step, (acc, *first))
-    partial_smem.at[wg][...] = acc
-    plgpu.barrier_arrive(done.at[1])
-
-    @pl.when(wg == 0)
-    def _():
-        plgpu.barrier_wait(done.at[1])
-        if interpreted:
-            total = partial_smem[...].reshape(-1, _ROWS, width).sum(0)
-            out_ref[:, rows] = total.T[:tokens].astype(dtype)
-        else:
-            lanes.store_sums(partial_smem, out_ref, tile * _ROWS, dtype, tokens, out_ref.shape[1], _WARPGROUPS)
+        lanes.fill_pairs(pairs_ref, pairs_smem, warpgroups)
+    lax.fori_loop(0, tiles, one_tile, (share, coming))
 
 
 @functools.cache
@@ -227,6 +252,16 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
+_TILES = None
+
+
+def _row_tiles(rows: int, tokens: int) -> int:
+    """How many times 16 rows a program takes: x is read once for all of them."""
+    if _TILES is not None:
+        return _TILES
+    return 2 if tokens > 8 and rows % (2 * _ROWS) == 0 else 1
+
+
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
 
@@ -235,20 +270,24 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     tokens, columns = x.shape
     rows = weight.shape[0]
     width = 8 if tokens <= 8 else 16
+    own = _ROWS * _row_tiles(rows, tokens)
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = _absmax_operands(weight)
     with jax.named_scope("small_matmul"):
         return _kernel(
-            functools.partial(_small_kernel, dtype=x.dtype),
+            functools.partial(_small_kernel, dtype=x.dtype, warpgroups=_WARPGROUPS),
             out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
-            grid=(rows // _ROWS,),
-            grid_names=("tile",),
+            grid=(min(rows // own, _PROGRAMS),),
+            grid_names=("program",),
             num_threads=_WARPGROUPS,
             thread_name="wg",
             scratch_types=[
                 plgpu.SMEM((256, 32), jnp.uint32),
-                plgpu.SMEM((_WARPGROUPS, 4 * _ROWS, width), jnp.float32),
-                plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
+                # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
+                plgpu.SMEM((2, own, columns // BLOCK + 4), jnp.float32),
+                plgpu.SMEM((_WARPGROUPS, 4 * own, width), jnp.float32),
+                plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                plgpu.Barrier(num_arrivals=_WARPGROUPS),
             ],
         )(
             x,
