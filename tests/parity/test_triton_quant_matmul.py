@@ -52,17 +52,3 @@ def test_products_of_few_rows(shape, count, double_quant):
     assert got.shape == (count, shape[0]) and got.dtype == x.dtype
     error = np.linalg.norm(np.asarray(got, np.float64) - exact)
     assert error <= 2 * np.linalg.norm(xla - exact)
-
-
-@pytest.mark.parametrize(
-    ("count", "inner", "dtype", "reason"),
-    [
-        (17, 64, jnp.float16, "17 rows of x; up to 16"),
-        (4, 96, jnp.float16, "96 columns, not a multiple of 64"),
-        (4, 64, jnp.float32, "dtype float32"),
-    ],
-)
-def test_what_is_refused(count, inner, dtype, reason):
-    weight = NF4.encode(normal(8, inner))
-    with interpreted(), pytest.raises(ValueError, match=reason):
-        triton.small_matmul(jnp.zeros((count, inner), dtype), weight)

@@ -1,4 +1,4 @@
-"""Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantise, and multiply few rows by them.
+"""Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantise, and multiply few tokens by them.
 
 Both decode double-quantised scales in place and are bound by memory. The bodies are in triton_kernels.py, which imports
 triton and is itself imported where it is used.
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat
 from jaxtune.pallas.quant_matmul.formats import BLOCK, FourBit
 
-MAX_ROWS = 16  # of x, in small_matmul
-_VECTOR_ROWS = 2  # up to so many rows of x the ordinary cores are faster than the tensor cores
+MAX_TOKENS = 16  # of small_matmul
+_VECTOR_TOKENS = 2  # up to so many the ordinary cores are faster than the tensor cores
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -29,15 +29,15 @@ def refusal(weight: FourBit, dtype) -> str | None:
     return None
 
 
-def small_refusal(x: jax.Array, weight: FourBit) -> str | None:
+def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     """Why `small_matmul` cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if x.dtype not in _DTYPES:
-        return f"dtype {x.dtype}"
-    if not 1 <= x.shape[0] <= MAX_ROWS:
-        return f"{x.shape[0]} rows of x; up to {MAX_ROWS}"
+    if dtype not in _DTYPES:
+        return f"dtype {jnp.dtype(dtype).name}"
+    if not 1 <= tokens <= MAX_TOKENS:
+        return f"{tokens} tokens; up to {MAX_TOKENS}"
     if weight.shape[1] % BLOCK:
         return f"{weight.shape[1]} columns, not a multiple of {BLOCK}: a block would lie in two rows"
     return None
@@ -73,7 +73,7 @@ def dequantize(weight: FourBit, dtype=None) -> jax.Array:
 
 
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """x W^T for few rows of x, without writing W: one pass over its bytes.
+    """x W^T for few tokens, without writing W: one pass over its bytes.
 
     Args:
       x: [1 to 16, in] bfloat16 or float16.
@@ -83,14 +83,11 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """
     from jaxtune.pallas.quant_matmul import triton_kernels
 
-    reason = small_refusal(x, weight)
-    if reason is not None:
-        raise ValueError(f"quant_matmul: the Triton kernel for few rows cannot serve this call: {reason}")
     (count, inner), outer = x.shape, weight.shape[0]
     arrays, nested = _parts(weight)
     result = (jax.ShapeDtypeStruct((count, outer), x.dtype),)
     sizes = dict(INNER=inner, OUTER=outer, NESTED=nested)
-    if count <= _VECTOR_ROWS:
+    if count <= _VECTOR_TOKENS:
         rows, blocks = 8, 16
         (out,) = compat.triton_call(
             triton_kernels.vector_kernel,

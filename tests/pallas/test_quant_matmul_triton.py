@@ -1,0 +1,39 @@
+"""When the Triton kernels over four-bit weights serve a call; what they do is tested in tests/parity and tests/gpu."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.quant_matmul import NF4, triton
+
+
+def weight(*shape):
+    return jax.eval_shape(lambda: NF4.encode(jnp.zeros(shape)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "dtype", "reason"),
+    [
+        (1, 64, jnp.bfloat16, None),
+        (16, 64, jnp.float16, None),
+        (17, 64, jnp.float16, "17 tokens; up to 16"),
+        (4, 96, jnp.float16, "96 columns, not a multiple of 64: a block would lie in two rows"),
+        (4, 64, jnp.float32, "dtype float32"),
+    ],
+)
+def test_products_of_a_few_tokens(monkeypatch, tokens, inner, dtype, reason):
+    monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
+    with dispatch.compile_for((8, 9)):
+        assert triton.small_refusal(weight(8, inner), dtype, tokens) == reason
+
+
+def test_decoding(monkeypatch):
+    monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
+    with dispatch.compile_for((8, 9)):
+        assert triton.refusal(weight(5, 7), jnp.float32) is None
+        assert triton.refusal(weight(5, 7), jnp.int8) == "dtype int8"
+    assert triton.refusal(weight(5, 7), jnp.bfloat16) == "no NVIDIA GPU"
+    assert triton.small_refusal(weight(8, 64), jnp.bfloat16, 1) == "no NVIDIA GPU"
