@@ -64,24 +64,36 @@ def _capped(scores, scale, soft_cap):
     return capped * (soft_cap * LOG2E), 1.0 - capped * capped
 
 
-def _gradient_of_scores(scores, dweights, stat, delta, seen, scale, soft_cap):
-    """(weights, dscores) from raw scores = q . k; stat (in log2) and delta (times scale) broadcast to them."""
-    scores, slope = _capped(scores, scale, soft_cap)
-    weights = seen(jnp.exp2(scores - stat))
-    dscores = weights * (dweights * scale - delta)
-    return weights, dscores if slope is None else dscores * slope
+def _product(left, right, shape, issued):
+    """left right as fp32; `issued` runs while the tensor cores do."""
 
-
-def _products(*pairs, shape, issued):
-    """One fresh fp32 accumulator of `shape` for each (left, right); `issued` runs while the tensor cores do."""
-
-    def compute(*accs):
-        for acc, (left, right) in zip(accs, pairs, strict=True):
-            plgpu.wgmma(acc, left, right)
+    def compute(acc):
+        plgpu.wgmma(acc, left, right)
         issued()
-        return [acc[...] for acc in accs]
+        return acc[...]
 
-    return pl.run_scoped(compute, *(plgpu.ACC(shape, jnp.float32) for _ in pairs))
+    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+
+
+def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap):
+    """(weights, slope of the soft cap or None, dweights) from the products (left, right) that give the raw scores and
+    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights."""
+
+    def compute(score_acc, dweight_acc):
+        plgpu.wgmma(score_acc, *scores)
+        plgpu.wgmma(dweight_acc, *dweights)
+        issued()
+        raw, slope = _capped(plgpu.wgmma_accumulator_load(score_acc, wait_n=1), scale, soft_cap)
+        weights = seen(jnp.exp2(raw - stat))
+        return weights, slope, dweight_acc[...]
+
+    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+
+def _gradient_of_scores(weights, slope, dweights, delta, scale):
+    """Times scale; delta comes times scale."""
+    dscores = weights * (dweights * scale - delta)
+    return dscores if slope is None else dscores * slope
 
 
 def _add_product(total, left, right, interpreted):
@@ -300,7 +312,7 @@ def forward_kernel(
                 acc, top, total = carry
                 slot = lax.rem(done + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
-                (scores,) = _products((qo, k_smem.at[slot].transpose((1, 0))), shape=shape, issued=turns.swap)
+                scores = _product(qo, k_smem.at[slot].transpose((1, 0)), shape, turns.swap)
                 plgpu.barrier_arrive(k_free.at[slot])
 
                 @pl.when(i == 0)
@@ -415,28 +427,24 @@ def query_kernel(
                 slot = lax.rem(done + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
                 plgpu.barrier_wait(v_full.at[slot])
-                scores, dweights = _products(
+                weights, slope, dweights = _weights_and_gradient(
                     (query, k_smem.at[slot].transpose((1, 0))),
                     (dout, v_smem.at[slot].transpose((1, 0))),
-                    shape=shape,
-                    issued=turns.swap,
+                    shape,
+                    _rows(stat, shape),
+                    lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
+                    turns.swap,
+                    scale,
+                    soft_cap,
                 )
                 plgpu.barrier_arrive(v_free.at[slot])
 
                 @pl.when(i == 0)
-                def _():
+                def _():  # the last item's results have left their buffers: the next item's operands may come
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
 
-                _, dscores = _gradient_of_scores(
-                    scores,
-                    dweights,
-                    _rows(stat, shape),
-                    _rows(delta, shape),
-                    lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
-                    scale,
-                    soft_cap,
-                )
+                dscores = _gradient_of_scores(weights, slope, dweights, _rows(delta, shape), scale)
                 narrow = dscores.astype(k_ref.dtype)
                 turns.swap()
                 acc = _add_product(acc, narrow, k_smem.at[slot], interpreted)
@@ -563,28 +571,34 @@ def key_kernel(
 
                 def add(dk, dv):
                     query, dout = q_smem.at[slot], do_smem.at[slot]
-                    scores, dweights = _products(
+                    stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                    crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                    weights, slope, dweights = _weights_and_gradient(
                         (key, query.transpose((1, 0))),
                         (value, dout.transpose((1, 0))),
-                        shape=shape,
-                        issued=turns.swap,
-                    )
-                    stat = plgpu.load(numbers_smem.at[slot], layout=columns)
-                    delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
-                    crossed = (queries < base + own - 1) | (queries + width > first_upper)
-                    weights, dscores = _gradient_of_scores(
-                        scores,
-                        dweights,
+                        shape,
                         lax.broadcast_in_dim(stat, shape, [1]),
-                        lax.broadcast_in_dim(delta, shape, [1]),
                         lambda weights: lax.cond(crossed, masked, lambda w: w, weights),
+                        turns.swap,
                         scale,
                         soft_cap,
                     )
-                    weights, dscores = weights.astype(v_ref.dtype), dscores.astype(k_ref.dtype)
+                    delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                    delta = lax.broadcast_in_dim(delta, shape, [1])
                     turns.swap()
-                    dv = _add_product(dv, weights, dout, interpreted)
-                    dk = _add_product(dk, dscores, query, interpreted)
+                    if interpreted:
+                        dscores = _gradient_of_scores(weights, slope, dweights, delta, scale)
+                        dv = _add_product(dv, weights.astype(v_ref.dtype), dout, interpreted)
+                        return _add_product(dk, dscores.astype(k_ref.dtype), query, interpreted), dv
+
+                    def both(refs):
+                        dk_acc, dv_acc = refs
+                        plgpu.wgmma(dv_acc, weights.astype(v_ref.dtype), dout)
+                        # While the tensor cores add to dv.
+                        dscores = _gradient_of_scores(weights, slope, dweights, delta, scale)
+                        plgpu.wgmma(dk_acc, dscores.astype(k_ref.dtype), query)
+
+                    dk, dv = pl.run_state(both)((plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
                     return dk, dv
 
                 def skip(dk, dv):
