@@ -238,9 +238,15 @@ def info(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="which implementation of each op is chosen here, and why"
     )
-    if parser.parse_args(arguments).kernels:
-        from jaxtune.pallas.report import kernel_choices
+    parser.add_argument(
+        "--tune", action="store_true", help="with --kernels: measure block sizes on this GPU first and keep the best"
+    )
+    options = parser.parse_args(arguments)
+    if options.kernels:
+        from jaxtune.pallas.report import kernel_choices, tune
 
+        if options.tune:
+            print(tune(), end="\n\n")
         print("\n\n".join(choice.to_text() for choice in kernel_choices()))
         return
     import platform

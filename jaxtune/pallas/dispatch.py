@@ -1,7 +1,8 @@
 """Picks an implementation of an op, and says why it refused the others.
 
 Each op keeps an ordered table {name: implementation}, the fastest first and `reference` last. An explicit
-`implementation=` never falls back; None takes the first that supports the call.
+`implementation=` never falls back; None takes the first that supports the call. A hand-written kernel is compared with
+the reference at its first use on a GPU (`first_use`): one that is wrong there is refused from then on.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,66 @@ _target: tuple[int, int] | None = None
 def compute_capability() -> tuple[int, int] | None:
     """(major, minor) of the NVIDIA GPU to lower for, or None: the machine's, unless `compile_for` names another."""
     return _target if _target is not None else _device_capability(jax.default_backend())
+
+
+# (op, implementation, kind of call) -> why this GPU must not run it, or None: what `first_use` has found so far.
+first_uses: dict[tuple[str, str, str], str | None] = {}
+_first_use_lock = threading.Lock()
+# Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
+_FIRST_USE_BOUND = 0.02
+
+
+def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
+    """Why this GPU must not run an implementation, or None: compares one small case with the reference, once a process
+    for each (op, name, call).
+
+    Does nothing where no GPU is (interpreted kernels have their tests) or while compiling for another one. May be
+    called while JAX traces: the comparison runs in a thread of its own, which knows of no trace, mesh or context.
+
+    Args:
+      call: what makes the kernel another one: dtype, head dim, ...
+      compare: makes the case and returns (results of the implementation, those of the reference in float32).
+    """
+    if _target is not None or _device_capability(jax.default_backend()) is None:
+        return None
+    with _first_use_lock:
+        if (op, name, call) not in first_uses:
+            with ThreadPoolExecutor(max_workers=1) as alone:
+                reason = alone.submit(_difference, compare).result()
+            first_uses[op, name, call] = reason
+            if reason is not None:
+                logger.error("%s: implementation %s is disabled for %s: it %s", op, name, call, reason)
+        return first_uses[op, name, call]
+
+
+def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
+    try:
+        results, references = compare()
+        pairs = [
+            (np.asarray(result, np.float64), np.asarray(reference, np.float64))
+            for result, reference in zip(results, references, strict=True)
+        ]
+    except Exception as error:  # whatever keeps a kernel from running is a reason to run another one
+        return f"failed in the check at its first use on this GPU: {type(error).__name__}: {str(error)[:300]}"
+    for number, (result, reference) in enumerate(pairs):
+        error = float(np.linalg.norm(result - reference) / np.linalg.norm(reference))
+        if not error <= _FIRST_USE_BOUND:
+            return (
+                f"differs from the reference in the check at its first use on this GPU: relative error {error:.3g} in "
+                f"result {number}, at most {_FIRST_USE_BOUND} is right"
+            )
+    return None
+
+
+def device_kind() -> str | None:
+    """The name of the GPU to lower for, such as "NVIDIA H200"; None where there is none or only its capability is
+    known."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        return described.device_kind
+    if _target is not None or jax.default_backend() != "gpu":
+        return None
+    return jax.local_devices(backend="gpu")[0].device_kind
 
 
 def multiprocessors() -> int:

@@ -14,7 +14,7 @@ from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 
-_ROWS, _LENGTH, _HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 128, 16
+_ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 16
 _HIDDEN = 4096
 
 
@@ -46,14 +46,28 @@ def kernel_choices() -> list[KernelChoice]:
     nf4 = jax.eval_shape(NF4.encode, array)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
     return [
-        _choice("attention", f"{call} one document a row", attention.implementations(query, whole)),
+        _choice("attention", f"{call} one document a row", attention.implementations(query, whole, kv_heads=_KV_HEADS)),
         _choice(
-            "attention", f"{call} packed, up to {_DOCUMENTS} documents a row", attention.implementations(query, packed)
+            "attention",
+            f"{call} packed, up to {_DOCUMENTS} documents a row",
+            attention.implementations(query, packed, kv_heads=_KV_HEADS),
         ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]
+
+
+def tune() -> str:
+    """Measures the blocks of the kernels that have a choice, keeps them for this GPU, and says which they are."""
+    from jaxtune.pallas.attention.tune import tune
+
+    lines = []
+    for head_dim in (64, 128):
+        for kernel, entry in tune(head_dim).items():
+            blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
+            lines.append(f"attention {kernel}, head dim {head_dim}: {blocks}: {entry['milliseconds']:.3f} ms")
+    return "\n".join(lines)
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:

@@ -9,20 +9,32 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import cudnn, mosaic, reference, triton
+from jaxtune.pallas.attention import cudnn, first_use, mosaic, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
 
 IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference}
 
 
-def implementations(query, layout: PackedLayout, *, window=None, soft_cap=None, sinks=None) -> dispatch.Table:
+def implementations(
+    query, layout: PackedLayout, *, kv_heads: int | None = None, window=None, soft_cap=None, sinks=None
+) -> dispatch.Table:
     """The implementations of a call in the order in which they are tried, each with why it refuses it; of query, only
     shape and dtype count."""
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
+
+    def kernel(name):
+        def refuse():
+            module = IMPLEMENTATIONS[name]
+            return module.refusal(query, layout, **options) or first_use.refusal(
+                name, module, query, kv_heads, soft_cap
+            )
+
+        return refuse
+
     table: dispatch.Table = {
         "cudnn": functools.partial(cudnn.refusal, query, layout, **options),
-        "mosaic": functools.partial(mosaic.refusal, query, layout, **options),
-        "triton": functools.partial(triton.refusal, query, layout, **options),
+        "mosaic": kernel("mosaic"),
+        "triton": kernel("triton"),
         "reference": lambda: None,
     }
     if layout.max_documents != 1:
@@ -37,7 +49,7 @@ def _pick(query, key, value, layout, implementation, **options):
         raise ValueError(f"attention: query {query.shape}, key {key.shape}, value {value.shape} do not fit together")
     if heads % key.shape[2]:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
-    table = implementations(query, layout, **options)
+    table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtune.pallas import tuning
 from jaxtune.pallas.attention import mosaic_kernels as kernels
 from jaxtune.pallas.attention.layout import PackedLayout
 from jaxtune.pallas.attention.mosaic_kernels import LOG2E, WARPGROUPS, Blocks, smem
@@ -27,10 +28,15 @@ from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 
 _PAD = 128  # rows are padded to a multiple of this
 
-# By head dim, as measured on an H200. Taking turns is worth 10 % in the forward, and costs where the step is short.
+# By head dim, where nothing was measured on the GPU (pallas/tuning.py).
 FORWARD = {64: Blocks(64, 128, 3, True), 128: Blocks(64, 128, 2, True)}
 BACKWARD_QUERY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 3, False)}
 BACKWARD_KEY = {64: Blocks(64, 64, 3, False), 128: Blocks(64, 64, 2, True)}
+
+
+def _blocks(kernel: str, heuristic: dict[int, Blocks], query) -> Blocks:
+    found = tuning.tuned(f"attention {kernel}", f"head_dim={query.shape[-1]}", query.dtype)
+    return Blocks(**found) if found else heuristic[query.shape[-1]]
 
 
 _interpret: Any = None
@@ -160,7 +166,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     lower, _ = _prepare(layout, window)
     query, key, value = (_padded(a, 1) for a in (query, key, value))
     rows, padded, heads, dim = query.shape
-    blocks, pairs = FORWARD[dim], _pairs(query, key)
+    blocks, pairs = _blocks("forward", FORWARD, query), _pairs(query, key)
     own = blocks.own
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
     outputs = _call(
@@ -199,7 +205,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     query, key, value, dout = (_padded(a, 1) for a in (query, key, value, dout))
     dim = query.shape[-1]
 
-    blocks, pairs = BACKWARD_QUERY[dim], _pairs(query, key)
+    blocks, pairs = _blocks("dquery", BACKWARD_QUERY, query), _pairs(query, key)
     own = blocks.own
     both, block = smem((2 * WARPGROUPS, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dquery = _call(
@@ -215,7 +221,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         soft_cap=soft_cap,
     )(query, key, value, dout, stat, scaled_delta, lower, _query_table(lower, blocks, pairs))
 
-    blocks = BACKWARD_KEY[dim]
+    blocks = _blocks("dkey", BACKWARD_KEY, query)
     own = blocks.own
     both, block = smem((2 * WARPGROUPS, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dkey, dvalue = _call(

@@ -1,0 +1,138 @@
+"""Measured block sizes of kernels: an entry for each op, shape bucket and dtype, one file for each kind of GPU.
+
+The user's own measurements (`jaxtune info --kernels --tune` writes them) go first if they were made with the installed
+jaxlib; then those packaged in `tuned/`; where there is neither, a kernel takes its heuristic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtune.pallas import dispatch
+
+_forced: dict[str, Mapping[str, Any]] = {}
+
+
+@contextlib.contextmanager
+def forced(op: str, blocks: Mapping[str, Any]):
+    """Lets an op take these blocks whatever was measured: to measure them."""
+    before = _forced.get(op)
+    _forced[op] = blocks
+    try:
+        yield
+    finally:
+        del _forced[op]
+        if before is not None:
+            _forced[op] = before
+
+
+def tuned(op: str, bucket: str, dtype) -> dict[str, Any] | None:
+    """The best blocks measured for an op on the GPU to lower for, or None for the op's heuristic.
+
+    bucket: what of the shapes the blocks depend on, such as "head_dim=128".
+    """
+    if op in _forced:
+        return dict(_forced[op])
+    kind = dispatch.device_kind()
+    if kind is None:
+        return None
+    entry = _entries(kind, str(cache_file(kind))).get(_key(op, bucket, dtype))
+    return dict(entry["blocks"]) if entry else None
+
+
+def measure(
+    op: str, bucket: str, dtype, candidates: Sequence[Mapping[str, Any]], prepare: Callable[[], Callable[[], Any]]
+) -> dict[str, Any]:
+    """Times every candidate on this machine's GPU and keeps the fastest in the user's cache.
+
+    Args:
+      candidates: blocks to try. One that does not compile or run is passed over.
+      prepare: gives a function that runs the op once, traced anew with the blocks in force.
+    Returns:
+      the entry {"blocks": the fastest, "milliseconds": its time, "tried": [[blocks, milliseconds or why not], ...]}.
+    Raises:
+      RuntimeError: no candidate runs, or there is no GPU.
+    """
+    kind = dispatch.device_kind()
+    if kind is None:
+        raise RuntimeError(f"{op}: there is no GPU here to measure blocks on")
+    best, best_ms, tried = None, math.inf, []
+    for blocks in candidates:
+        with forced(op, blocks):
+            try:
+                milliseconds = _milliseconds(prepare())
+            except Exception as error:  # does not fit this GPU: that is what is being found out
+                tried.append([dict(blocks), f"{type(error).__name__}: {str(error)[:120]}"])
+                continue
+        tried.append([dict(blocks), round(milliseconds, 4)])
+        if milliseconds < best_ms:
+            best, best_ms = dict(blocks), milliseconds
+    if best is None:
+        raise RuntimeError(f"{op}, {bucket}: no candidate runs on {kind}: {tried}")
+    entry = {"blocks": best, "milliseconds": round(best_ms, 4), "tried": tried}
+    _store(kind, _key(op, bucket, dtype), entry)
+    return entry
+
+
+def cache_file(kind: str) -> Path:
+    """Where the user's measurements of a kind of GPU are kept; JAXTUNE_TUNING_DIR names another folder."""
+    folder = os.environ.get("JAXTUNE_TUNING_DIR") or Path.home() / ".cache" / "jaxtune" / "tuning"
+    return Path(folder) / _file_name(kind)
+
+
+def _file_name(kind: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", kind.lower()) + ".json"
+
+
+def _key(op: str, bucket: str, dtype) -> str:
+    return f"{op}, {bucket}, {jax.numpy.dtype(dtype).name}"
+
+
+@functools.cache
+def _entries(kind: str, cache: str) -> dict[str, Any]:
+    packaged = resources.files("jaxtune.pallas") / "tuned" / _file_name(kind)
+    entries = json.loads(packaged.read_text(encoding="utf-8"))["entries"] if packaged.is_file() else {}
+    return {**entries, **_own(Path(cache))}
+
+
+def _own(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return record["entries"] if record["jaxlib"] == metadata.version("jaxlib") else {}
+
+
+def _store(kind: str, key: str, entry: dict[str, Any]) -> None:
+    path = cache_file(kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {**_own(path), key: entry}
+    record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+    _entries.cache_clear()
+
+
+def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
+    """The fastest of `rounds` means over `runs` queued together."""
+    for _ in range(2):
+        jax.block_until_ready(run())
+    best = math.inf
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        results = [run() for _ in range(runs)]
+        jax.block_until_ready(results[-1])
+        best = min(best, (time.perf_counter() - begun) / runs * 1e3)
+    return best
