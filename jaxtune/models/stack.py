@@ -171,7 +171,7 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                 def run(trainable, *values, segment=segment):
                     return tuple(_run(segment, nnx.merge(graph, trainable, frozen), spec, layout, keys, values))
 
-                # What the derivative computes again of a segment waits for the gradient: else it would take memory early.
+                # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 outputs = tuple(grads[name] for name in segment.outputs)
                 inputs, outputs = optimization_barrier((inputs, outputs))
                 _, pullback = jax.vjp(run, trainable, *inputs)
