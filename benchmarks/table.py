@@ -61,7 +61,7 @@ def step_table(records: list[dict]) -> list[str]:
         documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
         mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
         lines.append(
-            f"| {r['shape']} bf16 {what} | {r['rows']} x {r['length']:,} | {documents} "
+            f"| {r['shape']} {r.get('load_in') or 'bf16'} {what} | {r['rows']} x {r['length']:,} | {documents} "
             f"| {r['attention']} | {r['residuals']} "
             f"| **{r['tokens_per_second']:,.0f}** | {mfu} | {r['peak_memory_gb']:.1f} "
             f"| {r['compile_seconds_cold']:.1f} / {r['compile_seconds_cached']:.1f} |"

@@ -6,10 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
+from benchmarks.random_model import random_model
 from benchmarks.record import honest
+from benchmarks.shapes import SHAPES
 from benchmarks.table import Rejected, load
+from jaxtune.models.hf import model_from_config
+from jaxtune.models.quant import quantize
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {
@@ -51,3 +58,17 @@ def test_the_readme_shows_the_stored_records():
         [sys.executable, "benchmarks/table.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_a_random_model_made_by_layers_is_the_one_made_at_once(load_in):
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+    shape = SHAPES["qwen3-32b"] | sizes | dict(num_key_value_heads=2, head_dim=16)
+    wanted = model_from_config(shape, jax.random.key(3), "bfloat16")
+    if load_in:
+        wanted = quantize(wanted, load_in)
+    made = random_model(shape, jax.random.key(3), load_in)
+    assert made.config == wanted.config
+    made_state, wanted_state = nnx.state(made), nnx.state(wanted)
+    assert jax.tree.structure(made_state) == jax.tree.structure(wanted_state)
+    jax.tree.map(np.testing.assert_array_equal, made_state, wanted_state)

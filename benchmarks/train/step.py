@@ -1,7 +1,8 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed]
-                                    [--residuals keep|recompute] [--micro-batches 1] [--output FILE.json]
+                                    [--load-in nf4] [--plan keep|recompute|...] [--micro-batches 1]
+                                    [--output FILE.json]
 
 The programs are the Trainer's own. Each record holds tokens/s (all slots), model FLOP utilisation, peak memory of the
 process, compile seconds (cold, and again from the compilation cache), and what proves that it trained.
@@ -25,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import numpy as np
+from flax import nnx
 
 import jaxtune
+from benchmarks.random_model import random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
-from jaxtune.models.hf import model_from_config
 from jaxtune.pallas import dispatch
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
@@ -37,6 +39,7 @@ from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.loop import Trainer
 from jaxtune.train.metrics import device_peak_flops, memory_peak_bytes
+from jaxtune.train.plan import residuals_text
 
 
 def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Documents:
@@ -51,19 +54,20 @@ def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Docu
 def measure(options) -> dict:
     shape = SHAPES[options.shape]
     started = time.perf_counter()
-    model = model_from_config(shape, jax.random.key(0), "bfloat16")
+    model = random_model(shape, jax.random.key(0), options.load_in)
+    model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     if options.rank:
         model = jaxtune.get_peft_model(model, r=options.rank, lora_alpha=options.rank)
     init_seconds = time.perf_counter() - started
     documents = random_documents(options.documents, options.rows, options.length, shape["vocab_size"])
     config = TrainConfig(
-        model=ModelConfig(path=options.shape),
+        model=ModelConfig(path=options.shape, load_in=options.load_in),
         data=DataConfig(train="random tokens", length=options.length),
         adapter=AdapterConfig(r=options.rank, lora_alpha=options.rank) if options.rank else None,
         steps=options.steps + 3,
         rows_per_step=options.rows,
         micro_batches=options.micro_batches,
-        memory=MemoryConfig(residuals=options.residuals),
+        memory=MemoryConfig(plan=options.plan),
         output=tempfile.mkdtemp(),
     )
     trainer = Trainer(model, None, config, TokenDataset(documents, Summary(), options.length))
@@ -112,6 +116,8 @@ def measure(options) -> dict:
         **environment(),
         "shape": options.shape,
         "vocab_size": shape["vocab_size"],
+        "load_in": options.load_in,
+        "model_gb": model_bytes / 1e9,
         "adapter_rank": options.rank,
         "rows": options.rows,
         "length": options.length,
@@ -119,7 +125,7 @@ def measure(options) -> dict:
         "max_documents": trainer.program.max_documents,
         "fill": statistics.mean(c["tokens"] for c in counts) / slots,
         "attention": dispatch.record["attention"][0],
-        "residuals": options.residuals,
+        "residuals": residuals_text(trainer.planner.plan.residuals),
         "micro_batches": options.micro_batches,
         "steps_timed": len(seconds) - 1,
         "step_seconds": step_seconds,
@@ -145,7 +151,8 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--documents", default="full", choices=["full", "packed"])
     parser.add_argument("--rank", type=int, default=16, help="LoRA rank on all linears; 0: full fine-tuning")
-    parser.add_argument("--residuals", default="keep", choices=["keep", "recompute"])
+    parser.add_argument("--load-in", choices=["nf4"], help="the layers' weights in four bits; default: bfloat16")
+    parser.add_argument("--plan", default="keep", help="what becomes of residuals, as memory.plan says it")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--profile", help="folder for a trace of the timed steps")

@@ -379,6 +379,10 @@ class TrainConfig:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
             )
+        _require(
+            self.model.load_in is None or self.adapter is not None, "model.load_in", self.model.load_in,
+            "weights in four bits are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
+        )  # fmt: skip
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start", "exact_match_rows"):
             value = getattr(self.evaluation, key)

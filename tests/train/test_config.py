@@ -161,6 +161,7 @@ def test_a_wrong_key_or_value_is_refused(recipe, text, message):
         (["model={from_config: c.json}"], "model.tokenizer = None: model.from_config needs a tokenizer folder"),
         (["model={from_config: c.json, tokenizer: t}", "adapter={}"], "training from scratch trains all"),
         (["model={from_config: c.json, tokenizer: t, load_in: nf4}"], "is not quantised"),
+        (["model.load_in=nf4"], "model.load_in = 'nf4': weights in four bits are frozen and train through an adapter"),
         (["model.load_in=int4"], "model.load_in = \"int4\" (override 'model.load_in=int4'): expected nf4 or null"),
         (["data.eval=e.jsonl", "data.eval_rows=5"], "data.eval_rows = 5: takes rows out of data.train"),
         (["data.instruction_part=Q:"], "data.response_part = None: data.instruction_part needs it"),
@@ -214,6 +215,16 @@ def test_packaged_recipes_load(name):
     assert config.output == f"runs/{name}"
     assert len(recipe_summary(packaged_recipes()[name])) > 10
     assert "{package}" not in config_to_yaml(config)
+
+
+def test_recipes_of_large_models():
+    for size in ("8b", "14b", "32b"):
+        config = load_config(f"qlora-{size}", ["data.train=rows.jsonl"])
+        assert config.model.load_in == "nf4" and config.adapter is not None
+        assert config.model.path is not None and size in config.model.path.lower()
+    full = load_config("full-8b-8bit-adam", ["data.train=rows.jsonl"])
+    assert full.adapter is None and full.model.load_in is None and full.optim.name == "adamw_8bit"
+    assert full.micro_batches == 1  # else the gradients are float32
 
 
 def test_package_folder_in_a_recipe(recipe):

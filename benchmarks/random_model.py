@@ -1,0 +1,42 @@
+"""Models of a published shape with random weights, made on the device and encoded layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtune.models.block import Block
+from jaxtune.models.config import Source
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import freeze
+from jaxtune.models.quant import quantize
+from jaxtune.models.registry import config_from_hf
+
+
+def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = None) -> Decoder:
+    """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained.
+
+    One layer at a time is made and, where asked, encoded: its 16-bit weights are gone before the next one's exist. So
+    a model fits whose 16-bit weights do not.
+    """
+    config = config_from_hf(dict(hf))
+    keys = jax.random.split(key, config.num_layers + 2)[2:]  # Decoder's own: the weights are those of model_from_config
+    model = Decoder(dataclasses.replace(config, layers=()), key, "bfloat16")
+    if load_in:
+        model = freeze(model)
+    layers = []
+    for spec, layer_key in zip(config.layers, keys, strict=True):
+        model.config = dataclasses.replace(config, layers=(spec,))
+        model.layers = nnx.List([Block(config, layer_key, "bfloat16")])
+        encoded = quantize(model, load_in) if load_in else model
+        layers.append(jax.block_until_ready(nnx.split(encoded.layers[0])))  # else the host runs ahead: layers pile up
+        model.layers = nnx.List([])
+    model.config = config
+    model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
+    model.source = Source(path="random weights", config=json.dumps(dict(hf)))
+    return model
