@@ -176,26 +176,22 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
 
             for stage, segment in enumerate(reversed(SEGMENTS), len(again)):
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
-                inputs, outputs = optimization_barrier(
-                    (
-                        [env[name] for name in segment.inputs],
-                        tuple(grads[name] for name in segment.outputs if name in grads),
-                    )
-                )
+                doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
+                inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
                 inputs = ferry.depart(stage, inputs)
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
                         query, key_, value = inputs
                         out, lse = env["attention_out"], env["lse"]
                         options = _attention_options(block, spec)
-                        dinputs = attention_backward(query, key_, value, out, lse, outputs[0], layout, **options)[:3]
+                        dinputs = attention_backward(query, key_, value, out, lse, doutputs[0], layout, **options)[:3]
                 else:
 
                     def run(trainable, *values, segment=segment):
                         return tuple(_run(segment, nnx.merge(graph, trainable, frozen), spec, layout, keys, values))
 
                     _, pullback = jax.vjp(run, trainable, *inputs)
-                    dtrainable, *dinputs = pullback(outputs)
+                    dtrainable, *dinputs = pullback(doutputs)
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
                 for name, value in zip(segment.inputs, ferry.arrive(stage, list(dinputs)), strict=True):
                     accumulate(name, value)

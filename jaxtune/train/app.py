@@ -143,7 +143,8 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         here = jax.local_devices()[0]
         if here.platform == "cpu":
             raise ValueError(
-                f"plan.device is not set, and this machine has no GPU: name one, such as plan.device={known_devices()[0]}"
+                "plan.device is not set, and this machine has no GPU: name one, such as "
+                f"plan.device={known_devices()[0]}"
             )
         name, limit = here.device_kind, (here.memory_stats() or {}).get("bytes_limit")
     if config.adapter is not None and config.adapter.path is not None:

@@ -396,8 +396,8 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # What is offloaded is on the device twice: this layer's, and the next one's on its way.
-    work += sum(size[name] for name in dropped) + 2 * hosted
+    # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
+    work += sum(size[name] for name in dropped) + 1.6 * hosted
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
 
 
@@ -430,7 +430,8 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
     """groups: runs of layers with one plan, first layers first."""
     head_bytes, head_seconds = head
     kept = sum(layer.kept * count for layer, count in groups)
-    moments = [("the loss: logits of a chunk, hidden states", kept, head_bytes)]
+    # What the last layer should offload stays: the backward begins with it.
+    moments = [("the loss: logits of a chunk, hidden states", kept, head_bytes + groups[-1][0].hosted)]
     below = 0.0
     for layer, count in groups:
         below += layer.kept * count
@@ -519,7 +520,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     )  # fmt: skip
     budget -= parts.fixed_bytes + parts.cast_bytes
     # Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
-    over = count * kept + np.maximum(head[0], work) - budget
+    over = count * kept + np.maximum(head[0] + hosted, work) - budget
     saved = kept[None, :] - kept[:, None]  # by one layer more under the first plan
     with np.errstate(divide="ignore", invalid="ignore"):
         number = np.where(over[None, :] > 0, np.where(saved > 0, np.ceil(over[None, :] / saved), count), 0)
@@ -527,8 +528,9 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     rest = count - number
     residuals = number * kept[:, None] + rest * kept[None, :]
     last_work = np.where(rest > 0, work[None, :], 0.0)
+    last_hosted = np.where(rest > 0, hosted[None, :], hosted[:, None])
     first_peak = np.where(number > 0, number * kept[:, None] + work[:, None], 0.0)
-    peak = np.maximum(residuals + np.maximum(head[0], last_work), first_peak)
+    peak = np.maximum(residuals + np.maximum(head[0] + last_hosted, last_work), first_peak)
     time = number * seconds[:, None] + rest * seconds[None, :]
     fits = (peak <= budget) & (number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes)
     order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf)
