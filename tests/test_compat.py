@@ -169,9 +169,7 @@ def test_gradient_checkpointing_is_what_becomes_of_residuals(folder, tmp_path):
         plain, _ = load(folder, peft=False)
         model = FastLanguageModel.get_peft_model(plain, r=2, use_gradient_checkpointing=choice)
         assert trainer_of(folder, tmp_path, model=model).config().memory.plan == expected
-        assert (
-            trainer_of(folder, tmp_path, model=model, gradient_checkpointing=False).config().memory.plan == "keep"
-        )
+        assert trainer_of(folder, tmp_path, model=model, gradient_checkpointing=False).config().memory.plan == "keep"
 
 
 PROMPTED = [{"prompt": "Who are you?", "completion": " I am a bot."}] * 4

@@ -296,8 +296,10 @@ class Trainer:
             need = None
             try:
                 programs = self.compile(state, sums, frozen)
+                if budget is None:
+                    return programs
                 need = self.planner.compiled_bytes(programs.accumulate, programs.update)
-                if budget is None or need <= budget:
+                if need <= budget:
                     return programs
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
             except jax.errors.JaxRuntimeError as error:

@@ -190,7 +190,14 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
         "optimizer states": _nbytes(states),
         "gradient sums": _nbytes(masters),
     }
-    kinds = [_layer(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers)]
+    found: dict = {}  # equal layers are looked at once
+    kinds = []
+    for layer, spec in zip(model.layers, shape.layers, strict=True):
+        graph, trained, rest = nnx.split(layer, nnx.Param, ...)
+        key = (graph, spec, *_abstract_leaves((trained, rest)))
+        if key not in found:
+            found[key] = _layer(layer, key, shape, length, dtype)
+        kinds.append(found[key])
     count = len(kinds)
 
     def mean(values):
@@ -237,10 +244,10 @@ def _trained_matrix_bytes(layer, dtype) -> float:
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
 
 
-def _layer(layer, spec, shape, length: int, dtype) -> tuple[dict[str, float], dict[str, Work]]:
-    """(residual bytes a token, work of each segment) of one layer."""
-    graph, trainable, frozen = nnx.split(layer, nnx.Param, ...)
-    outputs = _probe(graph, spec, shape, dtype.name, _frozen_leaves((trainable, frozen)))
+def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dict[str, Work]]:
+    """(residual bytes a token, work of each segment) of one layer; key: what makes it equal to another."""
+    graph, spec, leaves, structure = key
+    outputs = _probe(graph, spec, shape, dtype.name, (leaves, structure))
     residuals = {name: _nbytes(array) / _PROBE_TOKENS for name, array in outputs.items()}
     residuals["layer_output"] = residuals["layer_input"]
     window = min(spec.window or length, length)
@@ -263,8 +270,8 @@ def _layer(layer, spec, shape, length: int, dtype) -> tuple[dict[str, float], di
     return residuals, {name: Work(**values) for name, values in sums.items()}
 
 
-def _frozen_leaves(tree):
-    """Abstract leaves, hashable."""
+def _abstract_leaves(tree):
+    """(shapes and dtypes of the leaves, structure), hashable."""
     leaves, structure = jax.tree.flatten(tree)
     return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves), structure
 
@@ -391,7 +398,7 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     recompute *= _RECOMPUTE_FACTOR
     forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
     backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
-    link = hosted / device.link if hosted else 0.0
+    link = hosted / (device.link or device.copy)
     wait = max(link - forward, 0.0) + max(link - backward, 0.0)
     forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
@@ -595,16 +602,24 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
             model = dataclasses.replace(config.model, load_in="nf4")
             options.append(("adapter={r: 16} model.load_in=nf4", dataclasses.replace(adapted, model=model)))
     found: list[str] = []
+    models: dict[tuple, Decoder] = {}
+
+    def parts_of(option: TrainConfig) -> Anatomy:
+        key = (option.model, repr(option.adapter))
+        if key not in models:
+            models[key] = abstract_model(shape, option)
+        return anatomy(models[key], option)
+
     for text, option in options:
         key = text.split("=")[0]
         if len(found) < wanted and not any(other.split("=")[0] == key for other in found):
             try:
-                choose(anatomy(abstract_model(shape, option), option), option, device, budget_bytes)
+                choose(parts_of(option), option, device, budget_bytes)
             except PlanError:
                 continue
             found.append(text)
     if len(found) < wanted:
-        smallest = minimum_bytes(anatomy(abstract_model(shape, config), config), config, device) + CONTEXT_BYTES
+        smallest = minimum_bytes(parts_of(config), config, device) + CONTEXT_BYTES
         found.append(f"a device with {smallest / (1 - _FRAGMENTS) / 1e9:.1f} GB free")
     return found
 
@@ -623,7 +638,11 @@ def longest_row(parts: Anatomy, config: TrainConfig, device: Device, budget_byte
     def fits(length: int) -> bool:
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
         one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
-        return minimum_bytes(row, one, device) <= budget_bytes
+        try:
+            choose(row, one, device, budget_bytes)
+        except PlanError:
+            return False
+        return True
 
     low, high = 0, 1
     while high < 4096 and fits(high * step):

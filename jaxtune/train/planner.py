@@ -59,10 +59,13 @@ class Planner:
 
     def replan(self, problem: str, need_bytes: float | None, print_line: Callable[[str], None]) -> None:
         """Another plan, smaller by as much as the last one's need was underestimated (None: not known)."""
-        need_bytes = need_bytes or self.forecast.peak_bytes * _MORE
-        budget = self.budget_bytes or need_bytes
-        print_line(f"the plan does not fit in {budget / 1e9:.2f} GB: {problem}; planning once more")
-        self.forecast = self._choose(budget * self.forecast.peak_bytes / need_bytes)
+        peak = self.forecast.peak_bytes
+        room = "" if self.budget_bytes is None else f" in {self.budget_bytes / 1e9:.2f} GB"
+        print_line(f"the plan does not fit{room}: {problem}; planning once more")
+        smaller = peak / _MORE
+        if need_bytes is not None and self.budget_bytes is not None:
+            smaller = self.budget_bytes * peak / need_bytes
+        self.forecast = self._choose(smaller)
         for line in self.lines():
             print_line(line)
 
