@@ -37,9 +37,10 @@ class Ferry:
     Args:
       cargo: pytree of arrays, in the order in which they go.
       stages: how long each stage takes, in any unit.
+      space: a jax.memory.Space.
     """
 
-    def __init__(self, cargo: Any, stages: Sequence[float], space: jax.memory.Space):
+    def __init__(self, cargo: Any, stages: Sequence[float], space: Any):
         self._pieces, self._structure = jax.tree.flatten(cargo)
         self._space = space
         self._departures: list[list[int]] = [[] for _ in stages]

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.models.stack import SEGMENTS, LayerPlan, ResidualPlan, layer_forward
@@ -229,9 +231,7 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     )
 
 
-def _linears(layer) -> Iterator[tuple[str, object]]:
-    from jaxtune.models.linear import Linear
-
+def _linears(layer) -> Iterator[tuple[str, Linear]]:
     for path, module in nnx.iter_modules(layer):
         if isinstance(module, Linear):
             yield str(path[-1]), module
@@ -254,13 +254,13 @@ def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dic
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
     sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in SEGMENTS}
     for name, linear in _linears(layer):
-        size = math.prod(linear.sizes)  # type: ignore[attr-defined]
-        weight = linear.stored_weight  # type: ignore[attr-defined]
+        size = math.prod(linear.sizes)
+        weight = linear.stored_weight
         of = sums[_SEGMENT_OF.get(name, "contract")]
         of["flops"] += 2.0 * size
         of["weight_bytes"] += _nbytes(weight)
         of["decoded"] += size if isinstance(weight, FourBit) else 0.0
-        of["weight_flops"] += 2.0 * size if isinstance(linear.weight, nnx.Param) else 0.0  # type: ignore[attr-defined]
+        of["weight_flops"] += 2.0 * size if isinstance(linear.weight, nnx.Param) else 0.0
     for segment in SEGMENTS:
         moved = sum(residuals[name] for name in (*segment.inputs, *segment.outputs))
         if segment.name == "attend":
@@ -476,7 +476,7 @@ def _layer_plans(offload: bool) -> tuple[LayerPlan, ...]:
     plans = []
     for chosen in itertools.product(fates, repeat=len(_GROUPS)):
         if chosen[0] != "recompute":
-            named = {name: fate for group, fate in zip(_GROUPS, chosen, strict=True) for name in group}
+            named: dict[str, Any] = {name: fate for group, fate in zip(_GROUPS, chosen, strict=True) for name in group}
             plans.append(LayerPlan(**named))
     return tuple(plans)
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import parameters
+from jaxtune.models.stack import Fate
 from jaxtune.train.data.preview import preview
 from jaxtune.train.memory import Anatomy, Device, Forecast
 from jaxtune.train.plan import residuals_text
@@ -90,7 +91,7 @@ def check(trainer: Any, model: Decoder, console: Console) -> None:
 # ---- the plan
 
 # Fates in the order of the table, with what each costs.
-_FATES = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
+_FATES: dict[Fate, str] = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
 
 
 def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes: float | None) -> list[str]:
