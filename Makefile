@@ -18,6 +18,8 @@ env-aot:
 
 quickstart: env  ## fine-tune the packaged model on the packaged data, on CPU, in about three minutes
 	@$(PY) -m jaxtune.train quickstart
+	@echo && echo 'what an 8B model would need on a GPU that is not here:'
+	@$(PY) -m jaxtune.train qlora-8b --plan plan.device='RTX 4090'
 
 quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minutes on an H200)
 	sh scripts/quickstart/make_base.sh runs/quickstart-base/base

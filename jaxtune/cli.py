@@ -84,7 +84,9 @@ def train(arguments: Sequence[str]) -> int | None:
         raise ValueError(f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}")
     from jaxtune.train.config_file import load_config
 
-    config = load_config(options.recipe, options.overrides)
+    config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
+    # JAX's own default is three quarters of the device; the planner counts on all that the context leaves.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     from jaxtune.train.app import run
 
     return run(config, check=options.check, plan=options.plan)
@@ -101,7 +103,7 @@ def _print_train_help() -> None:
         "usage: python -m jaxtune.train RECIPE [key.sub=value ...] [--check | --plan]\n\n"
         "RECIPE is a YAML file or the name of a packaged recipe. Overrides win over it; their values are YAML.\n\n"
         "  --check   read config, tokenizer and data, show what would be trained and one packed row, then stop\n"
-        "  --plan    show the memory plan, then stop\n"
+        "  --plan    show the plan: memory and speed, here or on the device plan.device names, then stop\n"
         "  --help    show this\n",
         markup=False,
     )

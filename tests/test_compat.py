@@ -126,7 +126,7 @@ def test_arguments_become_a_train_config(folder, tmp_path):
     )
     assert (config.checkpoint.every_steps, config.checkpoint.every_minutes, config.checkpoint.keep) == (20, None, 3)
     assert (config.metrics.log_every, config.metrics.tensorboard, config.metrics.wandb_project) == (5, True, None)
-    assert config.memory.residuals == "recompute" and config.adapter.r == 2 and config.model.path == folder
+    assert config.memory.plan is None and config.adapter.r == 2 and config.model.path == folder
     assert config.output == str(tmp_path / "run")
 
 
@@ -165,13 +165,11 @@ def test_schedules_are_transformers(folder, tmp_path):
 
 
 def test_gradient_checkpointing_is_what_becomes_of_residuals(folder, tmp_path):
-    for choice, expected in (("unsloth", "recompute"), (True, "recompute"), (False, "keep")):
+    for choice, expected in (("unsloth", None), (True, None), (False, "keep")):
         plain, _ = load(folder, peft=False)
         model = FastLanguageModel.get_peft_model(plain, r=2, use_gradient_checkpointing=choice)
-        assert trainer_of(folder, tmp_path, model=model).config().memory.residuals == expected
-        assert (
-            trainer_of(folder, tmp_path, model=model, gradient_checkpointing=False).config().memory.residuals == "keep"
-        )
+        assert trainer_of(folder, tmp_path, model=model).config().memory.plan == expected
+        assert trainer_of(folder, tmp_path, model=model, gradient_checkpointing=False).config().memory.plan == "keep"
 
 
 PROMPTED = [{"prompt": "Who are you?", "completion": " I am a bot."}] * 4

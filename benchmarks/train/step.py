@@ -1,13 +1,13 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed]
-                                    [--load-in nf4] [--residuals keep|recompute] [--micro-batches 1]
-                                    [--output FILE.json]
+                                    [--load-in nf4] [--plan keep|recompute|...|auto] [--budget-gb 24]
+                                    [--micro-batches 1] [--output FILE.json]
 
 The programs are the Trainer's own. Each record holds tokens/s (all slots), model FLOP utilisation, peak memory of the
 process, compile seconds (cold, in a process of its own that fills the compilation cache; cached, in the measured
-process, which starts with that cache), and what proves that it trained. Run one case a process: the peak is the
-process's.
+process, which starts with that cache), what the planner and the compiler said that it would need, and what proves that
+it trained. benchmarks/train/memory.py runs many cases of it. Run one case a process: the peak is the process's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,12 +36,13 @@ from benchmarks.random_model import random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
 from jaxtune.pallas import dispatch
-from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.loop import Trainer
 from jaxtune.train.metrics import device_peak_flops, memory_peak_bytes
+from jaxtune.train.plan import residuals_text
 
 
 def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Documents:
@@ -52,6 +54,35 @@ def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Docu
     return Documents.gather([rng.integers(0, vocab_size, n) for n in lengths])
 
 
+def train_config(options) -> TrainConfig:
+    adapter = AdapterConfig(r=options.rank, lora_alpha=options.rank) if options.rank else None
+    return TrainConfig(
+        model=ModelConfig(path=options.shape, load_in=options.load_in),
+        data=DataConfig(train="random tokens", length=options.length),
+        adapter=adapter,
+        steps=options.steps + 3,
+        rows_per_step=options.rows,
+        micro_batches=options.micro_batches,
+        optim=OptimConfig(name=options.optim),
+        memory=MemoryConfig(plan=None if options.plan == "auto" else options.plan, budget_gb=options.budget_gb),
+        output=tempfile.mkdtemp(),
+    )
+
+
+def make_trainer(options, model) -> Trainer:
+    documents = random_documents(options.documents, options.rows, options.length, model.config.vocab_size)
+    return Trainer(model, None, train_config(options), TokenDataset(documents, Summary(), options.length))
+
+
+def driver_memory_gb() -> float | None:
+    """What the driver says is in use on the device: the allocator's whole pool, the context and its libraries."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20 / 1e9
+
+
 def measure(options) -> dict:
     shape = SHAPES[options.shape]
     started = time.perf_counter()
@@ -60,30 +91,16 @@ def measure(options) -> dict:
     if options.rank:
         model = jaxtune.get_peft_model(model, r=options.rank, lora_alpha=options.rank)
     init_seconds = time.perf_counter() - started
-    documents = random_documents(options.documents, options.rows, options.length, shape["vocab_size"])
-    config = TrainConfig(
-        model=ModelConfig(path=options.shape, load_in=options.load_in),
-        data=DataConfig(train="random tokens", length=options.length),
-        adapter=AdapterConfig(r=options.rank, lora_alpha=options.rank) if options.rank else None,
-        steps=options.steps + 3,
-        rows_per_step=options.rows,
-        micro_batches=options.micro_batches,
-        memory=MemoryConfig(residuals=options.residuals),
-        output=tempfile.mkdtemp(),
-    )
-    trainer = Trainer(model, None, config, TokenDataset(documents, Summary(), options.length))
+    trainer = make_trainer(options, model)
     del model
     state, sums, frozen = trainer.first_state()
     programs = trainer.compile(state, sums, frozen)
     if options.compile_only:
         return {"compile_seconds": programs.seconds}
     loaded = [trainer._load_step(step) for step in range(2)]
-    index = [jax.device_put(np.int32(i), trainer._replicated) for i in range(options.micro_batches)]
 
     def step(number, state, sums):
-        for i, batch in zip(index, loaded[number % 2][0], strict=True):
-            sums = programs.accumulate(sums, state, frozen, batch, i)
-        return programs.update(state, sums)
+        return programs.update(state, trainer._accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
 
     losses, norms, seconds = [], [], []
     for number in range(3):
@@ -109,7 +126,7 @@ def measure(options) -> dict:
     flops = statistics.mean(trainer._flops(c["tokens"], c["sum_squared"]) for c in counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)
     slots = options.rows * options.length
-    names = trainer.names
+    names, planner = trainer.names, trainer.planner
     by_step_2 = np.maximum(norms[0], norms[1])
     return {
         "benchmark": "train/step",
@@ -125,14 +142,22 @@ def measure(options) -> dict:
         "max_documents": trainer.program.max_documents,
         "fill": statistics.mean(c["tokens"] for c in counts) / slots,
         "attention": dispatch.record["attention"][0],
-        "residuals": options.residuals,
-        "micro_batches": options.micro_batches,
+        "residuals": residuals_text(planner.plan.residuals),
+        "micro_batches": planner.plan.micro_batches,
+        "chunk_tokens": planner.plan.chunk_tokens,
+        "budget_gb": options.budget_gb,
+        "predicted_peak_gb": planner.forecast.peak_bytes / 1e9,
+        "compiled_peak_gb": planner.compiled_bytes(programs.accumulate, programs.update) / 1e9,
+        "predicted_tokens_per_second": planner.forecast.tokens_per_second,
+        "recomputing_seconds": planner.forecast.recompute_seconds,
+        "optimizer": options.optim,
         "steps_timed": len(seconds) - 1,
         "step_seconds": step_seconds,
         "step_seconds_all": [round(s, 5) for s in seconds[1:]],
         "tokens_per_second": slots / step_seconds,
         "mfu": None if peak_flops is None else flops / step_seconds / peak_flops,
         "peak_memory_gb": memory_peak_bytes() / 1e9,
+        "driver_memory_gb": driver_memory_gb(),
         "compile_seconds_cached": programs.seconds,
         "init_seconds": init_seconds,
         "first_loss": losses[0],
@@ -143,7 +168,7 @@ def measure(options) -> dict:
     }
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, default=8)
@@ -151,24 +176,41 @@ def main() -> int:
     parser.add_argument("--documents", default="full", choices=["full", "packed"])
     parser.add_argument("--rank", type=int, default=16, help="LoRA rank on all linears; 0: full fine-tuning")
     parser.add_argument("--load-in", choices=["nf4"], help="the layers' weights in four bits; default: bfloat16")
-    parser.add_argument("--residuals", default="keep", choices=["keep", "recompute"])
-    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument(
+        "--plan", default="keep", help="memory.plan: what becomes of residuals; auto: the planner's choice"
+    )
+    parser.add_argument("--budget-gb", type=float, help="memory.budget_gb; memory.py also holds the allocator to it")
+    parser.add_argument("--micro-batches", type=int, help="default: the planner's choice")
+    parser.add_argument("--optim", default="adamw")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--cache", help="folder of compiled programs to use; default: an empty one, for a cold compile")
     parser.add_argument("--profile", help="folder for a trace of the timed steps")
     parser.add_argument("--output")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.compile_only:
-        print(json.dumps(measure(options)))
-        return 0
-    # A cache of its own, so that the first compile is cold. jax is imported but has not touched the device yet: the
-    # child has the whole memory.
-    cache = {"JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    child = [sys.executable, __file__, *sys.argv[1:], "--compile-only"]
-    done = subprocess.run(child, env={**os.environ, **cache}, stdout=subprocess.PIPE, text=True, check=True)
-    jax.config.update("jax_compilation_cache_dir", cache["JAX_COMPILATION_CACHE_DIR"])
+    return parser
+
+
+def cold_compile(options) -> float | None:
+    """Seconds of a compile in a process of its own, which fills options.cache; None where a filled one was named."""
+    if options.cache:
+        return None
+    options.cache = tempfile.mkdtemp()
+    # This process has not touched the device yet: the child has the whole memory.
+    child = [sys.executable, __file__, *sys.argv[1:], "--compile-only", "--cache", options.cache]
+    done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])["compile_seconds"]
+
+
+def main() -> int:
+    options = arguments().parse_args()
+    cold_seconds = cold_compile(options)
+    jax.config.update("jax_compilation_cache_dir", options.cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    record = {**measure(options), "compile_seconds_cold": json.loads(done.stdout.splitlines()[-1])["compile_seconds"]}
+    record = measure(options)
+    if options.compile_only:
+        print(json.dumps(record))
+        return 0
+    record["compile_seconds_cold"] = cold_seconds
     problem = honest(record)
     if problem is not None:
         record["rejected"] = problem

@@ -69,7 +69,8 @@ FIXED_RESPONSES = {
 # ---- values that are followed under another name
 
 DTYPES = ("bfloat16", "float16", "float32")
-RESIDUALS = {True: "recompute", "unsloth": "recompute", "true": "recompute", False: "keep", "false": "keep"}
+# Checkpointing asks for memory: the planner then recomputes or carries what does not fit, and no more.
+RESIDUALS = {True: None, "unsloth": None, "true": None, False: "keep", "false": "keep"}
 OPTIMIZERS = {
     "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw", "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw", "adafactor": "adafactor", "sgd": "sgd",
@@ -93,7 +94,7 @@ def refuse(where: str, others: Mapping[str, Any], fixed: Mapping[str, tuple], ca
             raise ValueError(f"{where}: {name} = {value!r} is not supported; leave it at {fixed[name][0]!r}")
 
 
-def choose(where: str, name: str, value: Any, table: Mapping[Any, str]) -> str:
+def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
     if value not in table:
         raise ValueError(f"{where}: {name} = {value!r} is not supported; supported: {', '.join(map(repr, table))}")
     return table[value]

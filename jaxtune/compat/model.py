@@ -39,8 +39,9 @@ def is_bfloat16_supported() -> bool:
 class CompatModel:
     """The model of an Unsloth script: holds the current module, and what the trainer needs to know beside it.
 
-    Attributes: module (jaxtune.Decoder; replaced by training), tokenizer, max_seq_length in tokens, residuals ("keep"
-    or "recompute"), adapter (how the adapter came to be: an AdapterConfig, or None), full_finetuning, random_state.
+    Attributes: module (jaxtune.Decoder; replaced by training), tokenizer, max_seq_length in tokens, residuals (a
+    fixed plan such as "keep", or None: the planner chooses), adapter (how the adapter came to be: an AdapterConfig, or
+    None), full_finetuning, random_state.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class CompatModel:
         module: Decoder,
         tokenizer: Any,
         max_seq_length: int,
-        residuals: str,
+        residuals: str | None,
         *,
         adapter: AdapterConfig | None = None,
         full_finetuning: bool = False,

@@ -205,7 +205,7 @@ class SFTTrainer:
                 momentum=0.0,
             ),
             schedule=_schedule(args),
-            memory=MemoryConfig(residuals=residuals),  # type: ignore[arg-type]
+            memory=MemoryConfig(plan=residuals),
             checkpoint=CheckpointConfig(
                 every_steps=args.save_steps if saves == "steps" else None,
                 every_minutes=None,

@@ -26,6 +26,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.folders import new_folder, require_new
 from jaxtune.models.lora import freeze, linears
+from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
 from jaxtune.pallas.quant_matmul import NF4, FourBit
 
@@ -123,6 +124,30 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder} holds an adapter, not a model: load its base model, then load_adapter")
         raise ValueError(f"{folder}: there is no config.json in it")
     return _read_json(file)
+
+
+def find_config(path: str | os.PathLike) -> dict[str, Any]:
+    """config.json of a model whose weights need not be here: a folder or file, a published shape, or the hub's.
+
+    Raises:
+      ValueError: none of them has it.
+    """
+    name = os.fspath(path)
+    local = Path(name).expanduser()
+    if local.exists():
+        return read_config(local) if local.is_dir() else _read_json(local)
+    if name in PUBLISHED:
+        return PUBLISHED[name]
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _read_json(Path(hf_hub_download(name, "config.json", etag_timeout=5)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"{name}: no such folder, and its config.json cannot be had from the hub ({type(error).__name__}); give a "
+            f"folder with a config.json, or one of {', '.join(PUBLISHED)}"
+        ) from None
 
 
 def _weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:

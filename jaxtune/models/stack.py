@@ -23,6 +23,7 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.ferry import Ferry, cut, join
 from jaxtune.pallas.attention import PackedLayout, attention_backward, attention_forward
 
 Fate = Literal["keep", "offload", "recompute"]
@@ -118,35 +119,54 @@ def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
         return out if isinstance(out, tuple) else (out,)
 
 
+def _work(segment: Segment, block, x, backward: bool = False) -> float:
+    """How long a segment takes, in any unit: its multiplications for a token."""
+    config, length = block.attention.config, x.shape[1]
+    if segment.name == "attend":
+        return config.query_size * length * (2.5 if backward else 1.0)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    widths = {"project": config.query_size + 2 * config.kv_size, "mix": config.query_size, "expand": 2 * inner}
+    return float(hidden * widths.get(segment.name, inner))
+
+
 def _segment_keys(key):
     return None if key is None else jax.random.split(key, len(SEGMENTS))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def layer_forward(graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key):
-    """(layer_output, {name: residual} for the wanted names) of one layer."""
+def layer_forward(
+    graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key, leaving=()
+):
+    """(layer_output, {name: residual} for the wanted names, `leaving` on the host) of one layer."""
     with jax.named_scope("layer"):
         block = nnx.merge(graph, trainable, frozen)
         keys = _segment_keys(key)
         env = {"layer_input": layer_input}
-        for segment in SEGMENTS:
-            outputs = _run(segment, block, spec, layout, keys, [env[name] for name in segment.inputs])
+        ferry = Ferry(leaving, [_work(segment, block, layer_input) for segment in SEGMENTS], jax.memory.Space.Host)
+        for stage, segment in enumerate(SEGMENTS):
+            inputs = ferry.depart(stage, [env[name] for name in segment.inputs])
+            outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs))
             env.update(zip(segment.outputs, outputs, strict=True))
-        return env["layer_output"], {name: env[name] for name in wanted}
+        return env["layer_output"], {name: env[name] for name in wanted}, ferry.landed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key):
-    """(gradient of the trainable tensors, gradient of layer_input) of one layer, from its saved residuals."""
+def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=()):
+    """(gradient of the trainable tensors, gradient of layer_input, `coming` on the device) of one layer, from its
+    saved residuals."""
     keys = _segment_keys(key)
     env = dict(saved)
+    block = nnx.merge(graph, trainable, frozen)
+    again = [s for s in SEGMENTS[:-1] if any(name not in env for name in s.outputs)]
+    work = [_work(segment, block, doutput) for segment in again]
+    work += [_work(segment, block, doutput, backward=True) for segment in reversed(SEGMENTS)]
+    ferry = Ferry(coming, work, jax.memory.Space.Device)
     with jax.named_scope("layer"):
         with jax.named_scope("recompute"):
-            block = nnx.merge(graph, trainable, frozen)
-            for segment in SEGMENTS[:-1]:
-                if any(name not in env for name in segment.outputs):
-                    outputs = _run(segment, block, spec, layout, keys, [env[name] for name in segment.inputs])
-                    env = {**dict(zip(segment.outputs, outputs, strict=True)), **env}
+            for stage, segment in enumerate(again):
+                inputs = ferry.depart(stage, [env[name] for name in segment.inputs])
+                outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs))
+                env = {**dict(zip(segment.outputs, outputs, strict=True)), **env}
         with jax.named_scope("backward"):
             grads = {"layer_output": doutput}
             total = None
@@ -154,37 +174,28 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
             def accumulate(name, value):
                 grads[name] = grads[name] + value if name in grads else value
 
-            for segment in reversed(SEGMENTS):
-                inputs = [env[name] for name in segment.inputs]
+            for stage, segment in enumerate(reversed(SEGMENTS), len(again)):
+                # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
+                doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
+                inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
+                inputs = ferry.depart(stage, inputs)
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
                         query, key_, value = inputs
-                        out, lse, dout = env["attention_out"], env["lse"], grads["attention_out"]
+                        out, lse = env["attention_out"], env["lse"]
                         options = _attention_options(block, spec)
-                        dquery, dkey, dvalue, _ = attention_backward(
-                            query, key_, value, out, lse, dout, layout, **options
-                        )
-                    for name, value in zip(segment.inputs, (dquery, dkey, dvalue), strict=True):
-                        accumulate(name, value)
-                    continue
+                        dinputs = attention_backward(query, key_, value, out, lse, doutputs[0], layout, **options)[:3]
+                else:
 
-                def run(trainable, *values, segment=segment):
-                    return tuple(_run(segment, nnx.merge(graph, trainable, frozen), spec, layout, keys, values))
+                    def run(trainable, *values, segment=segment):
+                        return tuple(_run(segment, nnx.merge(graph, trainable, frozen), spec, layout, keys, values))
 
-                _, pullback = jax.vjp(run, trainable, *inputs)
-                dtrainable, *dinputs = pullback(tuple(grads[name] for name in segment.outputs))
-                total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
-                for name, value in zip(segment.inputs, dinputs, strict=True):
+                    _, pullback = jax.vjp(run, trainable, *inputs)
+                    dtrainable, *dinputs = pullback(doutputs)
+                    total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
+                for name, value in zip(segment.inputs, ferry.arrive(stage, list(dinputs)), strict=True):
                     accumulate(name, value)
-        return total, grads["layer_input"]
-
-
-def _to_host(values):
-    return {name: jax.device_put(value, jax.memory.Space.Host) for name, value in values.items()}
-
-
-def _to_device(values):
-    return {name: jax.device_put(value, jax.memory.Space.Device) for name, value in values.items()}
+        return total, grads["layer_input"], ferry.landed
 
 
 def _layer_key(keys, index):
@@ -194,50 +205,39 @@ def _layer_key(keys, index):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: _Static, trainables, frozens, x, layout, keys):
     for index, (graph, spec) in enumerate(zip(static.graphs, static.specs, strict=True)):
-        x, _ = layer_forward(graph, spec, (), trainables[index], frozens[index], x, layout, _layer_key(keys, index))
+        x = layer_forward(graph, spec, (), trainables[index], frozens[index], x, layout, _layer_key(keys, index))[0]
     return x
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
     kept, hosted = [], []
-    storing = {}  # stores of the layer before: they must be done when this layer is
+    names, leaving = (), ()  # of the layer before: they go to the host while this layer computes
+    last = len(static.plans) - 1
     for index, (graph, spec, plan) in enumerate(zip(static.graphs, static.specs, static.plans, strict=True)):
-        keep, offload = plan.named("keep"), plan.named("offload")
-        wanted = keep + offload
-        x, residuals = layer_forward(
-            graph, spec, wanted, trainables[index], frozens[index], x, layout, _layer_key(keys, index)
-        )
-        if storing:
-            # Without this XLA sinks every store into the backward, and nothing is saved.
-            hosted[index - 1], x = optimization_barrier((storing, x))
-        storing = _to_host({name: residuals[name] for name in offload})
-        kept.append({name: residuals[name] for name in keep})
-        hosted.append(storing)
-    if storing:
-        hosted[-1], x = optimization_barrier((storing, x))
-    return x, (trainables, frozens, kept, hosted, layout, keys)
+        # The backward begins with the last layer: its residuals would come back at once.
+        offload = plan.named("offload") if index < last else ()
+        wanted = plan.named("keep") + plan.named("offload")
+        layer = (graph, spec, wanted, trainables[index], frozens[index], x, layout, _layer_key(keys, index), leaving)
+        x, residuals, landed = layer_forward(*layer)
+        if index:
+            hosted.append(dict(zip(names, landed, strict=True)))
+        names, leaving = offload, tuple(cut(residuals[name]) for name in offload)
+        kept.append({name: residuals[name] for name in wanted if name not in offload})
+    return x, (trainables, frozens, kept, [*hosted, {}], layout, keys)
 
 
 def _stack_bwd(static: _Static, residuals, dx):
     trainables, frozens, kept, hosted, layout, keys = residuals
-    last = len(kept) - 1
+    rows = dx.shape[0]
     gradients = [None] * len(kept)
-
-    def fetch(index, after):
-        """Starts bringing a layer's offloaded residuals back; not before `after` exists, or all would come at once."""
-        if not hosted[index]:
-            return {}, after
-        source, after = optimization_barrier((hosted[index], after))
-        return _to_device(source), after
-
-    arriving, dx = fetch(last, dx)
-    for index in range(last, -1, -1):
-        saved = {**kept[index], **arriving}
-        if index:
-            arriving, dx = fetch(index - 1, dx)
+    arrived = ()
+    for index in range(len(kept) - 1, -1, -1):
+        saved = {**kept[index]}
+        saved |= {name: join(pieces, rows) for name, pieces in zip(hosted[index], arrived, strict=True)}
         # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them.
         saved, dx = optimization_barrier((saved, dx))
-        gradients[index], dx = layer_backward(
+        coming = tuple(hosted[index - 1].values()) if index else ()
+        gradients[index], dx, arrived = layer_backward(
             static.graphs[index],
             static.specs[index],
             trainables[index],
@@ -246,8 +246,9 @@ def _stack_bwd(static: _Static, residuals, dx):
             dx,
             layout,
             _layer_key(keys, index),
+            coming,
         )
-        if index and static.plans[index].named("offload"):
+        if index and static.plans[index] != KEEP:
             # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
             # and keeps their large operands. An 8B LoRA step of 16 layers took 21 GB for 13.
             gradients[index], dx = optimization_barrier((gradients[index], dx))

@@ -12,22 +12,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Dense bf16 and FP8 TFLOP/s with fp32 accumulation, memory TB/s: the vendor's data sheets. None: the chip has no FP8.
-_DATA_SHEETS: dict[str, tuple[float, float | None, float]] = {
-    "B200": (2250, 4500, 8.0),
-    "GB200": (2500, 5000, 8.0),
-    "H200": (989, 1979, 4.8),
-    "GH200": (989, 1979, 4.9),
-    "H100 PCIe": (756, 1513, 2.0),
-    "H100 NVL": (835, 1671, 3.9),
-    "H100": (989, 1979, 3.35),
-    "A100": (312, None, 2.0),
-    "L40S": (362, 733, 0.864),
-    "L4": (121, 242, 0.3),
-    "A10G": (70, None, 0.6),
-    "RTX 5090": (209, 419, 1.79),
-    "RTX 4090": (165, 330, 1.01),
-    "RTX 3090": (71, None, 0.936),
+
+@dataclasses.dataclass(frozen=True)
+class DataSheet:
+    """What a vendor states of a device: dense TFLOP/s summed in fp32 (None: the chip has no FP8), memory TB/s and GiB,
+    and GB/s each way of the link to the host; 0 where device and host share one memory."""
+
+    bf16_tflops: float
+    fp8_tflops: float | None
+    copy_tbps: float
+    memory_gib: float
+    link_gbps: float
+
+
+_DATA_SHEETS: dict[str, DataSheet] = {
+    "B200": DataSheet(2250, 4500, 8.0, 179, 63),
+    "GB200": DataSheet(2500, 5000, 8.0, 185, 450),
+    "GB10": DataSheet(125, 250, 0.273, 119, 0),
+    "H200": DataSheet(989, 1979, 4.8, 140, 63),
+    "GH200": DataSheet(989, 1979, 4.9, 96, 450),
+    "H100 PCIe": DataSheet(756, 1513, 2.0, 80, 63),
+    "H100 NVL": DataSheet(835, 1671, 3.9, 94, 63),
+    "H100": DataSheet(989, 1979, 3.35, 80, 63),
+    "A100": DataSheet(312, None, 2.0, 80, 31.5),
+    "A100-SXM4-40GB": DataSheet(312, None, 1.56, 40, 31.5),
+    "A100-PCIE-40GB": DataSheet(312, None, 1.56, 40, 31.5),
+    "L40S": DataSheet(362, 733, 0.864, 45, 31.5),
+    "L4": DataSheet(121, 242, 0.3, 22.5, 31.5),
+    "A10G": DataSheet(70, None, 0.6, 22.5, 31.5),
+    "RTX 5090": DataSheet(209, 419, 1.79, 32, 63),
+    "RTX 4090": DataSheet(165, 330, 1.01, 24, 31.5),
+    "RTX 3090": DataSheet(71, None, 0.936, 24, 31.5),
 }
 
 
@@ -70,12 +85,22 @@ def known_ceilings(device: str) -> Ceilings | None:
             return Ceilings(**json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}): delete it, then run `jaxtune profile ceilings`") from None
+    sheet = data_sheet(device)
+    if sheet is None:
+        return None
+    return Ceilings(device, sheet.bf16_tflops, sheet.fp8_tflops or 0.0, sheet.copy_tbps)
+
+
+def data_sheet(device: str) -> DataSheet | None:
+    """The data sheet of the device whose name (jax.Device.device_kind, or "RTX 4090") holds one that is known."""
     # "H200" is in "GH200" too: the longest name that the device bears is the right one
     names = [name for name in _DATA_SHEETS if re.search(rf"(?<![A-Z0-9]){re.escape(name)}(?![0-9])", device)]
-    if not names:
-        return None
-    bf16, fp8, copy = _DATA_SHEETS[max(names, key=len)]
-    return Ceilings(device, bf16, fp8 or 0.0, copy)
+    return _DATA_SHEETS[max(names, key=len)] if names else None
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names that `data_sheet` knows."""
+    return tuple(_DATA_SHEETS)
 
 
 def ceilings(*, remeasure: bool = False) -> Ceilings:

@@ -15,10 +15,12 @@ from rich.console import Console
 
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import from_pretrained, load_tokenizer, model_from_config, save_pretrained
+from jaxtune.models.hf import find_config, from_pretrained, load_tokenizer, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.merge import merge_adapter
-from jaxtune.train import report
+from jaxtune.models.registry import config_from_hf
+from jaxtune.profile.device import known_devices
+from jaxtune.train import memory, report
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.formats import normalize
 from jaxtune.train.data.reading import open_sources, read_rows
@@ -97,6 +99,9 @@ def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
     """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, saved, resumable)."""
     console = console or Console(soft_wrap=True)
+    if plan and (config.plan.device is not None or not config.data.train):
+        show_plan(config, console)
+        return 0
     use_compilation_cache()
     model, tokenizer = load_model(config)
     trainer = Trainer(model, tokenizer, config)
@@ -131,6 +136,36 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     return 0
 
 
+def show_plan(config: TrainConfig, console: Console) -> None:
+    """The plan for a device, here or not, from the model's shape alone: no weights, no rows, nothing compiled."""
+    name, limit = config.plan.device, None
+    if name is None:
+        here = jax.local_devices()[0]
+        if here.platform == "cpu":
+            raise ValueError(
+                "plan.device is not set, and this machine has no GPU: name one, such as "
+                f"plan.device={known_devices()[0]}"
+            )
+        name, limit = here.device_kind, (here.memory_stats() or {}).get("bytes_limit")
+    if config.adapter is not None and config.adapter.path is not None:
+        raise ValueError(
+            f"adapter.path = {config.adapter.path!r}: a plan without weights needs the adapter's settings: set "
+            "adapter.path=null and adapter.r"
+        )
+    shape = config_from_hf(find_config(config.model.from_config or config.model.path or ""))
+    device = memory.find_device(name, limit)
+    budget_bytes = memory.budget(config, device)
+    assert budget_bytes is not None  # a device with a data sheet has a memory
+    parts = memory.anatomy(memory.abstract_model(shape, config), config)
+    try:
+        forecast = memory.choose(parts, config, device, budget_bytes)
+    except memory.PlanError as error:
+        fixes = memory.fitting_settings(shape, config, device, budget_bytes)
+        raise memory.PlanError(error.smallest, budget_bytes, fixes) from None
+    longest = memory.longest_row(parts, config, device, budget_bytes)
+    console.print(report.plan_elsewhere(forecast, parts, device, budget_bytes, longest))
+
+
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     """(what for, command line): what a person wants after a run, to be typed in the folder that the run began in."""
     interpreter = Path(sys.executable)
@@ -146,7 +181,8 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
         commands.append(("ask the trained model", ask))
     train = f"{python} -m jaxtune.train"
     commands.append(("train a model of the hub on rows of your own", f"{train} lora-0.5b data.train=rows.jsonl"))
-    commands.append(("what an 8B model needs on this machine", f"{train} lora-8b data.train=rows.jsonl --plan"))
+    plan = f"{train} qlora-8b --plan plan.device='RTX 4090'"
+    commands.append(("what an 8B model needs on a GPU, and how fast it would be", plan))
     return commands
 
 

@@ -203,13 +203,28 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What happens to the residuals of the layers between forward and backward."""
+    """The memory that a step may take, and what happens to residuals between forward and backward."""
 
     __pydantic_config__ = _STRICT
 
-    residuals: Annotated[
-        Literal["keep", "recompute"], "Keep them in device memory, or only each layer's input and recompute the rest."
-    ] = "keep"
+    budget_gb: Annotated[float | None, "Device memory for the run, in GB; default: all there is."] = None
+    plan: Annotated[
+        str | None,
+        "Fixed fates of residuals: keep, recompute, or gate=offload, up=recompute; null: the fastest that fits.",
+    ] = None
+
+    def __post_init__(self) -> None:
+        _positive("memory.budget_gb", self.budget_gb)
+        _require(self.plan != "", "memory.plan", self.plan, "must be a plan such as keep, or null")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What --plan plans for."""
+
+    __pydantic_config__ = _STRICT
+
+    device: Annotated[str | None, "A device that is not here, such as RTX 4090; default: this machine's."] = None
 
 
 @dataclass(frozen=True)
@@ -344,7 +359,9 @@ class TrainConfig:
     steps: Annotated[int | None, "Optimizer steps to run; this or epochs."] = None
     epochs: Annotated[float | None, "Passes over the data; 1 when steps is not set either."] = None
     rows_per_step: Annotated[int, "Rows of data.length tokens in an optimizer step, over all devices."] = 8
-    micro_batches: Annotated[int, "Parts that the rows of a step are computed in, one after the other."] = 1
+    micro_batches: Annotated[
+        int | None, "Parts that the rows of a step are computed in, one after the other; null: the fastest that fits."
+    ] = None
     precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows and dropout."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
@@ -356,6 +373,7 @@ class TrainConfig:
         BeforeValidator(_qat_by_name),
     ] = None  # fmt: skip
     memory: MemoryConfig = MemoryConfig()
+    plan: PlanConfig = PlanConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -377,7 +395,7 @@ class TrainConfig:
         _not_negative("seed", self.seed)
         _require(self.output != "", "output", "", "must name a folder")
 
-        rows, parts, devices = self.rows_per_step, self.micro_batches, self.mesh.data
+        rows, parts, devices = self.rows_per_step, self.micro_batches or 1, self.mesh.data
         _require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
         _require(
             (rows // parts) % devices == 0, "mesh.data", devices,

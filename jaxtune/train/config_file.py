@@ -105,7 +105,7 @@ def recipe_summary(path: Path) -> str:
     return first_line.lstrip("# ") if first_line.startswith("#") else ""
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = True) -> TrainConfig:
     """Read a recipe and apply `key.sub=value` overrides.
 
     Args:
@@ -113,6 +113,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
             jaxtune package; in `output`, `{recipe}` is the recipe's name.
         overrides: e.g. `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`; a
             value is a YAML scalar, `[list]`, `{mapping}` or quoted string.
+        rows_needed: False lets data.train be missing, which is then "".
 
     Raises:
         ConfigError: everything that is wrong, one line each: key, value, where it stands, and the nearest valid key.
@@ -129,6 +130,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
     values = _substitute(values, "{package}", str(Path(__file__).parent.parent))
     for override in overrides:
         _apply_override(values, override, origins)
+    if not rows_needed and isinstance(values.setdefault("data", {}), dict):
+        values["data"].setdefault("train", "")
     output = values.setdefault("output", DEFAULT_OUTPUT)
     if isinstance(output, str):
         values["output"] = output.replace("{recipe}", path.stem)

@@ -21,19 +21,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, linears
 from jaxtune.models.quant import convert_qat, not_quantized, prepare_qat, qat_spec
-from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.memory import COMPUTE_DTYPES
 from jaxtune.train.optim import make_optimizer, weight_storage
+from jaxtune.train.planner import Planner, out_of_memory
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
-
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+from jaxtune.train.watch import Watch
 
 # What config.data says of how rows become tokens and packed rows.
 _ROW_OPTIONS = (
@@ -83,10 +83,6 @@ class TrainingInterrupted(RuntimeError):
     """A signal ended the run after a finished step; the state is saved and `resume: auto` goes on from it."""
 
 
-class TrainingStopped(ValueError):
-    """A guard ended the run; the message says what was seen and what to do."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Programs:
     """The compiled programs of a run, and what compiling took; `before_qat`: those of its steps before qat.start."""
@@ -119,10 +115,6 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
     return options
-
-
-def residual_plan(config: TrainConfig, num_layers: int) -> ResidualPlan:
-    return ResidualPlan.uniform({"keep": KEEP, "recompute": RECOMPUTE}[config.memory.residuals], num_layers)
 
 
 def _abstract(tree):
@@ -173,9 +165,6 @@ class Trainer:
 
         self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
-        self.eval_batches = None
-        if self.eval_data is not None:
-            self.eval_batches = self.eval_data.batches(config.rows_per_step // config.micro_batches, shuffle=False)
         if config.steps is not None:
             self.total_steps = config.steps
         else:
@@ -192,24 +181,25 @@ class Trainer:
         self._by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
         schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
         rates = [linear.lora.rate for _, linear in linears(model) if linear.lora is not None]
-        sets = [self.batches] if self.eval_batches is None else [self.batches, self.eval_batches]
+        sets = [data for data in (self.train_data, self.eval_data) if data is not None]
         self.program = StepProgram(
             graph=self.graph,
             optimizer=make_optimizer(config.optim, schedule),
             schedule=schedule,
-            plan=residual_plan(config, model.config.num_layers),
-            max_documents=max(b.max_documents for b in sets),
+            max_documents=max(data.batches(1, shuffle=False).max_documents for data in sets),
             max_grad_norm=config.max_grad_norm,
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
             weights=weight_storage(config.optim.weights, config.precision, _size(self._trainable)),
-            micro_batches=config.micro_batches,
         )
         self._program_before_qat = None
         if config.qat is not None and config.qat.start > 0:
             self._program_before_qat = dataclasses.replace(self.program, graph=plain_graph)
         self.names = trainable_names(self._trainable)
         self._flops = _flop_counter(model)
+        self.planner = Planner(model, config, self.batches.length, self.mesh.devices.flat[0])
+        self.eval_batches: Any = None
+        self._follow_plan()
 
     # ---- data
 
@@ -256,7 +246,7 @@ class Trainer:
     def _load_step(self, step: int) -> tuple[list[Batch], dict[str, int]]:
         """Device micro-batches of a step, and its token counts."""
         batch = self.batches.batch_at(step)
-        parts = self.config.micro_batches
+        parts = self.planner.plan.micro_batches
         counts = {
             "tokens": int((batch.segment_ids > 0).sum()),
             "trained_tokens": int(batch.weights.sum()),
@@ -270,8 +260,10 @@ class Trainer:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
         step donates them."""
         state = jax.device_put(self.program.init(self._trainable, self.config.seed), self._replicated)
-        sums = jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
-        return state, sums, jax.device_put(self._frozen, self._replicated)
+        return state, self._zero_sums(state), jax.device_put(self._frozen, self._replicated)
+
+    def _zero_sums(self, state: TrainState) -> Sums:
+        return jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> _Programs:
         """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
@@ -308,8 +300,87 @@ class Trainer:
 
     def _abstract_batch(self) -> Batch:
         """Shapes of a micro-batch, which are also those of an evaluation batch."""
-        empty = Batch.empty(self.config.rows_per_step // self.config.micro_batches, self.batches.length)
+        empty = Batch.empty(self.config.rows_per_step // self.planner.plan.micro_batches, self.batches.length)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
+
+    # ---- the plan
+
+    def _follow_plan(self) -> None:
+        """Takes up the planner's plan: programs compiled before are of another."""
+        plan = self.planner.plan
+        follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
+        self.program = dataclasses.replace(self.program, **follow)
+        if self._program_before_qat is not None:
+            self._program_before_qat = dataclasses.replace(self._program_before_qat, **follow)
+        self._micro_index = [jax.device_put(np.int32(i), self._replicated) for i in range(plan.micro_batches)]
+        if self.eval_data is not None:
+            self.eval_batches = self.eval_data.batches(self.config.rows_per_step // plan.micro_batches, shuffle=False)
+
+    def _compile_to_fit(self, state, sums, frozen, first_step: int, print_line) -> tuple[_Programs, Sums]:
+        """Compiles the plan; where the compiler's figure is over the budget, once more for a smaller one.
+
+        Returns:
+          (programs, sums): the sums in the dtype that the plan accumulates in.
+        """
+        budget = self.planner.budget_bytes
+        problem = ""
+        for attempt in range(2):
+            need = None
+            try:
+                programs = self.compile(state, sums, frozen, first_step)
+                if budget is None:
+                    return programs, sums
+                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
+                if need <= budget:
+                    return programs, sums
+                problem = f"the compiled step needs {need / 1e9:.2f} GB"
+            except jax.errors.JaxRuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                problem = "compiling it ran out of memory"
+            if attempt == 0:
+                self.planner.replan(problem, need, print_line)
+                self._follow_plan()
+                sums = self._zero_sums(state)
+        raise self.planner.hopeless(problem)
+
+    def _first_step(self, programs, sums, state, frozen, parts, step: int, print_line) -> tuple[_Programs, Sums]:
+        """The micro-batches of the first step, waited for; where memory runs out, once more under a smaller plan.
+
+        Nothing of the failed attempt is left: only the update donates the state.
+        """
+        try:
+            done = self._accumulate(self._at(programs, step), sums, state, frozen, parts)
+            return programs, jax.block_until_ready(done)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        problem = "the first step ran out of memory"
+        self.planner.replan(problem, None, print_line)
+        self._follow_plan()
+        sums = self._zero_sums(state)
+        rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
+        count = self.planner.plan.micro_batches
+        parts = [self._device_batch(rows, part, count) for part in range(count)]
+        try:
+            programs = self.compile(state, sums, frozen, step)
+            done = self._accumulate(self._at(programs, step), sums, state, frozen, parts)
+            return programs, jax.block_until_ready(done)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        raise self.planner.hopeless(problem)
+
+    def _accumulate(self, programs: _Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
+        """The sums, with every micro-batch of a step added."""
+        for index, batch in zip(self._micro_index, parts, strict=True):
+            sums = programs.accumulate(sums, state, frozen, batch, index)
+        return sums
+
+    def _at(self, programs: _Programs, step: int) -> _Programs:
+        """The programs that a step runs."""
+        early = self.config.qat is not None and step < self.config.qat.start
+        return programs.before_qat if early and programs.before_qat is not None else programs
 
     # ---- the run
 
@@ -348,20 +419,20 @@ class Trainer:
         if start >= self.total_steps:
             progress.print(f"this run is complete: {start} steps (output {self.output})")
             return state
+        for line in self.planner.lines():
+            progress.print(line)
         with progress.compiling(self._compile_guess()):
-            programs = self.compile(state, sums, frozen, start)
+            programs, sums = self._compile_to_fit(state, sums, frozen, start, progress.print)
         for line in self.precision_notes():
             progress.print(line)
 
         def at(step: int) -> _Programs:
-            early = config.qat is not None and step < config.qat.start
-            return programs.before_qat if early and programs.before_qat is not None else programs
+            return self._at(programs, step)
 
         policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_minutes)
         policy.should_save(start, time.monotonic())
-        watch = _Watch(self, logger, progress)
+        watch = Watch(self, logger, progress)
         timer = watch.timer
-        micro_index = [jax.device_put(np.int32(i), self._replicated) for i in range(config.micro_batches)]
         if config.evaluation.at_start and start == 0:
             self._evaluate(at(0), state, frozen, logger, progress, 0)
         watch.restart()
@@ -378,8 +449,13 @@ class Trainer:
                     trace.enter_context(self._capture(at(step)))
                     watch.restart()
                     tracing = True
-                for index, batch in zip(micro_index, parts, strict=True):
-                    sums = at(step).accumulate(sums, state, frozen, batch, index)
+                if step == start:
+                    planned = self.planner.plan
+                    programs, sums = self._first_step(programs, sums, state, frozen, parts, step, progress.print)
+                    if self.planner.plan != planned and step + 1 < self.total_steps:
+                        coming = pool.submit(self._load_step, step + 1)  # in micro-batches of the new plan
+                else:
+                    sums = self._accumulate(at(step), sums, state, frozen, parts)
                 state, sums, latest = programs.update(state, sums)
                 watch.step_dispatched(step, latest, counts)
                 done = step + 1
@@ -431,7 +507,7 @@ class Trainer:
 
     @property
     def _gradients(self) -> str:
-        return "fp32" if self.config.micro_batches > 1 else self.program.weights
+        return "fp32" if self.planner.plan.micro_batches > 1 else self.program.weights
 
     def _capture(self, programs: _Programs):
         meta = {
@@ -498,8 +574,7 @@ class Trainer:
             },
             "total_steps": self.total_steps,
             "numerics": {
-                "residuals": self.config.memory.residuals,
-                "micro_batches": self.config.micro_batches,
+                **self.planner.plan.to_record(),
                 "gradients": self._gradients,
                 "mesh_data": self.config.mesh.data,
                 "max_documents": self.program.max_documents,
@@ -530,6 +605,8 @@ class Trainer:
         harmless = []
 
         def check(saved):
+            self.planner.adopt(saved["numerics"])
+            self._follow_plan()
             harmless.extend(require_compatible(saved, self._meta(), _INCOMPATIBLE))
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
@@ -558,99 +635,6 @@ class Trainer:
         model = nnx.merge(graph, trainable, frozen)
         model.dtype = self._given.dtype
         return model
-
-
-class _Watch:
-    """Metrics of each step, fetched one step late so that nothing waits, and the guards that read them."""
-
-    def __init__(self, trainer: Trainer, logger: m.MetricsLogger, progress: m.Progress):
-        self.trainer, self.logger, self.progress = trainer, logger, progress
-        self.waiting: collections.deque = collections.deque()
-        self.timer = m.StepTimer()
-        self.restart()
-        self.bad: list[tuple[int, float, float]] = []
-        kind = trainer.mesh.devices.flat[0].device_kind
-        dtype = COMPUTE_DTYPES[trainer.config.precision]
-        peak = m.device_peak_flops(kind, dtype)
-        self.peak = None if peak is None else peak * trainer.mesh.size
-
-    def restart(self) -> None:
-        """Leaves what lay between, such as an evaluation, out of the next step's time."""
-        self.last = time.perf_counter()
-        self.timer.restart()
-
-    def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
-        self.waiting.append((step, latest, counts))
-        if len(self.waiting) > 1:
-            self._take()
-
-    def flush(self) -> None:
-        while self.waiting:
-            self._take()
-
-    def _take(self) -> None:
-        step, latest, counts = self.waiting.popleft()
-        config = self.trainer.config
-        values = {key: value for key, value in jax.device_get(latest).items() if key != "grad_norms"}
-        now = time.perf_counter()
-        seconds, self.last = now - self.last, now
-        done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
-        slots = config.rows_per_step * self.trainer.batches.length
-        line = {
-            "epoch": round(done / self.trainer.batches.steps_per_epoch, 4),
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": float(values["learning_rate"]),
-            "targets": int(values["targets"]),
-            "skipped": int(values["skipped"]),
-            "tokens_per_second": slots / seconds,
-            "real_tokens_per_second": counts["tokens"] / seconds,
-            "trained_tokens_per_second": counts["trained_tokens"] / seconds,
-            **self.timer.end_step(),
-            "peak_memory_bytes": m.memory_peak_bytes(),
-        }
-        if self.peak is not None:
-            line["mfu"] = self.trainer._flops(counts["tokens"], counts["sum_squared"]) / seconds / self.peak
-        if config.precision == "fp16":
-            line["loss_scale"] = float(values["loss_scale"])
-        self.trainer.history.append({"step": done, **line})
-        if done % config.metrics.log_every == 0 or done == self.trainer.total_steps or not values["finite"]:
-            self.logger.log(done, line)
-        self.progress.update(
-            done,
-            loss=loss,
-            learning_rate=line["learning_rate"],
-            grad_norm=norm,
-            tokens_per_second=line["tokens_per_second"],
-            memory_bytes=line["peak_memory_bytes"],
-        )
-        self._guard(step, loss, norm, values)
-
-    def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        done = step + 1
-        if values["finite"]:
-            self.bad.clear()
-            if norm == 0.0 and values["targets"] > 0:
-                raise TrainingStopped(
-                    f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
-                    f"{len(self.trainer.names)}, first {self.trainer.names[0]}"
-                )
-            if values["targets"] == 0 and self.trainer.batches.steps_per_epoch == 1:
-                raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
-            return
-        if self.trainer.config.precision == "fp16" and values["loss_scale"] > 1.0:
-            return  # an overflow of the scaled loss: the scale was halved, as it should
-        self.bad.append((done, loss, norm))
-        sources = self.trainer.batches.sources_at(step)
-        shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
-        self.progress.print(f"step {done}: loss {loss}, gradient norm {norm}: update skipped; rows {shown}")
-        limit = self.trainer.config.guards.max_nonfinite_in_row
-        if int(values["skipped_in_row"]) >= limit:
-            history = "; ".join(f"step {s}: loss {a}, gradient norm {b}" for s, a, b in self.bad[-limit:])
-            raise TrainingStopped(
-                f"{limit} steps in a row were not finite (guards.max_nonfinite_in_row): {history}. Nothing of them was "
-                "applied. Lower optim.learning_rate, look at the rows named above, or use precision: bf16 or fp32"
-            )
 
 
 def _size(tree) -> int:

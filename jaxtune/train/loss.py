@@ -17,6 +17,7 @@ def loss_sum_and_count(
     *,
     max_documents: int | None = None,
     plan: ResidualPlan | None = None,
+    chunk_tokens: int | None = None,
     dropout_key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of weighted next-token losses and sum of weights: float32 scalars, differentiable.
@@ -26,7 +27,8 @@ def loss_sum_and_count(
     Args:
       batch: fields [rows, length].
       max_documents: a promise about the rows that lets faster attention be chosen (see PackedLayout).
-      plan: what happens to residuals. dropout_key: adapters' dropout; None for none.
+      plan: what happens to residuals. chunk_tokens: tokens whose logits exist at a time.
+      dropout_key: adapters' dropout; None for none.
     """
     hidden = model.hidden_states(
         batch.tokens,
@@ -45,4 +47,5 @@ def loss_sum_and_count(
             batch.weights,
             soft_cap=model.config.final_soft_cap,
             head_gradient=isinstance(head, nnx.Param),
+            chunk_tokens=chunk_tokens,
         )

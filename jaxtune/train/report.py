@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import statistics
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ from rich.text import Text
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import parameters
+from jaxtune.models.stack import Fate
 from jaxtune.train.data.preview import preview
+from jaxtune.train.memory import Anatomy, Device, Forecast
+from jaxtune.train.plan import residuals_text
 from jaxtune.train.step import trainable_names
 
 
@@ -84,37 +88,90 @@ def check(trainer: Any, model: Decoder, console: Console) -> None:
     console.print(Group(*parts))
 
 
-def memory_plan(trainer: Any, console: Console) -> dict[str, float]:
-    """The report of --plan: what the compiler says the step needs on this device, in GB.
+# ---- the plan
 
-    Returns the figures: weights (frozen), state (trainable and optimizer), sums (gradients), work (temporaries of
-    forward and backward), total, and limit where the device states one.
+# Fates in the order of the table, with what each costs.
+_FATES: dict[Fate, str] = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
+
+
+def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes: float | None) -> list[str]:
+    """A plan in words: what becomes of each residual, what it costs, and what is predicted."""
+    plan = forecast.plan
+    rows = parts.rows // plan.micro_batches
+    split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
+    lines = [f"plan: {residuals_text(plan.residuals)}; {split} {rows} x {parts.length:,} tokens"]
+    if device.name == "cpu":
+        return lines
+    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
+    for fate, words in _FATES.items():
+        counts = collections.Counter(name for layer in plan.residuals.layers for name in layer.named(fate))
+        if not counts:
+            continue
+        size = sum(parts.residuals[name] * tokens * count for name, count in counts.items())
+        cost = {
+            "keep": "",
+            "offload": f", {forecast.wait_seconds:.2f} s a step of waiting for the link",
+            "recompute": f", {forecast.recompute_seconds:.2f} s a step",
+        }[fate]
+        names = ", ".join(
+            name if count == parts.num_layers else f"{name} ({count} layers)" for name, count in counts.items()
+        )
+        lines.append(f"  {words} ({size / 1e9:.2f} GB{cost}): {names}")
+    peak = f"  predicted peak {forecast.peak_bytes / 1e9:.2f} GB"
+    peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
+    speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"
+    lines.append(f"{peak}; {speed} ({device.name}: {device.note})")
+    return lines
+
+
+def measured_lines(planner: Any, step_seconds: list[float], peak_bytes: int) -> list[str]:
+    """Predicted beside measured, after the first steps; nothing on a CPU, whose rates are not known."""
+    forecast = planner.forecast
+    if planner.device.name == "cpu":
+        return []
+    seconds = statistics.median(step_seconds)
+    predicted, measured = forecast.peak_bytes / 1e9, peak_bytes / 1e9
+    return [
+        f"plan: peak {predicted:.2f} GB predicted, {measured:.2f} measured; {forecast.tokens_per_second:,.0f} tokens/s "
+        f"predicted, {forecast.tokens / seconds:,.0f} measured"
+    ]
+
+
+def memory_plan(trainer: Any, console: Console) -> dict[str, float]:
+    """The report of --plan on this machine: the plan, and what the compiler says of it, in GB.
+
+    Returns the figures: predicted, compiled (the step's peak), and limit where there is one.
     """
     state, sums, frozen = trainer.first_state()
-
-    def size(tree):
-        return sum(x.nbytes for x in jax.tree.leaves(tree)) / 1e9
-
-    figures = {"weights": size(frozen), "state": size(state), "sums": size(sums)}
+    for line in trainer.planner.lines():
+        console.print(line, markup=False, highlight=False)
     programs = trainer.compile(state, sums, frozen)
-    figures["work"] = programs.accumulate.memory_analysis().temp_size_in_bytes / 1e9
-    figures["total"] = sum(figures.values())
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    table = Table(title="Memory of the train step, on each device", title_justify="left", box=None)
+    planner = trainer.planner
+    figures = {
+        "predicted": planner.forecast.peak_bytes / 1e9,
+        "compiled": planner.compiled_bytes(programs.accumulate, programs.update) / 1e9,
+    }
+    console.print(_parts_table(planner.forecast))
+    console.print(f"the compiler says {figures['compiled']:.3f} GB (compiled in {programs.seconds:.1f} s)")
+    if planner.budget_bytes is not None:
+        figures["limit"] = planner.budget_bytes / 1e9
+        fits = figures["compiled"] <= figures["limit"]
+        console.print(f"there are {figures['limit']:.1f} GB: the step " + ("fits" if fits else "does not fit"))
+    return figures
+
+
+def _parts_table(forecast: Forecast) -> Table:
+    table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
     table.add_column("part")
     table.add_column("GB", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.3f}")
-    console.print(table)
-    residuals = trainer.config.memory.residuals
-    micro = trainer.config.micro_batches
-    console.print(f"residuals: {residuals}; micro_batches: {micro}; compiled in {programs.seconds:.1f} s")
-    if limit is not None:
-        figures["limit"] = limit / 1e9
-        fits = figures["total"] <= figures["limit"]
-        console.print(f"this device has {figures['limit']:.1f} GB: the step " + ("fits" if fits else "does not fit"))
-        if not fits:
-            console.print(
-                "what helps: memory.residuals=recompute, more micro_batches, a smaller data.length or rows_per_step"
-            )
-    return figures
+    for name, value in sorted(forecast.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, f"{value / 1e9:.3f}")
+    table.add_row("predicted peak", f"{forecast.peak_bytes / 1e9:.3f}")
+    return table
+
+
+def plan_elsewhere(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes: float, longest: int) -> Group:
+    """The report of --plan for a device that is not here. longest: tokens of the longest single row that fits."""
+    lines = plan_lines(forecast, parts, device, budget_bytes)
+    row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
+    return Group(*(Text(line) for line in lines), Text(), _parts_table(forecast), Text(row))

@@ -66,7 +66,7 @@ class StepProgram:
     Args:
       graph: graph definition of the model. optimizer: an optax transformation over float32 trainables.
       schedule: learning rate by count of updates made, for the metrics.
-      plan, max_documents: as in loss_sum_and_count. dropout: whether any adapter has dropout.
+      plan, chunk_tokens, max_documents: as in loss_sum_and_count. dropout: whether any adapter has dropout.
       max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
       weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
         update, the rest in float32. Updates are made in float32.
@@ -77,6 +77,7 @@ class StepProgram:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     plan: ResidualPlan | None = None
+    chunk_tokens: int | None = None
     max_documents: int | None = None
     max_grad_norm: float | None = 1.0
     dropout: bool = False
@@ -124,7 +125,12 @@ class StepProgram:
         def scaled_loss(trainable):
             model = nnx.merge(self.graph, trainable, frozen)
             loss, count = loss_sum_and_count(
-                model, batch, max_documents=self.max_documents, plan=self.plan, dropout_key=key
+                model,
+                batch,
+                max_documents=self.max_documents,
+                plan=self.plan,
+                chunk_tokens=self.chunk_tokens,
+                dropout_key=key,
             )
             return loss * state.loss_scale if self.scale_loss else loss, (loss, count)
 
@@ -207,7 +213,7 @@ class StepProgram:
     def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(loss sum, target count) of one batch, without dropout or gradients."""
         model = nnx.merge(self.graph, state.trainable, frozen)
-        return loss_sum_and_count(model, batch, max_documents=self.max_documents)
+        return loss_sum_and_count(model, batch, max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
 
 
 # Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.

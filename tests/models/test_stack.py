@@ -166,7 +166,10 @@ def test_equal_layers_are_traced_once(monkeypatch):
 
 
 def test_offloaded_residuals_are_on_the_host_and_come_back():
-    """In the program: a copy to the host for each offloaded residual of each layer, and one back."""
+    """In the program: a copy to the host for each offloaded residual of each layer but the last, and one back.
+
+    The backward begins with the last layer, whose residuals would come back at once.
+    """
     model = make_model()
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
 
@@ -178,7 +181,9 @@ def test_offloaded_residuals_are_on_the_host_and_come_back():
         return text.count("Space.Host"), text.count("Space.Device")
 
     assert copies(PLANS["recompute"]) == (0, 0)
-    assert copies(ResidualPlan.uniform(LayerPlan(gate="offload", up="offload"), LAYERS)) == (2 * LAYERS, 2 * LAYERS)
+    assert copies(ResidualPlan.uniform(LayerPlan(gate="offload", up="offload"), LAYERS)) == (2, 2)
+    last = ResidualPlan((KEEP,) * (LAYERS - 1) + (OFFLOAD,))
+    assert copies(last) == (0, 0)
 
 
 @pytest.mark.parametrize(

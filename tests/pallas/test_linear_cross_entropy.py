@@ -21,16 +21,17 @@ def operands(dtype=jnp.float32, seed=0):
     return hidden, head, targets, weights
 
 
-def dense(hidden, head, targets, weights, soft_cap=None, logit_scale=1.0):
+def dense(hidden, head, targets, weights, soft_cap=None, logit_scale=1.0, label_smoothing=0.0, z_loss=0.0):
     """float64 (loss sum, dhidden, dhead), from whole logits."""
     hidden, head, weights = (np.asarray(a, np.float64) for a in (hidden, head, weights))
     raw = logit_scale * hidden @ head.T
     logits = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
     exponential = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities = exponential / exponential.sum(-1, keepdims=True)
-    hit = np.eye(head.shape[0])[np.asarray(targets)]
-    loss = -(weights * np.log((probabilities * hit).sum(-1))).sum()
-    dlogits = (probabilities - hit) * weights[..., None] * logit_scale
+    hit = np.eye(head.shape[0])[np.asarray(targets)] * (1 - label_smoothing) + label_smoothing / head.shape[0]
+    lse = logits.max(-1) + np.log(exponential.sum(-1))
+    loss = (weights * (-(hit * np.log(probabilities)).sum(-1) + z_loss * lse**2)).sum()
+    dlogits = (probabilities * (1 + 2 * z_loss * lse[..., None]) - hit) * weights[..., None] * logit_scale
     if soft_cap is not None:
         dlogits = dlogits * (1 - np.tanh(raw / soft_cap) ** 2)
     return loss, dlogits @ head, np.einsum("btv,btd->vd", dlogits, hidden)
@@ -47,7 +48,10 @@ def value_and_gradients(arguments, dloss=1.0, **options):
     return loss, count, *gradients
 
 
-OPTIONS = [{}, dict(soft_cap=2.0), dict(logit_scale=0.3), dict(soft_cap=1.5, logit_scale=2.0)]
+OPTIONS = [
+    {}, dict(soft_cap=2.0), dict(logit_scale=0.3), dict(soft_cap=1.5, logit_scale=2.0), dict(label_smoothing=0.1),
+    dict(z_loss=1e-2), dict(soft_cap=3.0, logit_scale=0.5, label_smoothing=0.3, z_loss=1e-3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -77,7 +81,22 @@ def test_hidden_gradients_do_not_depend_on_the_chunk():
     whole = value_and_gradients(arguments)
     for chunk_tokens in (2, 6, 18):
         chunked = value_and_gradients(arguments, chunk_tokens=chunk_tokens)
+        np.testing.assert_allclose(chunked[0], whole[0], rtol=2e-7)  # one sum over the same terms
         np.testing.assert_allclose(chunked[2], whole[2], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(label_smoothing=1.0), "label_smoothing = 1.0: must be at least 0 and below 1"),
+        (dict(label_smoothing=-0.1), "label_smoothing = -0.1"),
+        (dict(z_loss=-1.0), "z_loss = -1.0: must be 0 or more"),
+        (dict(chunk_tokens=0), "chunk_tokens = 0: must be 1 or more"),
+    ],
+)
+def test_options_out_of_range(options, words):
+    with pytest.raises(ValueError, match=words):
+        linear_cross_entropy(*operands(), **options)
 
 
 def test_a_token_of_weight_zero_has_no_part():

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.linear_cross_entropy import reference
 
+CHUNK_LOGITS = 1 << 27  # that exist at a time by default
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
@@ -38,28 +40,42 @@ def linear_cross_entropy(
     *,
     soft_cap: float | None = None,
     logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of weighted token losses; [B, T, V] logits never exist, gradients are computed chunk by chunk in the forward.
 
-    logits = hidden head^T * logit_scale, then soft_cap * tanh(logits / soft_cap); all softmax arithmetic is fp32.
+    logits = hidden head^T * logit_scale, then soft_cap * tanh(logits / soft_cap); all softmax arithmetic is fp32. The
+    loss of a token is lse - (1 - e) logits[target] - e mean(logits) + z_loss lse^2, with lse = logsumexp(logits) and
+    e = label_smoothing as in torch's cross_entropy; the last term is the z-loss of PaLM (arXiv 2204.02311).
 
     Args:
       hidden: [B, T, D]; head: [V, D], cast to hidden's dtype for the product.
       targets: int32[B, T] in [0, V); weights: float32[B, T], 0 where a target does not count.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
-      chunk_tokens: tokens whose logits exist at a time; the default keeps them near 1 GB. Results do not depend on it
-        beyond the order of fp32 sums.
+      chunk_tokens: tokens whose logits exist at a time; by default they and their gradient take about 0.8 GB. The loss
+        does not depend on it, nor does hidden's gradient; the head's only in the order of fp32 sums.
     Returns:
-      (loss_sum, count): float32 scalars, sum of weights * nll and sum of weights.
+      (loss_sum, count): float32 scalars, sum of weights * loss and sum of weights.
+    Raises:
+      ValueError: label_smoothing, z_loss or chunk_tokens out of range.
     """
     rows, length, _ = hidden.shape
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"linear_cross_entropy: label_smoothing = {label_smoothing}: must be at least 0 and below 1")
+    if z_loss < 0.0:
+        raise ValueError(f"linear_cross_entropy: z_loss = {z_loss}: must be 0 or more")
     if chunk_tokens is None:
-        chunk_tokens = max(1, (1 << 28) // head.shape[0])
+        chunk_tokens = max(1, CHUNK_LOGITS // head.shape[0])
+    if chunk_tokens < 1:
+        raise ValueError(f"linear_cross_entropy: chunk_tokens = {chunk_tokens}: must be 1 or more")
     static = (
         ("soft_cap", soft_cap),
         ("logit_scale", logit_scale),
+        ("label_smoothing", label_smoothing),
+        ("z_loss", z_loss),
         ("head_gradient", head_gradient),
         ("chunk_length", max(1, min(length, chunk_tokens // rows))),
     )

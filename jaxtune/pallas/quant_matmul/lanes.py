@@ -192,9 +192,7 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
             registers = np.empty((count,), object)
             registers[:] = values
             signed = False if result.dtype == jnp.uint8 else None
-            found.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
-            )
+            found.append(mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed))
         return found
 
     found = load(first_row, *refs)

@@ -189,9 +189,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgro
     def load_codes(step):
         """Of one step of all that this warpgroup makes."""
         return plgpu.load(
-            codes_ref.at[
-                pl.ds(row_of(lax.div(step, steps)), rows), pl.ds(chunk_of(step) * (_CHUNK // 2), _CHUNK // 2)
-            ],
+            codes_ref.at[pl.ds(row_of(lax.div(step, steps)), rows), pl.ds(chunk_of(step) * (_CHUNK // 2), _CHUNK // 2)],
             layout=_CODES,
             optimized=False,
         )

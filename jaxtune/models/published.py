@@ -1,0 +1,78 @@
+"""Shapes of published models, as their config.json states them: what a plan needs where no weights are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": _LLAMA3_ROPE,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_LLAMA_SMALL = {"rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0}, "tie_word_embeddings": True}
+_LLAMA_3B = _LLAMA_8B | _LLAMA_SMALL | {
+    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+}  # fmt: skip
+_LLAMA_1B = _LLAMA_8B | _LLAMA_SMALL | {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+}  # fmt: skip
+_QWEN25_05B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+_QWEN3_14B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_QWEN3_32B = _QWEN3_14B | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B": _LLAMA_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_3B,
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_1B,
+    "Qwen/Qwen2.5-0.5B-Instruct": _QWEN25_05B,
+    "Qwen/Qwen3-14B": _QWEN3_14B,
+    "Qwen/Qwen3-32B": _QWEN3_32B,
+}

@@ -1,0 +1,657 @@
+"""What a step will need, and the plan that fits it, before step 0.
+
+An analytic model gives the bytes and seconds of a step under a plan: which residuals are kept, carried to the host or
+computed again, by layer; in how many micro-batches; with how many logits at a time. `choose` takes the fastest plan
+that fits a budget. The model ranks; only the winner is compiled, and the compiler's own figure checks it (loop.py).
+
+Where the numbers come from: bytes of residuals are exact, from the shapes of the segments; what the compiler adds
+around them, and the rates, were fitted to programs compiled for an H200 and to steps measured on it (README.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.linear import Linear
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.quant import quantize
+from jaxtune.models.stack import SEGMENTS, LayerPlan, ResidualPlan, layer_forward
+from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.profile.device import data_sheet, known_ceilings, known_devices
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.optim import make_optimizer, weight_storage
+from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals
+from jaxtune.train.schedule import learning_rate_schedule
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+
+# ---- what a device can do
+
+# Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned
+# host memory 55 of 63 GB/s. Other devices are taken to reach the same shares until somebody measures them.
+_GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
+_SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
+CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
+_FRAGMENTS = 0.02  # of the allocator's memory that cannot be used
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Rates in FLOP/s and bytes/s. memory_bytes: for arrays and programs, or None where nothing limits them.
+
+    link: of one direction to the host; 0 where offload is of no use (one memory for both). host_bytes: of its memory
+    that may be pinned. note: how the rates are known.
+    """
+
+    name: str
+    memory_bytes: float | None
+    gemm: float
+    copy: float
+    link: float
+    host_bytes: float
+    note: str
+
+
+_PINNED_SHARE = 0.7  # of the host's memory
+_ELSEWHERE_HOST_BYTES = 64e9  # of another machine's
+
+
+def _host_bytes() -> float:
+    """Memory of this machine, or of the container that this is."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path(file).read_text(encoding="ascii")))
+    return float(min(limits))
+
+
+def find_device(name: str, memory_bytes: float | None = None) -> Device:
+    """The device of this name: its rates as measured there (`jaxtune profile ceilings`), or from its data sheet.
+
+    Args:
+      memory_bytes: what the allocator of this machine's device may give out; None: a device elsewhere, with the memory
+        that its data sheet leaves after the context.
+    Raises:
+      ValueError: no such device, with the known ones.
+    """
+    if name == "cpu":  # for plans of tests and tiny runs: one memory, and rates that only rank
+        return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
+    sheet, known = data_sheet(name), known_ceilings(name)
+    if sheet is None and (known is None or memory_bytes is None):
+        raise ValueError(f"plan.device = {name!r}: not a device that is known; known: {', '.join(known_devices())}")
+    if known is not None and known.source == "measured":
+        rates = (known.gemm_bf16_tflops * 1e12 * _SUSTAINED, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
+        note = "rates measured on this machine"
+    else:
+        assert sheet is not None
+        rates = (
+            sheet.bf16_tflops * 1e12 * _GEMM_SHARE, sheet.copy_tbps * 1e12 * _COPY_SHARE,
+            sheet.link_gbps * 1e9 * _LINK_SHARE,
+        )  # fmt: skip
+        own = data_sheet("H200") is sheet
+        note = "measured" if own else "not measured: its data sheet, at the shares that an H200 reaches"
+    host = (_ELSEWHERE_HOST_BYTES if memory_bytes is None else _host_bytes()) * _PINNED_SHARE
+    if sheet is not None and memory_bytes is None:
+        memory_bytes = sheet.memory_gib * 2**30 - CONTEXT_BYTES
+    if sheet is not None and sheet.link_gbps == 0:
+        rates = (*rates[:2], 0.0)
+    return Device(name, memory_bytes, *rates, host, note)
+
+
+def budget(config: TrainConfig, device: Device) -> float | None:
+    """Bytes that a step's arrays and programs may take; None where nothing limits them."""
+    limits = [] if device.memory_bytes is None else [device.memory_bytes]
+    if config.memory.budget_gb is not None:
+        limits.append(config.memory.budget_gb * 1e9 - (0 if device.name == "cpu" else CONTEXT_BYTES))
+    return min(limits) * (1 - _FRAGMENTS) if limits else None
+
+
+# ---- what a step consists of
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One segment's forward, for one token: FLOPs of products and of attention, bytes moved by everything else.
+
+    weight_flops: of the weights' own gradients. Once a pass, whatever the tokens: weight_bytes read, elements decoded.
+    """
+
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+    weight_flops: float = 0.0
+    weight_bytes: float = 0.0
+    decoded: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Anatomy:
+    """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
+
+    residuals: {name: bytes a token} of a layer, the mean of all layers. work: {segment: Work}, likewise.
+    fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
+    live from forward to backward. head_bytes: of the head's gradient and its copy in the compute dtype, if it trains.
+    """
+
+    rows: int
+    length: int
+    devices: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    itemsize: int
+    residuals: Mapping[str, float]
+    work: Mapping[str, Work]
+    fixed: Mapping[str, float]
+    cast_bytes: float
+    head_bytes: float
+    head_trains: bool
+    trained: float  # parameters
+
+    @property
+    def fixed_bytes(self) -> float:
+        return sum(self.fixed.values())
+
+
+_SEGMENT_OF = {"q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
+               "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand"}  # fmt: skip
+_PROBE_TOKENS = 128
+
+
+def _nbytes(tree) -> float:
+    return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
+
+
+def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> Anatomy:
+    """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length."""
+    length = length or config.data.length
+    shape = model.config
+    dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
+    _, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
+    schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
+    states = jax.eval_shape(make_optimizer(config.optim, schedule).init, masters)
+    storage = weight_storage(config.optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(masters)))
+    kept = jax.tree.map(
+        lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
+    )
+    fixed = {
+        "frozen weights": _nbytes(frozen),
+        "the model as it was given": _nbytes(trainable),
+        f"trained parameters ({storage})": _nbytes(kept),
+        "optimizer states": _nbytes(states),
+        "gradient sums": _nbytes(masters if config.micro_batches != 1 else kept),
+    }
+    found: dict = {}  # equal layers are looked at once
+    kinds = []
+    for layer, spec in zip(model.layers, shape.layers, strict=True):
+        graph, trained, rest = nnx.split(layer, nnx.Param, ...)
+        key = (graph, spec, *_abstract_leaves((trained, rest)))
+        if key not in found:
+            found[key] = _layer(layer, key, shape, length, dtype)
+        kinds.append(found[key])
+    count = len(kinds)
+
+    def mean(values):
+        return sum(values) / count
+
+    residuals = {name: mean([kind[0].get(name, 0.0) for kind in kinds]) for name in RESIDUALS}
+    work = {
+        segment.name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[1][segment.name]) for k in kinds))))
+        for segment in SEGMENTS
+    }
+    head = model.head_variable
+    head_trains = isinstance(head, nnx.Param)
+    head_size = math.prod(head.shape)
+    return Anatomy(
+        rows=config.rows_per_step,
+        length=length,
+        devices=config.mesh.data,
+        num_layers=count,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        itemsize=dtype.itemsize,
+        residuals=residuals,
+        work=work,
+        fixed=fixed,
+        cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
+        head_bytes=head_size * (4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if head_trains else 0.0,
+        head_trains=head_trains,
+        trained=_nbytes(masters) / 4,
+    )
+
+
+def _linears(layer) -> Iterator[tuple[str, Linear]]:
+    for path, module in nnx.iter_modules(layer):
+        if isinstance(module, Linear):
+            yield str(path[-1]), module
+
+
+def _trained_matrix_bytes(layer, dtype) -> float:
+    """A layer's trained matrices in a compute dtype that is not their masters'."""
+    weights = [linear.weight for _, linear in _linears(layer)]
+    trained = [w for w in weights if isinstance(w, nnx.Param)]
+    return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
+
+
+def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dict[str, Work]]:
+    """(residual bytes a token, work of each segment) of one layer; key: what makes it equal to another."""
+    graph, spec, leaves, structure = key
+    outputs = _probe(graph, spec, shape, dtype.name, (leaves, structure))
+    residuals = {name: _nbytes(array) / _PROBE_TOKENS for name, array in outputs.items()}
+    residuals["layer_output"] = residuals["layer_input"]
+    window = min(spec.window or length, length)
+    seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
+    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in SEGMENTS}
+    for name, linear in _linears(layer):
+        size = math.prod(linear.sizes)
+        weight = linear.stored_weight
+        of = sums[_SEGMENT_OF.get(name, "contract")]
+        of["flops"] += 2.0 * size
+        of["weight_bytes"] += _nbytes(weight)
+        of["decoded"] += size if isinstance(weight, FourBit) else 0.0
+        of["weight_flops"] += 2.0 * size if isinstance(linear.weight, nnx.Param) else 0.0
+    for segment in SEGMENTS:
+        moved = sum(residuals[name] for name in (*segment.inputs, *segment.outputs))
+        if segment.name == "attend":
+            sums["attend"]["attention_flops"] = 4.0 * shape.query_size * seen_keys
+        else:
+            sums[segment.name]["moved_bytes"] = moved
+    return residuals, {name: Work(**values) for name, values in sums.items()}
+
+
+def _abstract_leaves(tree):
+    """(shapes and dtypes of the leaves, structure), hashable."""
+    leaves, structure = jax.tree.flatten(tree)
+    return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves), structure
+
+
+@functools.lru_cache(64)
+def _probe(graph, spec, shape, dtype: str, arguments) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a layer's residuals for _PROBE_TOKENS tokens."""
+    from jaxtune.models.rope import rotary_table
+    from jaxtune.pallas.attention import PackedLayout, packed_layout
+
+    leaves, structure = arguments
+    trainable, frozen = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+
+    def run(trainable, frozen, x):
+        layout = packed_layout((1, _PROBE_TOKENS), None, 1)
+        tables = tuple(
+            rotary_table(rope, shape.head_dim, shape.max_position_embeddings, layout.positions())
+            for rope in shape.rotary
+        )
+        layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
+        return layer_forward(graph, spec, RESIDUALS, trainable, frozen, x, layout, None)[1]
+
+    x = jax.ShapeDtypeStruct((1, _PROBE_TOKENS, shape.hidden_size), dtype)
+    return jax.eval_shape(run, trainable, frozen, x)
+
+
+def abstract_model(shape, config: TrainConfig) -> Decoder:
+    """The model that `config` asks for, of this DecoderConfig, without arrays."""
+
+    def make():
+        model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
+        if config.model.load_in is not None:
+            model = quantize(model, config.model.load_in)
+        if config.adapter is not None:
+            settings = dataclasses.asdict(config.adapter)
+            settings.pop("path")
+            model = get_peft_model(model, **settings, seed=config.seed)
+        return model
+
+    return nnx.eval_shape(make)
+
+
+# ---- what a plan costs
+
+# Fitted to steps of the 8B shape on an H200: everything that is not a product moves each segment's inputs and outputs
+# this many times, forward and backward; recomputing takes longer than its work in the forward does.
+_PASSES_FORWARD, _PASSES_BACKWARD, _RECOMPUTE_FACTOR = 2.0, 2.2, 1.17
+# Four bits to 16: bytes moved for an element, at the speed that XLA's pass over it has.
+_DECODE_BYTES, _DECODE_SHARE = 2.5, 0.42
+# Attention against large products, and the tokens at which it reaches half of that.
+_ATTENTION_SHARE, _ATTENTION_HALF, _ATTENTION_HALF_BACKWARD = 0.88, 2000, 1000
+_HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
+_CARRY_LOSS = 0.1  # of a transfer's time is lost under compute: both use the memory
+_LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
+_MICRO_BATCH_SECONDS = 2e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerForecast:
+    """A layer under a LayerPlan for one micro-batch, in bytes and seconds.
+
+    kept, hosted: from forward to backward. work: on the device in its own backward, beyond what is kept.
+    lost: seconds of recomputation and of waits for the link, part of forward + backward.
+    """
+
+    kept: float
+    hosted: float
+    work: float
+    forward: float
+    backward: float
+    recompute: float
+    wait: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A step under a plan. parts: {what: bytes} at the moment of the peak, for one device.
+
+    recompute_seconds, wait_seconds (for the host link): parts of step_seconds. host_bytes: pinned.
+    """
+
+    plan: StepPlan
+    parts: Mapping[str, float]
+    step_seconds: float
+    recompute_seconds: float
+    wait_seconds: float
+    host_bytes: float
+    tokens: int
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+
+def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
+    """(forward, backward) of one segment over `tokens` tokens in documents of `length`."""
+    rate = device.gemm * tokens / (tokens + _HALF_SPEED_TOKENS)
+    weights = work.weight_bytes / device.copy
+    decode = work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
+    product = max(work.flops * tokens / rate, weights) + decode
+    attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
+    passes = work.moved_bytes * tokens / device.copy
+    forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
+    backward = product + 2.5 * attention * (1 + _ATTENTION_HALF_BACKWARD / length) + _PASSES_BACKWARD * passes
+    return forward, backward + work.weight_flops * tokens / rate
+
+
+def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Device) -> LayerForecast:
+    """What one layer costs for `tokens` tokens of a micro-batch."""
+    size = {name: value * tokens for name, value in parts.residuals.items()}
+    seconds = {s.name: _segment_seconds(parts.work[s.name], tokens, parts.length, device) for s in SEGMENTS}
+    kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
+    dropped = plan.named("recompute")
+    recompute = 0.0
+    for segment in SEGMENTS[:-1]:
+        missing = [name for name in segment.outputs if name in dropped]
+        if missing:
+            share = len(missing) / len(segment.outputs) if segment.name == "expand" else 1.0
+            recompute += share * seconds[segment.name][0]
+    recompute *= _RECOMPUTE_FACTOR
+    forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
+    backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
+    link = hosted / (device.link or device.copy)
+    wait = max(link - forward, 0.0) + max(link - backward, 0.0)
+    forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
+    # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
+    work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
+    # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
+    work += sum(size[name] for name in dropped) + 1.6 * hosted
+    return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
+
+
+def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:
+    """Bytes and seconds of a step under `plan`."""
+    cache: dict[LayerPlan, LayerForecast] = {}
+    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
+    for layer in plan.residuals.layers:
+        if layer not in cache:
+            cache[layer] = layer_forecast(parts, layer, tokens, device)
+    groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
+    return _forecast(parts, plan, groups, _head(parts, plan.chunk_tokens, tokens, device), tokens, device)
+
+
+def _head(parts: Anatomy, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
+    """(bytes around the loss, seconds) of the head and the loss of a micro-batch."""
+    chunk = min(chunk_tokens, tokens)
+    hidden = tokens * parts.hidden_size * parts.itemsize
+    logits = chunk * parts.vocab_size * (4.0 + parts.itemsize)
+    products = 3 if parts.head_trains else 2
+    flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
+    passes = tokens * parts.vocab_size * 18.0 / device.copy
+    if parts.head_trains:  # the gradient's sum is read and written for every chunk
+        passes += tokens / chunk * parts.vocab_size * parts.hidden_size * 8.0 / device.copy
+    seconds = flops / (device.gemm * chunk / (chunk + _HALF_SPEED_TOKENS)) + passes
+    return logits + 3.5 * hidden + parts.head_bytes, seconds
+
+
+def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
+    """groups: runs of layers with one plan, first layers first."""
+    head_bytes, head_seconds = head
+    kept = sum(layer.kept * count for layer, count in groups)
+    # What the last layer should offload stays: the backward begins with it.
+    moments = [("the loss: logits of a chunk, hidden states", kept, head_bytes + groups[-1][0].hosted)]
+    below = 0.0
+    for layer, count in groups:
+        below += layer.kept * count
+        moments.append(("the backward of a layer", below, layer.work))
+    what, residuals, work = max(moments, key=lambda moment: moment[1] + moment[2])
+    bytes_ = {**parts.fixed, "kept residuals": residuals, what: work}
+    if parts.cast_bytes:
+        bytes_["trained weights in the compute dtype"] = parts.cast_bytes
+    if parts.head_bytes and what.startswith("the backward"):
+        bytes_["gradient of the head"] = parts.head_bytes
+    micro = plan.micro_batches
+    step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
+    update = parts.trained * 4.0 * 9 / device.copy
+    return Forecast(
+        plan=plan,
+        parts={name: value for name, value in bytes_.items() if value},
+        step_seconds=micro * (step + _MICRO_BATCH_SECONDS) + update,
+        recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
+        wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
+        host_bytes=sum(layer.hosted * count for layer, count in groups),
+        tokens=parts.rows * parts.length,
+    )
+
+
+# ---- the choice
+
+# Residuals that are decided together: nothing is won by computing one of a group again and keeping another.
+_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up"))
+_CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
+
+
+@functools.cache
+def _layer_plans(offload: bool) -> tuple[LayerPlan, ...]:
+    fates = ("keep", "offload", "recompute") if offload else ("keep", "recompute")
+    plans = []
+    for chosen in itertools.product(fates, repeat=len(_GROUPS)):
+        if chosen[0] != "recompute":
+            named: dict[str, Any] = {name: fate for group, fate in zip(_GROUPS, chosen, strict=True) for name in group}
+            plans.append(LayerPlan(**named))
+    return tuple(plans)
+
+
+def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
+    """Numbers of micro-batches that the rows of a step can be computed in."""
+    if wanted is not None:
+        return [wanted]
+    return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
+
+
+def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: float | None) -> Forecast:
+    """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast ones that with the lower peak.
+
+    What config.memory.plan and config.micro_batches fix stays as they say.
+
+    Raises:
+      PlanError: nothing fits.
+    """
+    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers)
+    budget = math.inf if budget_bytes is None else budget_bytes
+    found: list[Forecast] = []
+    for micro in splits(parts.rows, parts.devices, config.micro_batches):
+        tokens = parts.rows / micro / parts.devices * parts.length
+        # No more logits at a time than there are tokens, and no more sizes than make a difference.
+        chunks = sorted({max(1, min(int(tokens), count // parts.vocab_size)) for count in _CHUNK_LOGITS})
+        if fixed is not None:
+            found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
+        else:
+            table = _best_layers(parts, tokens, device)
+            found += [_best_pair(parts, table, micro, chunk, device, budget) for chunk in chunks]
+    fitting = [one for one in found if one.peak_bytes <= budget]
+    if not fitting:
+        raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
+    return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
+
+
+def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float) -> Forecast:
+    """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
+    longest, and one for the rest; the smallest mixture where none fits."""
+    count = parts.num_layers
+    tokens = parts.rows / micro / parts.devices * parts.length
+    head = _head(parts, chunk_tokens, tokens, device)
+    kept, work, seconds, hosted = (
+        np.array([value(f) for _, f in table])
+        for value in (lambda f: f.kept, lambda f: f.work + parts.head_bytes, lambda f: f.forward + f.backward,
+                      lambda f: f.hosted)
+    )  # fmt: skip
+    budget -= parts.fixed_bytes + parts.cast_bytes
+    # Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
+    over = count * kept + np.maximum(head[0] + hosted, work) - budget
+    saved = kept[None, :] - kept[:, None]  # by one layer more under the first plan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        number = np.where(over[None, :] > 0, np.where(saved > 0, np.ceil(over[None, :] / saved), count), 0)
+    number = np.clip(number, 0, count)
+    rest = count - number
+    residuals = number * kept[:, None] + rest * kept[None, :]
+    last_work = np.where(rest > 0, work[None, :], 0.0)
+    last_hosted = np.where(rest > 0, hosted[None, :], hosted[:, None])
+    first_peak = np.where(number > 0, number * kept[:, None] + work[:, None], 0.0)
+    peak = np.maximum(residuals + np.maximum(head[0] + last_hosted, last_work), first_peak)
+    time = number * seconds[:, None] + rest * seconds[None, :]
+    fits = (peak <= budget) & (number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes)
+    order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf)
+    if not fits.any():
+        allowed = number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes
+        order = np.where(allowed, peak, np.inf)
+    first, last = np.unravel_index(int(np.argmin(order)), order.shape)
+    first_layers = int(number[first, last])
+    layers = (table[first][0],) * first_layers + (table[last][0],) * (count - first_layers)
+    return forecast(parts, StepPlan(ResidualPlan(layers), micro, chunk_tokens), device)
+
+
+def _best_layers(parts, tokens, device) -> list[tuple[LayerPlan, LayerForecast]]:
+    """The layer plans that no other beats in memory kept, memory at work and time at once."""
+    table = [(plan, layer_forecast(parts, plan, tokens, device)) for plan in _layer_plans(device.link > 0)]
+    figures = [(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]
+    return [
+        entry
+        for entry, mine in zip(table, figures, strict=True)
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in figures)
+    ]
+
+
+class PlanError(ValueError):
+    """Nothing fits. smallest: the forecast that needs least; budget_bytes: what there is."""
+
+    def __init__(self, smallest: Forecast, budget_bytes: float, fixes: Sequence[str] = (), problem: str = ""):
+        self.smallest, self.budget_bytes = smallest, budget_bytes
+        largest = sorted(smallest.parts.items(), key=lambda part: -part[1])[:3]
+        problem = problem or "no plan fits: the smallest"
+        text = f"{problem} needs {smallest.peak_bytes / 1e9:.2f} GB of {budget_bytes / 1e9:.2f} GB. "
+        text += "Its largest parts: " + "; ".join(f"{name} {value / 1e9:.2f} GB" for name, value in largest) + "."
+        if fixes:
+            text += " What would fit: " + "; ".join(fixes) + "."
+        super().__init__(text)
+
+
+def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: float, wanted: int = 3) -> list[str]:
+    """Changes of the config, each enough alone, under which a plan fits; the gentlest first."""
+
+    def changed(section: str, **values) -> TrainConfig:
+        return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+    options: list[tuple[str, TrainConfig]] = []
+    if config.micro_batches is not None or config.memory.plan is not None:
+        free = dataclasses.replace(changed("memory", plan=None), micro_batches=None)
+        options.append(("memory.plan=null micro_batches=null (the planner chooses)", free))
+    if config.optim.name == "adamw":
+        options.append(("optim.name=adamw_8bit", changed("optim", name="adamw_8bit")))
+    if config.adapter is not None and config.model.load_in is None:
+        options.append(("model.load_in=nf4", changed("model", load_in="nf4")))
+    length = config.data.length // 2
+    while length >= 256:
+        options.append((f"data.length={length}", changed("data", length=length)))
+        length //= 2
+    if config.adapter is None:
+        from jaxtune.train.config import AdapterConfig
+
+        adapted = dataclasses.replace(config, adapter=AdapterConfig())
+        options.append(("adapter={r: 16}", adapted))
+        if config.model.from_config is None:
+            model = dataclasses.replace(config.model, load_in="nf4")
+            options.append(("adapter={r: 16} model.load_in=nf4", dataclasses.replace(adapted, model=model)))
+    found: list[str] = []
+    models: dict[tuple, Decoder] = {}
+
+    def parts_of(option: TrainConfig) -> Anatomy:
+        key = (option.model, repr(option.adapter))
+        if key not in models:
+            models[key] = abstract_model(shape, option)
+        return anatomy(models[key], option)
+
+    for text, option in options:
+        key = text.split("=")[0]
+        if len(found) < wanted and not any(other.split("=")[0] == key for other in found):
+            try:
+                choose(parts_of(option), option, device, budget_bytes)
+            except PlanError:
+                continue
+            found.append(text)
+    if len(found) < wanted:
+        smallest = minimum_bytes(parts_of(config), config, device) + CONTEXT_BYTES
+        found.append(f"a device with {smallest / (1 - _FRAGMENTS) / 1e9:.1f} GB free")
+    return found
+
+
+def minimum_bytes(parts: Anatomy, config: TrainConfig, device: Device) -> float:
+    """The least that any plan needs."""
+    try:
+        return choose(parts, config, device, 0.0).peak_bytes
+    except PlanError as error:
+        return error.smallest.peak_bytes
+
+
+def longest_row(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
+    """The longest single row, in tokens, a multiple of `step`, with which some plan fits; 0 if none does."""
+
+    def fits(length: int) -> bool:
+        row = dataclasses.replace(parts, rows=parts.devices, length=length)
+        one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
+        try:
+            choose(row, one, device, budget_bytes)
+        except PlanError:
+            return False
+        return True
+
+    low, high = 0, 1
+    while high < 4096 and fits(high * step):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step

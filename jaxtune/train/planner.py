@@ -1,0 +1,99 @@
+"""The plan of one run: chosen before it is compiled, checked after, kept when the run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.train import memory
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.memory import Forecast, PlanError
+from jaxtune.train.plan import StepPlan
+from jaxtune.train.report import plan_lines
+
+# A step that ran out of memory needed more than was predicted; by how much nobody says.
+_MORE = 1.15
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether XLA raised `error` because memory ran out."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
+class Planner:
+    """Chooses the plan of a run on a device, and another one where the first was too large.
+
+    Args:
+      model: what is trained. length: of its rows, in tokens. device: a jax.Device.
+
+    Attributes: device (memory.Device), budget_bytes (None: no limit), anatomy, forecast (of the plan in force).
+
+    Raises:
+      PlanError: nothing fits.
+    """
+
+    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
+        self.config, self.shape = config, model.config
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        self.device = memory.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
+        self.budget_bytes = memory.budget(config, self.device)
+        self.anatomy = memory.anatomy(model, config, length)
+        self.forecast = self._choose(self.budget_bytes)
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.forecast.plan
+
+    def lines(self) -> list[str]:
+        """The plan in words."""
+        return plan_lines(self.forecast, self.anatomy, self.device, self.budget_bytes)
+
+    def adopt(self, record: dict[str, Any]) -> None:
+        """Takes a checkpoint's plan, unless the config asks for another: one chosen anew might not be the same."""
+        stored = StepPlan.from_record(record, self.anatomy.num_layers)
+        same_split = self.config.micro_batches in (None, stored.micro_batches)
+        if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
+            self.forecast = memory.forecast(self.anatomy, stored, self.device)
+
+    def replan(self, problem: str, need_bytes: float | None, print_line: Callable[[str], None]) -> None:
+        """Another plan, smaller by as much as the last one's need was underestimated (None: not known)."""
+        peak = self.forecast.peak_bytes
+        room = "" if self.budget_bytes is None else f" in {self.budget_bytes / 1e9:.2f} GB"
+        print_line(f"the plan does not fit{room}: {problem}; planning once more")
+        smaller = peak / _MORE
+        if need_bytes is not None and self.budget_bytes is not None:
+            smaller = self.budget_bytes * peak / need_bytes
+        self.forecast = self._choose(smaller)
+        for line in self.lines():
+            print_line(line)
+
+    def hopeless(self, problem: str) -> PlanError:
+        """The error of a run whose second plan did not fit either."""
+        budget = self.budget_bytes or self.forecast.peak_bytes
+        return PlanError(self.forecast, budget, self._fixes(budget / _MORE), f"planned twice, and still {problem}; it")
+
+    def _choose(self, budget_bytes: float | None) -> Forecast:
+        try:
+            return memory.choose(self.anatomy, self.config, self.device, budget_bytes)
+        except PlanError as error:
+            fixes = self._fixes(error.budget_bytes)
+            raise PlanError(error.smallest, error.budget_bytes, fixes) from None
+
+    def _fixes(self, budget_bytes: float) -> list[str]:
+        data = dataclasses.replace(self.config.data, length=self.anatomy.length)
+        config = dataclasses.replace(self.config, data=data)
+        return memory.fitting_settings(self.shape, config, self.device, budget_bytes)
+
+    def compiled_bytes(self, *programs: Any) -> float:
+        """What the compiler says that the programs of a step need at most, with all that lies beside their arguments.
+
+        The work space that vendor libraries choose at run time is not in it.
+        """
+        needs = []
+        for program in programs:
+            analysis = program.memory_analysis()
+            added = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            needs.append(analysis.temp_size_in_bytes + max(added, 0))
+        return self.anatomy.fixed_bytes + max(needs)
