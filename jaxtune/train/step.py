@@ -69,11 +69,11 @@ class StepProgram:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     plan: ResidualPlan | None = None
-    chunk_tokens: int | None = None
     max_documents: int | None = None
     max_grad_norm: float | None = 1.0
     dropout: bool = False
     scale_loss: bool = False
+    chunk_tokens: int | None = None
 
     def init(self, trainable, seed: int) -> TrainState:
         """A first state over a private float32 copy of `trainable`: the step donates it, the caller keeps theirs."""
