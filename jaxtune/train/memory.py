@@ -296,7 +296,8 @@ def _probe(graph, spec, shape, dtype: str, arguments) -> dict[str, jax.ShapeDtyp
             for rope in shape.rotary
         )
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
-        return layer_forward(graph, spec, RESIDUALS, trainable, frozen, x, layout, None)[1]
+        # Not the jitted function: what it traces here must not be found again by a run on another device.
+        return layer_forward.__wrapped__(graph, spec, RESIDUALS, trainable, frozen, x, layout, None)[1]
 
     x = jax.ShapeDtypeStruct((1, _PROBE_TOKENS, shape.hidden_size), dtype)
     return jax.eval_shape(run, trainable, frozen, x)

@@ -77,13 +77,13 @@ class StepProgram:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     plan: ResidualPlan | None = None
-    chunk_tokens: int | None = None
     max_documents: int | None = None
     max_grad_norm: float | None = 1.0
     dropout: bool = False
     scale_loss: bool = False
     weights: Literal["fp32", "bf16"] = "fp32"
     micro_batches: int = 1
+    chunk_tokens: int | None = None
 
     def init(self, trainable, seed: int) -> TrainState:
         """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs."""

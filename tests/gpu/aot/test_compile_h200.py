@@ -32,8 +32,8 @@ PLANS = {"keep": KEEP, "recompute": RECOMPUTE, "offload": LayerPlan(gate="offloa
 INPUT = TOKENS * HIDDEN * 2
 WIDE = TOKENS * INNER * 2
 RESIDUALS = TOKENS * (3 * HIDDEN + (HEADS + 2 * KV_HEADS) * HEAD_DIM + 2 * INNER) * 2 + TOKENS * HEADS * 4
-# Logits of a chunk in fp32, and their gradient in bf16 (linear_cross_entropy's default keeps 2^28 logits).
-LOGITS = 2**28 * (4 + 2)
+# Logits of a chunk in fp32, and their gradient in bf16 (linear_cross_entropy's default keeps 2^27 logits).
+LOGITS = 2**27 * (4 + 2)
 
 
 def make_model(layers: int, four_bit: bool = False):
@@ -116,8 +116,8 @@ def test_arguments_are_weights_adapters_sums_and_the_batch():
 def test_what_is_kept_is_what_the_plan_says():
     assert per_layer_bytes("keep") == pytest.approx(RESIDUALS, rel=0.01)
     total = memory("keep").temp_size_in_bytes
-    # At the loss: all residuals, one chunk of logits, and a few arrays [tokens, hidden] around it.
-    assert 4 * RESIDUALS + LOGITS < total < 4 * RESIDUALS + LOGITS + 4 * INPUT
+    # In the backward of the last layer: all residuals, the activation, and the gradients of it, gate and up.
+    assert 4 * RESIDUALS + LOGITS < total < 4 * RESIDUALS + 4 * WIDE + 2 * INPUT
 
 
 def test_packed_rows_take_hardly_more():
@@ -128,7 +128,7 @@ def test_packed_rows_take_hardly_more():
 def test_recompute_keeps_only_the_inputs_of_layers():
     total = memory("recompute").temp_size_in_bytes
     # In the backward of one layer: its residuals, the activation, and the gradients of gate, up and the activation.
-    assert 4 * INPUT + RESIDUALS < total < 4 * INPUT + RESIDUALS + 5 * WIDE
+    assert 4 * INPUT + RESIDUALS < total < 3 * INPUT + RESIDUALS + 4 * WIDE + 2 * INPUT
     assert memory("recompute").host_temp_size_in_bytes == 0
 
 
@@ -143,11 +143,41 @@ def test_four_bit_weights_leave_nothing_decoded(plan):
 
 
 def test_what_is_offloaded_leaves_the_device():
-    for layers in (2, 4):
-        assert memory("offload", layers).host_temp_size_in_bytes == layers * 2 * WIDE
+    for layers in (2, 4):  # the last layer's are needed at once, and stay
+        assert memory("offload", layers).host_temp_size_in_bytes == (layers - 1) * 2 * WIDE
     total = memory("offload").temp_size_in_bytes
-    # Gate and up of two layers are on the device at most: one computes, one is on its way.
-    assert total < 4 * (RESIDUALS - 2 * WIDE) + LOGITS + 2 * 2 * WIDE
+    # In a layer's backward: its gate and up, part of the next one's, which are on their way, and four more such arrays.
+    assert total < 4 * (RESIDUALS - 2 * WIDE) + 1.6 * 2 * WIDE + 4 * WIDE + 2 * INPUT
+
+
+def transfers(plan: str) -> list[tuple[str, int, int]]:
+    """("to host" or "to device", products before its start, products before its end) of every asynchronous copy."""
+    lines = compiled(plan).as_text().splitlines()
+    entry = max(index for index, line in enumerate(lines) if line.startswith("ENTRY"))
+    begun, found, count = {}, [], 0
+    for line in lines[entry:]:
+        name = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line)
+        if name is None:
+            continue
+        count += "__cublas$lt$matmul" in name[2] or "__cudnn$fmha" in name[2]
+        if " copy-start(" in name[2]:
+            begun[name[1]] = count
+        done = re.search(r" copy-done\((?:.* )?%?([\w.-]+)\)", name[2])
+        if done:
+            to_host = "S(5)" in name[2].split(" copy-done")[0]
+            found.append(("to host" if to_host else "to device", begun[done[1]], count))
+    return found
+
+
+def test_transfers_run_under_the_whole_layer():
+    """Not under the few products before their end only, where XLA's scheduler would put a single copy's start."""
+    for direction in ("to host", "to device"):
+        covered = set()
+        for way, first, last in transfers("offload"):
+            if way == direction:
+                covered.update(range(first, last))
+        # Three layers of four send, and three receive, under 19 products of a layer's forward, 33 of its backward.
+        assert len(covered) > 0.7 * 3 * (19 if direction == "to host" else 33), direction
 
 
 def products(plan: str, where: str) -> list[tuple[str, float]]:

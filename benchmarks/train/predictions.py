@@ -1,0 +1,131 @@
+"""The planner's predicted peak beside the compiler's figure, for a H200, whether there is one or not.
+
+    python benchmarks/train/predictions.py [--cases 0,3] --output FILE.json        (in the environment of `make aot`)
+
+The compiler's figure is memory_analysis of the train step's two programs and what lies beside their arguments. Programs
+are compiled with few layers and extended by what two more layers add: peaks are linear in the number of layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs for an absent device cannot be read back
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.shapes import SHAPES
+from jaxtune.models.registry import config_from_hf
+from jaxtune.train import memory
+from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.loop import compiler_options
+from jaxtune.train.optim import make_optimizer
+from jaxtune.train.plan import StepPlan, parse_residuals
+from jaxtune.train.schedule import learning_rate_schedule
+from jaxtune.train.step import StepProgram
+
+# shape, rows of a micro-batch, length, LoRA rank (0: all trains), base, plan.
+CASES = [
+    ("llama-3.2-1b", 8, 2048, 0, None, "keep"),
+    ("llama-3.2-3b", 8, 4096, 16, None, "gate=recompute, up=recompute"),
+    ("llama-3.1-8b", 8, 2048, 16, "nf4", "keep"),
+    ("llama-3.1-8b", 2, 8192, 16, "nf4", "recompute, layer_input=offload"),
+    ("llama-3.1-8b", 1, 65536, 16, "nf4", "recompute, attention_out=keep, lse=keep"),
+    ("qwen3-14b", 4, 4096, 16, "nf4", "recompute"),
+    ("qwen3-32b", 4, 2048, 16, "nf4", "gate=offload, up=offload"),
+    ("qwen3-32b", 1, 65536, 16, "nf4", "recompute, layer_input=offload"),
+]
+
+
+def compiled_and_predicted(
+    target: Any, shape: str, layers: int, rows: int, length: int, rank: int, load_in: str | None, plan: str
+) -> tuple[float, float]:
+    """(bytes by the compiler for `target`, bytes by the planner) of a step of `layers` layers of a shape."""
+    config = TrainConfig(
+        model=ModelConfig(path=shape, load_in=load_in),  # type: ignore[arg-type]
+        data=DataConfig(train="none", length=length),
+        adapter=AdapterConfig(r=rank) if rank else None,
+        rows_per_step=rows,
+        steps=10,
+        memory=MemoryConfig(plan=plan),
+    )
+    hf = SHAPES[shape] | {"num_hidden_layers": layers}
+    model = memory.abstract_model(config_from_hf(hf), config)
+    parts = memory.anatomy(model, config)
+    device = memory.find_device(target.kind)
+    step_plan = StepPlan(parse_residuals(plan, layers), 1, 2**26 // parts.vocab_size)
+    predicted = memory.forecast(parts, step_plan, device)
+
+    schedule = learning_rate_schedule(config.schedule, 1e-4, 10)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    program = StepProgram(
+        graph,
+        make_optimizer(config.optim, schedule),
+        schedule,
+        step_plan.residuals,
+        max_documents=1,
+        chunk_tokens=step_plan.chunk_tokens,
+    )
+    where = target.sharding()
+
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
+    sums = placed(jax.eval_shape(program.zero_sums, trainable))
+    batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))
+    options = compiler_options("gpu", deterministic=False)
+    needs = []
+    with target.lowering():
+        lowered = (
+            jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, placed(frozen), batch, index),
+            jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums),
+        )
+    for one in lowered:
+        analysis = one.compile(compiler_options=options).memory_analysis()
+        needs.append(analysis.temp_size_in_bytes + max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0))
+    return parts.fixed_bytes + max(needs), predicted.peak_bytes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(str(i) for i in range(len(CASES))))
+    parser.add_argument("--layers", type=int, default=4, help="the smaller number of layers that is compiled")
+    parser.add_argument("--output", required=True)
+    options = parser.parse_args()
+    from benchmarks.record import environment, write
+    from tests.gpu.aot.target import H200
+
+    results = []
+    for case in (CASES[int(i)] for i in options.cases.split(",")):
+        shape, *rest = case
+        count = SHAPES[shape]["num_hidden_layers"]
+        few, more = (compiled_and_predicted(H200, shape, n, *rest) for n in (options.layers, options.layers + 2))
+        compiled, predicted = (a + (b - a) / 2 * (count - options.layers) for a, b in zip(few, more, strict=True))
+        fields = ("shape", "rows", "length", "adapter_rank", "load_in", "plan")
+        result = dict(zip(fields, case, strict=True)) | {
+            "layers": count,
+            "compiled_gb": compiled / 1e9,
+            "predicted_gb": predicted / 1e9,
+            "predicted_over_compiled": predicted / compiled,
+        }
+        results.append(result)
+        print(result, flush=True)
+    ratios = [result["predicted_over_compiled"] for result in results]
+    record = {"benchmark": "train/predictions", **environment(), "device": H200.kind, "compiled_without_device": True}
+    write(options.output, record | {"cases": results, "smallest_ratio": min(ratios), "largest_ratio": max(ratios)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

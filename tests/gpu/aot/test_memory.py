@@ -1,0 +1,45 @@
+"""The planner's figures beside the compiler's, and the loss's memory, for an H200 that is not there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.train.predictions import compiled_and_predicted
+from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from tests.gpu.aot.target import H200
+
+# shape, layers of it, rows, length, LoRA rank (0: all trains), base, plan.
+CONFIGS = [
+    ("llama-3.2-1b", 4, 8, 2048, 0, None, "keep"),
+    ("llama-3.1-8b", 8, 8, 2048, 16, "nf4", "0-3: recompute, layer_input=offload; 4-7: gate=offload, up=offload"),
+    ("qwen3-32b", 4, 1, 65536, 16, "nf4", "recompute"),
+]
+
+
+@pytest.mark.parametrize(("shape", "layers", "rows", "length", "rank", "load_in", "plan"), CONFIGS)
+def test_predicted_peak_beside_the_compilers(shape, layers, rows, length, rank, load_in, plan):
+    compiled, predicted = compiled_and_predicted(H200, shape, layers, rows, length, rank, load_in, plan)
+    assert 0.97 * compiled <= predicted <= 1.07 * compiled
+
+
+@pytest.mark.parametrize(("rows", "length"), [(4, 2048), (1, 8192)])
+def test_the_loss_of_8192_tokens_takes_less_than_a_gigabyte(rows, length):
+    """Vocabulary 128k, hidden 4,096, frozen head: loss and gradient, above the hidden states."""
+    where = H200.sharding()
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def step(hidden, head, targets, weights):
+        return jax.value_and_grad(
+            lambda hidden: linear_cross_entropy(hidden, head, targets, weights, head_gradient=False)[0]
+        )(hidden)
+
+    operands = (array(rows, length, dtype=jnp.int32), array(rows, length, dtype=jnp.float32))
+    with H200.lowering():
+        lowered = jax.jit(step).lower(array(rows, length, 4096), array(128_256, 4096), *operands)
+    analysis = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).memory_analysis()
+    assert analysis.temp_size_in_bytes + analysis.output_size_in_bytes < 1.02e9
+    assert analysis.temp_size_in_bytes < 1.0e9
