@@ -29,8 +29,9 @@ _LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at
 _LINES = 8  # that a program has on their way
 _CHUNK = 512  # elements of a row that a warpgroup of the small product takes at once: two blocks a warp
 _WARPGROUPS = 2  # of the small product
-_PROGRAMS = 264  # of the small product: two on each multiprocessor of an H100 or H200
-_AHEAD = 1  # chunks that are on their way while one is multiplied
+# Of the small product over 8 and 16 tokens: as many as fit an H100's or H200's 132 multiprocessors by their registers.
+_PROGRAMS = {8: 3 * 132, 16: 2 * 132}
+_AHEAD = 1  # chunks that are on their way while one is multiplied; more cost registers, and with them programs
 _ROWS = lanes.ROWS_OF_A_WARP
 
 _interpret: Any = None
@@ -64,8 +65,8 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     """Why `small_matmul` cannot serve this call, or None."""
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens; at most {MAX_TOKENS}"
-    if len(weight.shape) != 2 or weight.shape[0] % _ROWS or weight.shape[1] % _CHUNK:
-        return f"weight {weight.shape}; wants multiples of {_ROWS} and {_CHUNK}"
+    if len(weight.shape) != 2 or weight.shape[0] % _ROWS or weight.shape[1] % (_WARPGROUPS * _CHUNK):
+        return f"weight {weight.shape}; wants multiples of {_ROWS} and {_WARPGROUPS * _CHUNK}"
     return refusal(weight, dtype)
 
 
@@ -252,16 +253,6 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
-_TILES = None
-
-
-def _row_tiles(rows: int, tokens: int) -> int:
-    """How many times 16 rows a program takes: x is read once for all of them."""
-    if _TILES is not None:
-        return _TILES
-    return 2 if tokens > 8 and rows % (2 * _ROWS) == 0 else 1
-
-
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
 
@@ -270,22 +261,21 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     tokens, columns = x.shape
     rows = weight.shape[0]
     width = 8 if tokens <= 8 else 16
-    own = _ROWS * _row_tiles(rows, tokens)
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = _absmax_operands(weight)
     with jax.named_scope("small_matmul"):
         return _kernel(
             functools.partial(_small_kernel, dtype=x.dtype, warpgroups=_WARPGROUPS),
             out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
-            grid=(min(rows // own, _PROGRAMS),),
+            grid=(min(rows // _ROWS, _PROGRAMS[width]),),
             grid_names=("program",),
             num_threads=_WARPGROUPS,
             thread_name="wg",
             scratch_types=[
                 plgpu.SMEM((256, 32), jnp.uint32),
                 # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
-                plgpu.SMEM((2, own, columns // BLOCK + 4), jnp.float32),
-                plgpu.SMEM((_WARPGROUPS, 4 * own, width), jnp.float32),
+                plgpu.SMEM((2, _ROWS, columns // BLOCK + 4), jnp.float32),
+                plgpu.SMEM((_WARPGROUPS, 4 * _ROWS, width), jnp.float32),
                 plgpu.Barrier(num_arrivals=_WARPGROUPS),
                 plgpu.Barrier(num_arrivals=_WARPGROUPS),
             ],
