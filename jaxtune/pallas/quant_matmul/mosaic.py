@@ -70,11 +70,11 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     return refusal(weight, dtype)
 
 
-def _kernel(body, **options):
+def _kernel(body, interpret, **options):
     return plgpu.kernel(
-        functools.partial(body, interpreted=_interpret is not None),
+        functools.partial(body, interpreted=interpret is not None),
         **options,
-        **({} if _interpret is None else {"interpret": _interpret}),
+        **({} if interpret is None else {"interpret": interpret}),
     )
 
 
@@ -117,13 +117,19 @@ def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, in
 
 def dequantize(weight: FourBit, dtype) -> jax.Array:
     """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`."""
-    # So that a program's blocks lie within one nested block, lines are a power of two.
+    return _dequantize(weight, jnp.dtype(dtype), _interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
+def _dequantize(weight: FourBit, dtype, interpret) -> jax.Array:
+    # A power of two, so that the blocks of a program lie within one nested block.
     lines = next(n for n in (_LINES, _LINES // 2, _LINES // 4, 1) if weight.size % (2 * n * _LINE) == 0)
     chunks = weight.size // (2 * lines * _LINE)
     with jax.named_scope("dequantise"):
         absmax, *nested = _absmax_operands(weight)
         values = _kernel(
             functools.partial(_dequantize_kernel, lines=lines, dtype=dtype),
+            interpret,
             out_type=jax.ShapeDtypeStruct((chunks, 2 * lines * _LINE), dtype),
             grid=(chunks,),
             grid_names=("chunk",),
@@ -258,6 +264,11 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
 
     Table entries are rounded to x's dtype, products summed in float32 and scaled there by a block's absmax.
     """
+    return _small_matmul(x, weight, _interpret)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _small_matmul(x: jax.Array, weight: FourBit, interpret) -> jax.Array:
     tokens, columns = x.shape
     rows = weight.shape[0]
     width = 8 if tokens <= 8 else 16
@@ -266,6 +277,7 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     with jax.named_scope("small_matmul"):
         return _kernel(
             functools.partial(_small_kernel, dtype=x.dtype, warpgroups=_WARPGROUPS),
+            interpret,
             out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
             grid=(min(rows // _ROWS, _PROGRAMS[width]),),
             grid_names=("program",),
@@ -283,6 +295,6 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
             x,
             weight.codes.reshape(rows, -1),
             absmax.reshape(rows, -1),
-            jnp.asarray(pairs if _interpret is not None else pairs.view(np.uint32).reshape(-1)),
+            jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
             *nested,
         )
