@@ -49,10 +49,11 @@ def test_dequantising_is_decoding(shape, double_quant, dtype):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "tokens", "double_quant"), [(32, 2048, 1, True), (16, 2560, 11, True), (16, 512, 8, False)]
+    ("rows", "columns", "tokens", "double_quant"), [(48, 2048, 1, True), (16, 3072, 11, True), (16, 1024, 8, False)]
 )
-def test_small_product(rows, columns, tokens, double_quant):
-    """Rows that are one chunk, and that the warpgroups share unevenly; tokens below, at and above one tile."""
+def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
+    """One and several tiles a program, one and several chunks a warpgroup; tokens below, at and above eight."""
+    monkeypatch.setattr(mosaic, "_PROGRAMS", {8: 2, 16: 2})
     weight = packed(rows, columns, double_quant)
     x = jax.random.normal(jax.random.key(1), (tokens, columns)).astype(jnp.bfloat16)
     want = np.asarray(x, np.float64) @ np.asarray(weight.decode(jnp.float32), np.float64).T
@@ -62,7 +63,7 @@ def test_small_product(rows, columns, tokens, double_quant):
     assert distance(got, want) <= 2 * distance(x @ weight.decode(jnp.bfloat16).T, want)
 
 
-def group(columns=512):
+def group(columns=1024):
     """Two weights in four bits and one array over one x, with adapters."""
     keys = jax.random.split(jax.random.key(3), 6)
     weights = [packed(32, columns), packed(16, columns, seed=1), jax.random.normal(keys[0], (8, columns), jnp.bfloat16)]
@@ -82,7 +83,7 @@ def group(columns=512):
 def test_the_whole_op_over_the_kernels(tokens):
     """Forward and gradients of a group: few tokens through the small product, more through the decoded weight."""
     weights, loras = group()
-    x = jax.random.normal(jax.random.key(9), (tokens, 512)).astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(9), (tokens, 1024)).astype(jnp.bfloat16)
 
     def run(implementation):
         def outputs(x, loras):
@@ -128,7 +129,7 @@ def test_who_serves_which_call():
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "reason"),
-    [((32, 512), 17, "17 tokens; at most 16"), ((40, 512), 1, r"\(40, 512\)"), ((32, 768), 1, r"\(32, 768\)")],
+    [((32, 1024), 17, "17 tokens; at most 16"), ((40, 1024), 1, r"\(40, 1024\)"), ((32, 512), 1, r"\(32, 512\)")],
 )
 def test_refusals_of_the_small_product(shape, tokens, reason):
     with dispatch.compile_for((9, 0)), pytest.raises(AssertionError, match=reason):

@@ -29,8 +29,9 @@ _LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at
 _LINES = 8  # that a program has on their way
 _CHUNK = 512  # elements of a row that a warpgroup of the small product takes at once: two blocks a warp
 _WARPGROUPS = 2  # of the small product
-_PROGRAMS = 264  # of the small product: two on each multiprocessor of an H100 or H200
-_AHEAD = 1  # chunks that are on their way while one is multiplied
+# Of the small product over 8 and 16 tokens: as many as fit an H100's or H200's 132 multiprocessors by their registers.
+_PROGRAMS = {8: 3 * 132, 16: 2 * 132}
+_AHEAD = 1  # chunks that are on their way while one is multiplied; more cost registers, and with them programs
 _ROWS = lanes.ROWS_OF_A_WARP
 
 _interpret: Any = None
@@ -64,16 +65,16 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     """Why `small_matmul` cannot serve this call, or None."""
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens; at most {MAX_TOKENS}"
-    if len(weight.shape) != 2 or weight.shape[0] % _ROWS or weight.shape[1] % _CHUNK:
-        return f"weight {weight.shape}; wants multiples of {_ROWS} and {_CHUNK}"
+    if len(weight.shape) != 2 or weight.shape[0] % _ROWS or weight.shape[1] % (_WARPGROUPS * _CHUNK):
+        return f"weight {weight.shape}; wants multiples of {_ROWS} and {_WARPGROUPS * _CHUNK}"
     return refusal(weight, dtype)
 
 
-def _kernel(body, **options):
+def _kernel(body, interpret, **options):
     return plgpu.kernel(
-        functools.partial(body, interpreted=_interpret is not None),
+        functools.partial(body, interpreted=interpret is not None),
         **options,
-        **({} if _interpret is None else {"interpret": _interpret}),
+        **({} if interpret is None else {"interpret": interpret}),
     )
 
 
@@ -116,13 +117,19 @@ def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, in
 
 def dequantize(weight: FourBit, dtype) -> jax.Array:
     """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`."""
-    # So that a program's blocks lie within one nested block, lines are a power of two.
+    return _dequantize(weight, jnp.dtype(dtype), _interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
+def _dequantize(weight: FourBit, dtype, interpret) -> jax.Array:
+    # A power of two, so that the blocks of a program lie within one nested block.
     lines = next(n for n in (_LINES, _LINES // 2, _LINES // 4, 1) if weight.size % (2 * n * _LINE) == 0)
     chunks = weight.size // (2 * lines * _LINE)
     with jax.named_scope("dequantise"):
         absmax, *nested = _absmax_operands(weight)
         values = _kernel(
             functools.partial(_dequantize_kernel, lines=lines, dtype=dtype),
+            interpret,
             out_type=jax.ShapeDtypeStruct((chunks, 2 * lines * _LINE), dtype),
             grid=(chunks,),
             grid_names=("chunk",),
@@ -250,40 +257,35 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
-_TILES = None
-
-
-def _row_tiles(rows: int, tokens: int) -> int:
-    """How many times 16 rows a program takes: x is read once for all of them."""
-    if _TILES is not None:
-        return _TILES
-    return 2 if tokens > 8 and rows % (2 * _ROWS) == 0 else 1
-
-
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
 
     Table entries are rounded to x's dtype, products summed in float32 and scaled there by a block's absmax.
     """
+    return _small_matmul(x, weight, _interpret)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _small_matmul(x: jax.Array, weight: FourBit, interpret) -> jax.Array:
     tokens, columns = x.shape
     rows = weight.shape[0]
     width = 8 if tokens <= 8 else 16
-    own = _ROWS * _row_tiles(rows, tokens)
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = _absmax_operands(weight)
     with jax.named_scope("small_matmul"):
         return _kernel(
             functools.partial(_small_kernel, dtype=x.dtype, warpgroups=_WARPGROUPS),
+            interpret,
             out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
-            grid=(min(rows // own, _PROGRAMS),),
+            grid=(min(rows // _ROWS, _PROGRAMS[width]),),
             grid_names=("program",),
             num_threads=_WARPGROUPS,
             thread_name="wg",
             scratch_types=[
                 plgpu.SMEM((256, 32), jnp.uint32),
                 # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
-                plgpu.SMEM((2, own, columns // BLOCK + 4), jnp.float32),
-                plgpu.SMEM((_WARPGROUPS, 4 * own, width), jnp.float32),
+                plgpu.SMEM((2, _ROWS, columns // BLOCK + 4), jnp.float32),
+                plgpu.SMEM((_WARPGROUPS, 4 * _ROWS, width), jnp.float32),
                 plgpu.Barrier(num_arrivals=_WARPGROUPS),
                 plgpu.Barrier(num_arrivals=_WARPGROUPS),
             ],
@@ -291,6 +293,6 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
             x,
             weight.codes.reshape(rows, -1),
             absmax.reshape(rows, -1),
-            jnp.asarray(pairs if _interpret is not None else pairs.view(np.uint32).reshape(-1)),
+            jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
             *nested,
         )

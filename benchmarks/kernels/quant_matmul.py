@@ -1,0 +1,238 @@
+"""NF4 weights against bf16 weights of the same shape, in one run on one GPU.
+
+    python benchmarks/kernels/quant_matmul.py --output FILE.json
+
+Both sides are jaxtune's quant_matmul: over an array it is the vendor's GEMM, with the same LoRA (rank 16) through XLA.
+"ratio" is bf16 time over NF4 time. Many tokens: forward and backward to x (and to A and B), wall clock over several
+queued calls, the two sides in turns. Few tokens: forward, time of the kernels on the device (CUPTI), over copies of the
+weight that together are at least four times the L2. Dequantising and 8-bit Adam: bytes that must move over device
+time, as a share of the fastest copy of the run. Every case is checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.record import environment, write
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.quant_matmul import NF4, LoraWeights, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
+from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
+from jaxtune.train.adam8 import scale_by_adam_8bit
+
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every product goes to cuBLASLt
+L2_BYTES = 60_000_000
+RANK = 16
+
+
+def compiled(function, *arguments):
+    on_gpu = jax.default_backend() == "gpu"
+    return jax.jit(function).lower(*arguments).compile(compiler_options=OPTIONS if on_gpu else None)
+
+
+def device_ms(program, argument_sets, rounds: int = 3) -> float:
+    """Mean time of a call's kernels on the device; wall clock where there is no CUPTI."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    jax.block_until_ready([program(*arguments) for arguments in argument_sets])
+    cupti = getattr(profiler.mosaic_gpu_lib, "_mosaic_gpu_ext", None) if jax.default_backend() == "gpu" else None
+    if cupti is not None:
+        cupti._cupti_init()
+    begun = time.perf_counter()
+    results = [program(*arguments) for _ in range(rounds) for arguments in argument_sets]
+    jax.block_until_ready(results)
+    total = (time.perf_counter() - begun) * 1e3
+    if cupti is not None:
+        total = sum(ms for _, ms in cupti._cupti_get_timings(True))
+    return total / rounds / len(argument_sets)
+
+
+def wall_ms(program, arguments, inner: int = 4) -> float:
+    jax.block_until_ready(program(*arguments))
+    begun = time.perf_counter()
+    for _ in range(inner):
+        result = program(*arguments)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begun) / inner * 1e3
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def random_nf4(rows: int, columns: int, seed) -> NF4:
+    """Codes, absmax codes and nested absmax drawn at random: what quantising a normal weight would give, sooner."""
+    codes, absmax, nested = jax.random.split(jax.random.key(seed), 3)
+    blocks = rows * columns // 64
+    return NF4(
+        jax.random.bits(codes, (rows * columns // 2,), jnp.uint8),
+        jax.random.bits(absmax, (blocks,), jnp.uint8),
+        jax.random.uniform(nested, (-(-blocks // 256),), jnp.float32, 0.005, 0.01),
+        jnp.asarray(dynamic_map(signed=True)),
+        jnp.float32(0.03),
+        (rows, columns),
+        "bfloat16",
+    )
+
+
+def distance(got, want) -> float:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+def copy_gb_per_s(count: int) -> float:
+    """Bytes read and written a second of the fastest copy: XLA's elementwise kernel, or a device-to-device memcpy."""
+    array = jnp.ones((count,), jnp.bfloat16)
+    moved = 2 * array.nbytes
+    kernel = compiled(lambda a: a * jnp.bfloat16(1.5), array)
+    copy = compiled(jnp.copy, array)
+    return max(moved / device_ms(kernel, [(array,)]), moved / wall_ms(copy, (array,), 20)) / 1e6
+
+
+def dequantising(rows: int, columns: int, copy: float) -> dict:
+    weights = [random_nf4(rows, columns, seed) for seed in range(max(2, -(-4 * L2_BYTES // (rows * columns // 2))))]
+    program = compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weights[0])
+    plain = compiled(lambda w: w.decode(jnp.bfloat16), weights[0])
+    moved = weights[0].nbytes + 2 * rows * columns
+    same = bool((program(weights[0]) == plain(weights[0])).all())
+    times = {"kernel": device_ms(program, [(w,) for w in weights]), "xla": device_ms(plain, [(w,) for w in weights])}
+    rates = {name: moved / ms / 1e6 for name, ms in times.items()}
+    return {
+        "shape": [rows, columns],
+        "equal_to_decode": same,
+        "ms": times,
+        "gb_per_s": rates,
+        "share_of_copy": rates["kernel"] / copy,
+    }
+
+
+def few_tokens(rows: int, columns: int, tokens: int) -> dict:
+    def product(x, weight):
+        return quant_matmul(x, [weight])[0]
+
+    size = rows * columns
+    arrays = [
+        jax.random.normal(jax.random.key(i), (rows, columns), jnp.bfloat16)
+        for i in range(-(-4 * L2_BYTES // (2 * size)))
+    ]
+    packed = [random_nf4(rows, columns, i) for i in range(-(-4 * L2_BYTES * 2 // size))]
+    x = jax.random.normal(jax.random.key(7), (tokens, columns), jnp.bfloat16)
+    over_array, over_packed = compiled(product, x, arrays[0]), compiled(product, x, packed[0])
+    with jax.default_matmul_precision("highest"):
+        want = x.astype(jnp.float32) @ packed[0].decode(jnp.float32).T
+    errors = {
+        "kernel": distance(over_packed(x, packed[0]), want),
+        "xla": distance(x @ packed[0].decode(jnp.bfloat16).T, want),
+    }
+    times = {
+        "bf16": device_ms(over_array, [(x, w) for w in arrays]),
+        "nf4": device_ms(over_packed, [(x, w) for w in packed]),
+    }
+    return {
+        "shape": [rows, columns],
+        "tokens": tokens,
+        "errors": errors,
+        "ms": times,
+        "nf4_gb_per_s": packed[0].nbytes / times["nf4"] / 1e6,
+        "ratio": times["bf16"] / times["nf4"],
+    }
+
+
+def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
+    def both_directions(x, dout, weight, lora):
+        output, pullback = jax.vjp(lambda x, lora: quant_matmul(x, [weight], [lora])[0], x, lora)
+        return output, pullback(dout)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (tokens, columns), jnp.bfloat16)
+    dout = jax.random.normal(keys[1], (tokens, rows), jnp.bfloat16)
+    packed = random_nf4(rows, columns, 0)
+    lora = None
+    if with_lora:
+        a, b = (jax.random.normal(k, s, jnp.float32) for k, s in zip(keys[2:], ((RANK, columns), (rows, RANK))))
+        lora = LoraWeights(a * columns**-0.5, b, None, 2.0)
+    sides = {"bf16": (x, dout, packed.decode(jnp.bfloat16), lora), "nf4": (x, dout, packed, lora)}
+    programs = {name: compiled(both_directions, *arguments) for name, arguments in sides.items()}
+    results = [jax.tree.leaves(programs[name](*arguments)) for name, arguments in sides.items()]
+    errors = [distance(got, want) for want, got in zip(*results, strict=True)]
+    del results
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(7):
+        for name, arguments in sides.items():
+            times[name].append(wall_ms(programs[name], arguments))
+    ratios = [sixteen / four for sixteen, four in zip(times["bf16"], times["nf4"], strict=True)]
+    return {
+        "shape": [rows, columns],
+        "tokens": tokens,
+        "lora": with_lora,
+        "differences": errors,
+        "ms": {name: statistics.median(each) for name, each in times.items()},
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def adam(count: int, copy: float) -> dict:
+    """The 8-bit update of one tensor: reads the gradient and both moments, writes moments and direction."""
+    transform = scale_by_adam_8bit(0.9, 0.999, 1e-8)
+    gradients = [jax.random.normal(jax.random.key(i), (count,), jnp.bfloat16) for i in range(2)]
+    state = transform.init(gradients[0])
+    program = compiled(transform.update, gradients[0], state)
+    for gradient in gradients:
+        _, state = program(gradient, state)
+    ms = device_ms(program, [(gradient, state) for gradient in gradients])
+    moved = count * (2 + 4 + 2 * 2) + 4 * 4 * count // 256
+    return {"elements": count, "ms": ms, "gb_per_s": moved / ms / 1e6, "share_of_copy": moved / ms / 1e6 / copy}
+
+
+def summary(rows: list[dict]) -> dict:
+    ratios = [row["ratio"] for row in rows]
+    return {"geometric_mean": math.exp(statistics.mean(map(math.log, ratios))), "worst": min(ratios)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--scale", type=int, default=1, help="divide every size by this, to try the script elsewhere")
+    options = parser.parse_args()
+    scale = options.scale
+    shapes = [(rows // scale, columns // scale) for rows, columns in WEIGHTS]
+    copy = copy_gb_per_s(2**29 // scale**2)
+    record = {"benchmark": "kernels/quant_matmul", **environment(), "copy_gb_per_s": copy}
+    print(f"copy {copy:.0f} GB/s", flush=True)
+
+    record["dequantise"] = [dequantising(*shape, copy) for shape in shapes]
+    for row in record["dequantise"]:
+        print(row["shape"], row["equal_to_decode"], f"{row['share_of_copy']:.3f} of copy", row["ms"], flush=True)
+    record["adam_8bit"] = adam(2**28 // scale**2, copy)
+    print("8-bit Adam", record["adam_8bit"], flush=True)
+    record["products"], record["summary"] = [], {}
+    for tokens in (1, 16):
+        rows = [few_tokens(*shape, tokens) for shape in shapes]
+        record["products"] += rows
+        record["summary"][f"{tokens} tokens"] = summary(rows)
+        print(tokens, [round(row["ratio"], 3) for row in rows], record["summary"][f"{tokens} tokens"], flush=True)
+    for tokens in (4096, 16384):
+        for with_lora in (False, True):
+            rows = [many_tokens(*shape, tokens // scale, with_lora) for shape in shapes]
+            record["products"] += rows
+            name = f"{tokens} tokens, {'with' if with_lora else 'without'} LoRA"
+            record["summary"][name] = summary(rows)
+            print(name, [round(row["ratio"], 3) for row in rows], record["summary"][name], flush=True)
+    record["implementation"] = dispatch.record["quant_matmul"]
+    write(options.output, record)
+    print(json.dumps(record["summary"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
