@@ -31,7 +31,7 @@ _PAD = 128  # rows are padded to a multiple of this
 # By head dim, where nothing was measured on the GPU (pallas/tuning.py).
 FORWARD = {64: Blocks(64, 128, 3, True), 128: Blocks(64, 128, 2, True)}
 BACKWARD_QUERY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 3, False)}
-BACKWARD_KEY = {64: Blocks(64, 64, 3, False), 128: Blocks(64, 64, 2, True)}
+BACKWARD_KEY = {64: Blocks(64, 64, 3, False), 128: Blocks(64, 64, 2, False)}
 
 
 def _blocks(kernel: str, heuristic: dict[int, Blocks], query) -> Blocks:
@@ -198,8 +198,6 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     """See api.attention_backward."""
     length = query.shape[1]
     lower, upper = _prepare(layout, window)
-    if not layout.full:
-        dout = jnp.where((jnp.arange(length) < layout.doc_end)[:, :, None, None], dout, 0)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))
     stat, scaled_delta = _padded(lse * LOG2E, 2), _padded(delta * scale, 2)
     query, key, value, dout = (_padded(a, 1) for a in (query, key, value, dout))
