@@ -40,22 +40,6 @@ class PackedLayout:
         return index - self.doc_start
 
 
-_CHUNK = 128
-
-
-def _running_max(values):
-    """lax.cummax of int32[B, T] along the row, for values >= 0: within chunks of a row, then over the chunks. A GPU
-    runs it in a few kernels; cummax takes one for each doubling of the length."""
-    rows, length = values.shape
-    if length <= _CHUNK:
-        upto = jnp.arange(length)[:, None] >= jnp.arange(length)
-        return jnp.where(upto, values[:, None], 0).max(-1)
-    chunks = jnp.pad(values, ((0, 0), (0, -length % _CHUNK))).reshape(rows, -1, _CHUNK)
-    before = jnp.pad(_running_max(chunks.max(-1)), ((0, 0), (1, 0)))[:, :-1, None]
-    within = _running_max(chunks.reshape(-1, _CHUNK)).reshape(chunks.shape)
-    return jnp.maximum(before, within).reshape(rows, -1)[:, :length]
-
-
 def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
@@ -76,7 +60,7 @@ def packed_layout(
     edge = jnp.ones((rows, 1), bool)
     first = jnp.concatenate([edge, changes], axis=1)
     last = jnp.concatenate([changes, edge], axis=1)
-    start = _running_max(jnp.where(first, index, 0))
-    end = length - _running_max(jnp.where(last, length - 1 - index, 0)[:, ::-1])[:, ::-1]
+    start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+    end = jax.lax.cummin(jnp.where(last, index + 1, length), axis=1, reverse=True)
     padding = segment_ids == 0
     return PackedLayout(jnp.where(padding, index, start), jnp.where(padding, index, end), max_documents=max_documents)

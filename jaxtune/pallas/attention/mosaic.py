@@ -30,8 +30,8 @@ _PAD = 128  # rows are padded to a multiple of this
 
 # By head dim, where nothing was measured on the GPU (pallas/tuning.py).
 FORWARD = {64: Blocks(64, 128, 3, True), 128: Blocks(64, 128, 2, True)}
-BACKWARD_QUERY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 3, False)}
-BACKWARD_KEY = {64: Blocks(64, 64, 3, False), 128: Blocks(64, 64, 2, False)}
+BACKWARD_QUERY = {64: Blocks(64, 64, 4, False), 128: Blocks(64, 64, 3, False)}
+BACKWARD_KEY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 2, False)}
 
 
 def _blocks(kernel: str, heuristic: dict[int, Blocks], query) -> Blocks:
