@@ -27,6 +27,7 @@ from jaxtune.pallas.attention.mosaic_kernels import LOG2E, WARPGROUPS, Blocks, s
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 
 _PAD = 128  # rows are padded to a multiple of this
+_INTERPRETED_PROGRAMS = 2
 
 # By head dim, where nothing was measured on the GPU (pallas/tuning.py).
 FORWARD = {64: Blocks(64, 128, 3, True), 128: Blocks(64, 128, 2, True)}
@@ -141,7 +142,7 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
     return plgpu.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=_interpret is not None, **static),
         out_type=out_type,
-        grid=(2 if _interpret is not None else multiprocessors(),),
+        grid=(_INTERPRETED_PROGRAMS if _interpret is not None else multiprocessors(),),
         grid_names=("programs",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
