@@ -77,15 +77,15 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     try:
-        results, references = compare()
-        pairs = [
-            (np.asarray(result, np.float64), np.asarray(reference, np.float64))
-            for result, reference in zip(results, references, strict=True)
-        ]
+        errors = []
+        for result, reference in zip(*compare(), strict=True):
+            result, reference = np.asarray(result, np.float64), np.asarray(reference, np.float64)
+            if result.shape != reference.shape:
+                raise ValueError(f"result of shape {result.shape}, the reference's is {reference.shape}")
+            errors.append(float(np.linalg.norm(result - reference) / np.linalg.norm(reference)))
     except Exception as error:  # whatever keeps a kernel from running is a reason to run another one
         return f"failed in the check at its first use on this GPU: {type(error).__name__}: {str(error)[:300]}"
-    for number, (result, reference) in enumerate(pairs):
-        error = float(np.linalg.norm(result - reference) / np.linalg.norm(reference))
+    for number, error in enumerate(errors):
         if not error <= _FIRST_USE_BOUND:
             return (
                 f"differs from the reference in the check at its first use on this GPU: relative error {error:.3g} in "

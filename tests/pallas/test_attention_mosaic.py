@@ -12,25 +12,35 @@ import pytest
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import attention_backward, attention_forward, mosaic, packed_layout, reference
 
-ROWS, LENGTH, HEADS, KV_HEADS, DIM = 1, 300, 4, 2, 64  # three tiles of queries, the last one with a tail
+ROWS, LENGTH, DIM = 1, 300, 64  # three tiles of keys, five of queries, the last ones with a tail
+
+
+def row(*runs) -> np.ndarray:
+    """Segment ids [1, LENGTH] of (id, tokens) runs, the rest padding."""
+    ids = np.concatenate([np.repeat(number, tokens) for number, tokens in runs])
+    return np.pad(ids, (0, LENGTH - len(ids))).astype(np.int32)[None]
+
 
 # Padding in front, between and behind; a document of one token; an id that returns; bounds off the tiles' edges.
-SEGMENTS = np.concatenate(
-    [np.repeat(i, n) for i, n in ((0, 5), (1, 90), (2, 1), (1, 60), (0, 7), (3, 110), (0, 27))]
-).astype(np.int32)[None]
+SEGMENTS = row((0, 5), (1, 90), (2, 1), (1, 60), (0, 7), (3, 110))
 
+# segment ids, features, query heads, key heads
 CASES = {
-    "packed": (SEGMENTS, {}),
-    "window_sinks": (SEGMENTS, {"window": 50, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}),
-    "soft_cap": (SEGMENTS, {"soft_cap": 4.0}),
-    "one_document": (None, {}),
+    "packed": (SEGMENTS, {}, 4, 2),
+    "window_sinks": (SEGMENTS, {"window": 50, "sinks": np.linspace(-1, 1, 2, dtype=np.float32)}, 2, 1),
+    "soft_cap": (SEGMENTS, {"soft_cap": 4.0}, 2, 1),
+    "one_document": (None, {}, 2, 1),
+    "heads_that_share_nothing": (SEGMENTS, {"window": 100}, 1, 1),
+    "three_heads_share": (SEGMENTS, {}, 3, 1),
+    "documents_of_one_token": (row(*((number, 1) for number in range(1, 200)), (0, 30), (7, 65)), {}, 2, 1),
+    "padding_only": (row((0, 1)), {}, 2, 1),
 }
 
 
-def operands(dtype):
+def operands(dtype, heads=4, kv_heads=2):
     keys = jax.random.split(jax.random.key(0), 4)
-    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    made = [jax.random.normal(k, (ROWS, LENGTH, h, DIM)).astype(jnp.bfloat16) for k, h in zip(keys, heads, strict=True)]
+    shapes = [(ROWS, LENGTH, count, DIM) for count in (heads, kv_heads, kv_heads, heads)]
+    made = [jax.random.normal(k, s).astype(jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
     return [x.astype(dtype) for x in made]
 
 
@@ -44,16 +54,14 @@ def outputs(implementation, arrays, segments, features):
 
 
 def distance(got, want):
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_kernels_against_the_reference(case):
-    segments, features = CASES[case]
-    exact, exact_lse = outputs("reference", operands(jnp.float32), segments, features)
-    xla, _ = outputs("reference", operands(jnp.bfloat16), segments, features)
+def compare(segments, features, heads, kv_heads):
+    exact, exact_lse = outputs("reference", operands(jnp.float32, heads, kv_heads), segments, features)
+    xla, _ = outputs("reference", operands(jnp.bfloat16, heads, kv_heads), segments, features)
     with mosaic.interpreted():
-        got, lse = outputs("mosaic", operands(jnp.bfloat16), segments, features)
+        got, lse = outputs("mosaic", operands(jnp.bfloat16, heads, kv_heads), segments, features)
     assert dispatch.record["attention"][0] == "mosaic"
     for mine, theirs, want in zip(got, xla, exact, strict=True):
         assert distance(mine, want) <= 2 * distance(theirs, want)
@@ -61,6 +69,24 @@ def test_kernels_against_the_reference(case):
     np.testing.assert_allclose(lse[:, :, real], exact_lse[:, :, real], atol=2e-5)
     for array in got[:4]:
         assert not array[:, ~real].any(), "padding must give zeros"
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_kernels_against_the_reference(case):
+    compare(*CASES[case])
+
+
+def test_the_blocks_of_head_dim_128(monkeypatch):
+    """Other blocks walk other edges; the head dim itself changes none."""
+    for blocks in (mosaic.FORWARD, mosaic.BACKWARD_QUERY, mosaic.BACKWARD_KEY):
+        monkeypatch.setitem(blocks, DIM, blocks[128])
+    compare(*CASES["three_heads_share"])
+
+
+def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
+    """More programs than items, and a number that does not divide them."""
+    monkeypatch.setattr(mosaic, "_INTERPRETED_PROGRAMS", 7)
+    compare(SEGMENTS, {}, 1, 1)
 
 
 def test_no_bit_of_one_document_reaches_another():

@@ -113,6 +113,8 @@ def attention_backward(
 ):
     """Gradients of attention from its saved output and log-sum-exp.
 
+    Args: as in attention_forward; out and lse are its results, dout [B, T, heads, D] the gradient of out, which must be
+      finite at padding too (`attention` sees to that itself).
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
     """
@@ -137,6 +139,8 @@ def _attention_fwd(query, key, value, sinks, layout, static):
 
 def _attention_bwd(static, residuals, dout):
     query, key, value, sinks, layout, out, lse = residuals
+    if not layout.full:  # whatever a loss makes of padding
+        dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)
     gradients = attention_backward(query, key, value, out, lse, dout, layout, sinks=sinks, **dict(static))
     return (*gradients, None)
 

@@ -27,11 +27,12 @@ from jaxtune.pallas.attention.mosaic_kernels import LOG2E, WARPGROUPS, Blocks, s
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 
 _PAD = 128  # rows are padded to a multiple of this
+_INTERPRETED_PROGRAMS = 2
 
 # By head dim, where nothing was measured on the GPU (pallas/tuning.py).
 FORWARD = {64: Blocks(64, 128, 3, True), 128: Blocks(64, 128, 2, True)}
-BACKWARD_QUERY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 3, False)}
-BACKWARD_KEY = {64: Blocks(64, 64, 3, False), 128: Blocks(64, 64, 2, True)}
+BACKWARD_QUERY = {64: Blocks(64, 64, 4, False), 128: Blocks(64, 64, 3, False)}
+BACKWARD_KEY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 2, False)}
 
 
 def _blocks(kernel: str, heuristic: dict[int, Blocks], query) -> Blocks:
@@ -141,7 +142,7 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
     return plgpu.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=_interpret is not None, **static),
         out_type=out_type,
-        grid=(2 if _interpret is not None else multiprocessors(),),
+        grid=(_INTERPRETED_PROGRAMS if _interpret is not None else multiprocessors(),),
         grid_names=("programs",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
@@ -198,8 +199,6 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     """See api.attention_backward."""
     length = query.shape[1]
     lower, upper = _prepare(layout, window)
-    if not layout.full:
-        dout = jnp.where((jnp.arange(length) < layout.doc_end)[:, :, None, None], dout, 0)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))
     stat, scaled_delta = _padded(lse * LOG2E, 2), _padded(delta * scale, 2)
     query, key, value, dout = (_padded(a, 1) for a in (query, key, value, dout))

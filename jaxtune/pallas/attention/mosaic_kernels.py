@@ -13,6 +13,7 @@ behind the work of its neighbours: on packed rows an item has two to ten steps, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -64,15 +65,16 @@ def _capped(scores, scale, soft_cap):
     return capped * (soft_cap * LOG2E), 1.0 - capped * capped
 
 
-def _product(left, right, shape, issued):
-    """left right as fp32; `issued` runs while the tensor cores do."""
+def _products(*pairs, shape, issued):
+    """One fresh fp32 accumulator of `shape` for each (left, right); `issued` runs while the tensor cores do."""
 
-    def compute(acc):
-        plgpu.wgmma(acc, left, right)
+    def compute(*accs):
+        for acc, (left, right) in zip(accs, pairs, strict=True):
+            plgpu.wgmma(acc, left, right)
         issued()
-        return acc[...]
+        return [acc[...] for acc in accs]
 
-    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(compute, *(plgpu.ACC(shape, jnp.float32) for _ in pairs))
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap):
@@ -312,14 +314,13 @@ def forward_kernel(
                 acc, top, total = carry
                 slot = lax.rem(done + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
-                scores = _product(qo, k_smem.at[slot].transpose((1, 0)), shape, turns.swap)
+
+                def issued():
+                    turns.swap()
+                    plgpu.barrier_wait(v_full.at[slot])
+
+                (scores,) = _products((qo, k_smem.at[slot].transpose((1, 0))), shape=shape, issued=issued)
                 plgpu.barrier_arrive(k_free.at[slot])
-
-                @pl.when(i == 0)
-                def _():  # the last item's results have left their buffers: the next item's queries may come
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
-
                 scores, _ = _capped(scores, scale, soft_cap)
                 scores = side.masked(scores, item, i, lower, last_lower, _MASKED)
                 new = jnp.maximum(top, scores.max(axis=1))
@@ -328,7 +329,6 @@ def forward_kernel(
                 total = total * fade + weights.sum(axis=1)
                 acc = acc * _rows(fade, acc.shape)
                 narrow = weights.astype(v_ref.dtype)
-                plgpu.barrier_wait(v_full.at[slot])
                 turns.swap()
                 acc = _add_product(acc, narrow, v_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(v_free.at[slot])
@@ -339,7 +339,11 @@ def forward_kernel(
                 _filled((own,), _MASKED, rows),
                 _filled((own,), 0.0, rows),
             )
-            acc, top, total = lax.fori_loop(0, item[4], step, start)
+            # The first step hides how the last item's results leave the buffer that the next item's queries go to.
+            start = step(jnp.int32(0), start)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+            acc, top, total = lax.fori_loop(1, item[4], step, start)
             # Padding saw nothing: its weights are those of masked scores, and are dropped here.
             real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
             inverse = jnp.where(real, 1.0 / total, 0.0)
@@ -439,11 +443,6 @@ def query_kernel(
                 )
                 plgpu.barrier_arrive(v_free.at[slot])
 
-                @pl.when(i == 0)
-                def _():  # the last item's results have left their buffers: the next item's operands may come
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
-
                 dscores = _gradient_of_scores(weights, slope, dweights, _rows(delta, shape), scale)
                 narrow = dscores.astype(k_ref.dtype)
                 turns.swap()
@@ -451,7 +450,11 @@ def query_kernel(
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 
-            acc = lax.fori_loop(0, item[4], step, _filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            # The first step hides how the last item's results leave the buffer that the next item's operands go to.
+            acc = step(jnp.int32(0), _filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+            acc = lax.fori_loop(1, item[4], step, acc)
             query[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own), head])
@@ -546,75 +549,72 @@ def key_kernel(
             plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem.at[buffer(turn)], full)
 
         def work(turn, done, item, following):
-            kv_head, row, start, first, count = item[:5]
+            kv_head, row, start, first, count = item
             base = pl.multiple_of(start + wg * own, own)
             key, value = k_smem.at[buffer(turn)], v_smem.at[buffer(turn)]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the other buffers
+            pl.when(turn + 1 < items.rounds)(lambda: fetch(turn + 1, following))
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             upper = plgpu.load(upper_smem.at[buffer(turn)], layout=rows)
             first_upper, last_upper = upper_smem[buffer(turn), 0], upper_smem[buffer(turn), own - 1]
+            # The blocks are those of both warpgroups: the ones at the edges may be the other's alone.
+            lead = wg * (own // width)
+            last = jnp.clip(lax.div(last_upper + (width - 1), jnp.int32(width)) - first, lead, count)
 
-            def step(i, carry):
-                slot = lax.rem(done + i, stages)
-                queries = (first + lax.rem(i, count)) * width
+            def arrive(slot):
                 plgpu.barrier_wait(q_full.at[slot])
                 plgpu.barrier_wait(do_full.at[slot])
 
-                @pl.when(i == 0)
-                def _():
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(turn + 1 < items.rounds)(lambda: fetch(turn + 1, following))
+            def leave(slot):
+                plgpu.barrier_arrive(do_free.at[slot])
+                plgpu.barrier_arrive(q_free.at[slot])
+
+            def skip(before, block, _):
+                slot = lax.rem(before + block, stages)
+                arrive(slot)
+                turns.swap()
+                turns.swap()
+                leave(slot)
+                return ()
+
+            def step(before, block, carry):
+                dk, dv = carry
+                slot = lax.rem(before + block, stages)
+                queries = (first + block) * width
+                query, dout = q_smem.at[slot], do_smem.at[slot]
+                arrive(slot)
+                scores, dweights = _products(
+                    (key, query.transpose((1, 0))), (value, dout.transpose((1, 0))), shape=shape, issued=turns.swap
+                )
 
                 def masked(weights):
                     query_ids = _ids(shape, 1, queries)
                     seen = (query_ids >= _ids(shape, 0, base)) & (query_ids < _rows(upper, shape))
                     return jnp.where(seen, weights, 0.0)
 
-                def add(dk, dv):
-                    query, dout = q_smem.at[slot], do_smem.at[slot]
-                    stat = plgpu.load(numbers_smem.at[slot], layout=columns)
-                    crossed = (queries < base + own - 1) | (queries + width > first_upper)
-                    weights, slope, dweights = _weights_and_gradient(
-                        (key, query.transpose((1, 0))),
-                        (value, dout.transpose((1, 0))),
-                        shape,
-                        lax.broadcast_in_dim(stat, shape, [1]),
-                        lambda weights: lax.cond(crossed, masked, lambda w: w, weights),
-                        turns.swap,
-                        scale,
-                        soft_cap,
-                    )
-                    delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
-                    delta = lax.broadcast_in_dim(delta, shape, [1])
-                    turns.swap()
-                    if interpreted:
-                        dscores = _gradient_of_scores(weights, slope, dweights, delta, scale)
-                        dv = _add_product(dv, weights.astype(v_ref.dtype), dout, interpreted)
-                        return _add_product(dk, dscores.astype(k_ref.dtype), query, interpreted), dv
-
-                    def both(refs):
-                        dk_acc, dv_acc = refs
-                        plgpu.wgmma(dv_acc, weights.astype(v_ref.dtype), dout)
-                        # While the tensor cores add to dv.
-                        dscores = _gradient_of_scores(weights, slope, dweights, delta, scale)
-                        plgpu.wgmma(dk_acc, dscores.astype(k_ref.dtype), query)
-
-                    dk, dv = pl.run_state(both)((plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
-                    return dk, dv
-
-                def skip(dk, dv):
-                    turns.swap()
-                    turns.swap()
-                    return dk, dv
-
-                # The item's range is that of both warpgroups: a block at its edge may be the other one's alone.
-                mine = (queries + width > base) & (queries < last_upper)
-                dk, dv = lax.cond(mine, add, skip, *carry)
-                plgpu.barrier_arrive(do_free.at[slot])
-                plgpu.barrier_arrive(q_free.at[slot])
+                crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                scores, slope = _capped(scores, scale, soft_cap)
+                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
+                weights = lax.cond(crossed, masked, lambda weights: weights, weights)
+                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                dscores = _gradient_of_scores(weights, slope, dweights, lax.broadcast_in_dim(delta, shape, [1]), scale)
+                weights, dscores = weights.astype(v_ref.dtype), dscores.astype(k_ref.dtype)
+                turns.swap()
+                dv = _add_product(dv, weights, dout, interpreted)
+                dk = _add_product(dk, dscores, query, interpreted)
+                leave(slot)
                 return dk, dv
 
+            def head(number, carry):
+                before = done + number * count
+                lax.fori_loop(0, lead, functools.partial(skip, before), ())
+                carry = lax.fori_loop(lead, last, functools.partial(step, before), carry)
+                lax.fori_loop(last, count, functools.partial(skip, before), ())
+                return carry
+
             zeros = _filled((own, dim), 0.0, plgpu.Layout.WGMMA)
-            dk, dv = lax.fori_loop(0, count * group, step, (zeros, zeros))
+            dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
             key[...] = dk.astype(k_ref.dtype)
             value[...] = dv.astype(v_ref.dtype)
             plgpu.commit_smem()

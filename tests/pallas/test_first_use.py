@@ -1,0 +1,121 @@
+"""A kernel is compared with the reference at its first use on a GPU; here the CPU says that it is one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.attention import attention, attention_forward, first_use, mosaic, packed_layout, reference
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(dispatch, "first_uses", {})
+
+
+class Counted:
+    """A kernel: the reference, but for what `spoil` does to its output."""
+
+    def __init__(self, spoil=lambda out: out):
+        self.spoil, self.calls = spoil, 0
+
+    def compare(self):
+        self.calls += 1
+        x = jnp.arange(4.0)
+        assert isinstance(x + 1, jax.Array) and not isinstance(x + 1, jax.core.Tracer)
+        return [self.spoil(x)], [x]
+
+
+def check(kernel, call="bfloat16"):
+    return dispatch.first_use("op", "kernel", call, kernel.compare)
+
+
+def test_a_right_kernel_is_checked_once_for_each_kind_of_call(gpu):
+    kernel = Counted()
+    assert [check(kernel), check(kernel), check(kernel, "float16")] == [None] * 3
+    assert kernel.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda out: out * 1.5, "relative error 0.5 in result 0"),
+        (lambda out: out * jnp.nan, "relative error nan in result 0"),
+        (lambda out: out[:2], "failed in the check at its first use on this GPU: ValueError: result of shape"),
+        (lambda out: out[:1], "GPU: ValueError: result of shape"),  # would broadcast
+        (lambda out: [][0], "failed in the check at its first use on this GPU: IndexError"),
+    ],
+)
+def test_a_wrong_kernel_is_disabled_loudly(gpu, caplog, spoil, reason):
+    kernel = Counted(spoil)
+    assert reason in check(kernel) and reason in check(kernel)
+    assert kernel.calls == 1
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    table = {"kernel": lambda: check(kernel), "reference": lambda: None}
+    assert dispatch.choose("op", table, None) == "reference"
+    assert reason in dispatch.record["op"][1]["kernel"]
+    with pytest.raises(ValueError, match="implementation 'kernel' cannot serve this call"):
+        dispatch.choose("op", table, "kernel")
+
+
+def test_it_runs_outside_of_whatever_is_being_traced(gpu):
+    """Inside jit, grad, scan and shard_map; the comparison sees plain arrays and leaves nothing in the trace."""
+    kernel = Counted()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(x):
+        assert check(kernel) is None
+        return (x * x).sum()
+
+    def scanned(x):
+        return jax.lax.scan(lambda total, row: (total + body(row), None), 0.0, x)[0]
+
+    x = jnp.ones((2, 3))
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(jax.grad(scanned), in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        np.testing.assert_array_equal(jax.jit(mapped)(x), 2 * x)
+    assert kernel.calls == 1
+    assert "callback" not in str(jax.make_jaxpr(scanned)(x))
+
+
+def test_nothing_is_run_without_a_gpu_or_for_another_one(monkeypatch):
+    kernel = Counted()
+    assert check(kernel) is None
+    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    with dispatch.compile_for((9, 0)):
+        assert check(kernel) is None
+    assert kernel.calls == 0
+
+
+def test_attention_leaves_a_wrong_kernel_alone(gpu, monkeypatch):
+    """The real small case, with the reference in the kernels' place: right as it is, refused once a gradient is off."""
+    query = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    layout = packed_layout((1, 8), jnp.ones((1, 8), jnp.int32))
+    monkeypatch.setattr(mosaic, "forward", reference.forward)
+    monkeypatch.setattr(mosaic, "backward", reference.backward)
+
+    def chosen():
+        dispatch.first_uses.clear()
+        jax.jit(lambda q: attention(q, q, q, layout, scale=1.0))(query)
+        return dispatch.record["attention"]
+
+    assert chosen() == ("mosaic", {})
+
+    def wrong(*arguments, **options):
+        dquery, dkey, dvalue, dsinks = reference.backward(*arguments, **options)
+        return dquery, dkey, dvalue.at[0, 70].mul(3), dsinks
+
+    monkeypatch.setattr(mosaic, "backward", wrong)
+    name, refused = chosen()
+    assert name == "reference" and "differs from the reference" in refused["mosaic"]
+    with pytest.raises(ValueError, match="differs from the reference in the check at its first use"):
+        attention_forward(query, query, query, layout, scale=1.0, implementation="mosaic")
+
+
+def test_the_small_case_has_every_kind_of_token():
+    runs = dict(first_use._RUNS[1:])
+    assert first_use._RUNS[0][0] == 0 and 1 in runs.values()
+    assert max(runs.values()) > first_use._WINDOW
