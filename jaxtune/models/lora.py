@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
+from jaxtune.models.moe import ExpertLinear, MoE
 from jaxtune.pallas.quant_matmul import dense
 
 # Where a block keeps its linears, and what Hugging Face calls them; the names are the same in every family here.
@@ -28,10 +29,18 @@ def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """(Hugging Face module name, linear) of all linears in the layers, in order: model.layers.0.self_attn.q_proj ..."""
     for index, layer in enumerate(model.layers):
         for part, (their_part, names) in _LINEARS.items():
-            module = getattr(layer, part)
+            module = getattr(layer, part)  # experts have none of these names
             for name in names:
                 if hasattr(module, name):
                     yield f"model.layers.{index}.{their_part}.{name}", getattr(module, name)
+
+
+def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
+    """(Hugging Face parameter name, matrices) of all experts: model.layers.0.mlp.experts.gate_up_proj ..."""
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer.mlp, MoE):
+            yield f"model.layers.{index}.mlp.experts.gate_up_proj", layer.mlp.experts.gate_up_proj
+            yield f"model.layers.{index}.mlp.experts.down_proj", layer.mlp.experts.down_proj
 
 
 def copy_structure(model):

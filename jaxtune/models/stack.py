@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models.block import MoEBlock
 from jaxtune.models.config import LayerSpec
 from jaxtune.pallas.attention import PackedLayout, attention_backward, attention_forward
 
@@ -44,11 +45,21 @@ SEGMENTS = (
     Segment("expand", ("mid",), ("gate", "up")),
     Segment("contract", ("gate", "up", "mid"), ("layer_output",)),
 )
+MOE_SEGMENTS = (
+    *SEGMENTS[:3],
+    Segment("route", ("mid",), ("choice",)),
+    Segment("expand", ("mid", "choice"), ("gate_up",)),
+    Segment("contract", ("gate_up", "choice", "mid"), ("layer_output",)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The fate of each residual of one layer. layer_input must be kept or offloaded: nothing can recompute it."""
+    """The fate of each residual of one layer, of those that it has.
+
+    layer_input must be kept or offloaded: nothing can recompute it. So must choice (the experts of each token, a few
+    bytes): experts that are chosen anew could differ from those that gate_up was sorted by.
+    """
 
     layer_input: Fate = "keep"
     query: Fate = "keep"
@@ -59,14 +70,17 @@ class LayerPlan:
     mid: Fate = "keep"
     gate: Fate = "keep"
     up: Fate = "keep"
+    choice: Fate = "keep"
+    gate_up: Fate = "keep"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             fate = getattr(self, field.name)
             if fate not in ("keep", "offload", "recompute"):
                 raise ValueError(f"residual {field.name}: fate {fate!r} is not one of keep, offload, recompute")
-        if self.layer_input == "recompute":
-            raise ValueError("residual layer_input: it can be kept or offloaded, but nothing can recompute it")
+        for name in ("layer_input", "choice"):
+            if getattr(self, name) == "recompute":
+                raise ValueError(f"residual {name}: it can be kept or offloaded, but nothing can recompute it")
 
     def named(self, fate: Fate) -> tuple[str, ...]:
         return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name) == fate)
@@ -75,7 +89,7 @@ class LayerPlan:
 KEEP = LayerPlan()
 _DROP: Fate = "recompute"
 RECOMPUTE = LayerPlan(
-    query=_DROP, key=_DROP, value=_DROP, attention_out=_DROP, lse=_DROP, mid=_DROP, gate=_DROP, up=_DROP
+    query=_DROP, key=_DROP, value=_DROP, attention_out=_DROP, lse=_DROP, mid=_DROP, gate=_DROP, up=_DROP, gate_up=_DROP
 )
 
 
@@ -99,9 +113,8 @@ class _Static:
     plans: tuple[LayerPlan, ...]
 
 
-def _attention_options(block, spec: LayerSpec) -> dict:
-    config = block.attention.config
-    return dict(scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap)
+def segments_of(block) -> tuple[Segment, ...]:
+    return MOE_SEGMENTS if isinstance(block, MoEBlock) else SEGMENTS
 
 
 def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
@@ -109,8 +122,11 @@ def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
     with jax.named_scope(segment.name):
         if segment.name == "attend":
             query, key, value = values
-            return attention_forward(query, key, value, layout, **_attention_options(block, spec))
-        key = None if keys is None else keys[SEGMENTS.index(segment)]
+            return attention_forward(query, key, value, layout, **block.attention.options(spec.window))
+        if segment.name == "route":
+            real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
+            return (block.route(*values, real),)
+        key = None if keys is None else keys[segments_of(block).index(segment)]
         if segment.name == "project":
             rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
             return block.project(*values, rotary, key)
@@ -118,8 +134,8 @@ def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
         return out if isinstance(out, tuple) else (out,)
 
 
-def _segment_keys(key):
-    return None if key is None else jax.random.split(key, len(SEGMENTS))
+def _segment_keys(key, segments):
+    return None if key is None else jax.random.split(key, len(segments))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -127,23 +143,25 @@ def layer_forward(graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, fr
     """(layer_output, {name: residual} for the wanted names) of one layer."""
     with jax.named_scope("layer"):
         block = nnx.merge(graph, trainable, frozen)
-        keys = _segment_keys(key)
+        segments = segments_of(block)
+        keys = _segment_keys(key, segments)
         env = {"layer_input": layer_input}
-        for segment in SEGMENTS:
+        for segment in segments:
             outputs = _run(segment, block, spec, layout, keys, [env[name] for name in segment.inputs])
             env.update(zip(segment.outputs, outputs, strict=True))
-        return env["layer_output"], {name: env[name] for name in wanted}
+        return env["layer_output"], {name: env[name] for name in wanted if name in env}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key):
     """(gradient of the trainable tensors, gradient of layer_input) of one layer, from its saved residuals."""
-    keys = _segment_keys(key)
     env = dict(saved)
     with jax.named_scope("layer"):
         with jax.named_scope("recompute"):
             block = nnx.merge(graph, trainable, frozen)
-            for segment in SEGMENTS[:-1]:
+            segments = segments_of(block)
+            keys = _segment_keys(key, segments)
+            for segment in segments[:-1]:
                 if any(name not in env for name in segment.outputs):
                     outputs = _run(segment, block, spec, layout, keys, [env[name] for name in segment.inputs])
                     env = {**dict(zip(segment.outputs, outputs, strict=True)), **env}
@@ -154,16 +172,21 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
             def accumulate(name, value):
                 grads[name] = grads[name] + value if name in grads else value
 
-            for segment in reversed(SEGMENTS):
+            for segment in reversed(segments):
+                if not any(name in grads for name in segment.outputs):
+                    continue  # a choice of experts has no derivative
                 inputs = [env[name] for name in segment.inputs]
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
                         query, key_, value = inputs
                         out, lse, dout = env["attention_out"], env["lse"], grads["attention_out"]
-                        options = _attention_options(block, spec)
-                        dquery, dkey, dvalue, _ = attention_backward(
+                        options = block.attention.options(spec.window)
+                        dquery, dkey, dvalue, dsinks = attention_backward(
                             query, key_, value, out, lse, dout, layout, **options
                         )
+                    if isinstance(block.attention.sinks, nnx.Param):
+                        _, pullback = jax.vjp(lambda t: nnx.merge(graph, t, frozen).attention.sinks[...], trainable)
+                        total = jax.tree.map(jnp.add, total, *pullback(dsinks))
                     for name, value in zip(segment.inputs, (dquery, dkey, dvalue), strict=True):
                         accumulate(name, value)
                     continue
@@ -175,7 +198,8 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                 dtrainable, *dinputs = pullback(tuple(grads[name] for name in segment.outputs))
                 total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
                 for name, value in zip(segment.inputs, dinputs, strict=True):
-                    accumulate(name, value)
+                    if value.dtype != jax.dtypes.float0:
+                        accumulate(name, value)
         return total, grads["layer_input"]
 
 
@@ -210,8 +234,8 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
         if storing:
             # Without this XLA sinks every store into the backward, and nothing is saved.
             hosted[index - 1], x = optimization_barrier((storing, x))
-        storing = _to_host({name: residuals[name] for name in offload})
-        kept.append({name: residuals[name] for name in keep})
+        storing = _to_host({name: residuals[name] for name in offload if name in residuals})
+        kept.append({name: residuals[name] for name in keep if name in residuals})
         hosted.append(storing)
     if storing:
         hosted[-1], x = optimization_barrier((storing, x))

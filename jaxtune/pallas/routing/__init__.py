@@ -8,10 +8,11 @@ from jaxtune.pallas.routing.api import (
     permute,
     route,
     router_z_loss,
+    row_weights,
     unpermute,
 )
 
 __all__ = [
     "Routing", "choose_experts", "expert_weights", "load_balancing_loss", "permute", "route", "router_z_loss",
-    "unpermute",
+    "row_weights", "unpermute",
 ]  # fmt: skip

@@ -117,7 +117,8 @@ def unpermute(rows: jax.Array, routing: Routing) -> jax.Array:
 
 
 @jax.custom_vjp
-def row_weights(weights, routing):
+def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
+    """weights [T, k] -> [rows]: each pair's in its row; 0 in rows that hold nothing."""
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 
