@@ -169,10 +169,12 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     chosen = _targets(config, names)
     parameters = config.get("target_parameters") or []
     expert_names = [name for name, _ in experts(model) if any(name_matches(name, target) for target in parameters)]
+    if parameters and not expert_names:
+        raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts of this model")
     if not chosen + expert_names:
         raise ValueError(
-            f"{folder}: target_modules {config.get('target_modules')!r} match no linear of this model, and "
-            f"target_parameters {parameters!r} no experts; it has {names[0]} and the like"
+            f"{folder}: target_modules {config.get('target_modules')!r} match no linear of this model; "
+            f"it has {names[0]} and the like"
         )
 
     def patterns(key):  # PEFT lets a pattern match nothing

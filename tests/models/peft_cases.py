@@ -40,13 +40,21 @@ GOLDEN_CASES = {
 }  # fmt: skip
 
 # Live, also: every family with every linear adapted.
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def _linears(name):
+    """For PEFT "all-linear" includes the router, which has no adapter here."""
+    return _ATTENTION if {"num_experts", "num_local_experts"} & set(CONFIGS[name]) else "all-linear"
+
+
 LIVE_CASES = (
     GOLDEN_CASES
     | {
-        f"{name}_experts": (name, dict(r=4, lora_alpha=8, target_modules="all-linear", target_parameters=_EXPERTS))
+        f"{name}_experts": (name, dict(r=4, lora_alpha=8, target_modules=_ATTENTION, target_parameters=_EXPERTS))
         for name in ("mixtral", "qwen3_moe", "gpt_oss")
     }
-    | {f"{name}_lora": (name, dict(r=4, lora_alpha=8, target_modules="all-linear")) for name in CONFIGS}
+    | {f"{name}_lora": (name, dict(r=4, lora_alpha=8, target_modules=_linears(name))) for name in CONFIGS}
     | {f"{name}_dora": (name, dict(r=4, target_modules="all-linear", use_dora=True)) for name in ("phi3", "gemma2")}
 )

@@ -7,7 +7,7 @@ from jaxtune.models.families import common
 
 NORMS = common.LLAMA_NORMS | {"router": "gate"}
 EXPERT_FILES = common.ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
-_DEFAULTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False}
+_DEFAULTS = {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "norm_topk_prob": False}
 
 
 def from_hf(hf: dict) -> DecoderConfig:
@@ -20,8 +20,9 @@ def from_hf(hf: dict) -> DecoderConfig:
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     kind = common.FULL if window is None else common.SLIDING
     windows = common.layer_windows({**hf, "sliding_window": window}, [kind] * common.require(hf, "num_hidden_layers"))
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 128  # transformers 4 or 5
     moe = MoEConfig(
-        hf["num_experts"], hf["num_experts_per_tok"], hf["moe_intermediate_size"], renormalize=hf["norm_topk_prob"]
+        experts, hf["num_experts_per_tok"], hf["moe_intermediate_size"], renormalize=hf["norm_topk_prob"]
     )
     layers = tuple(LayerSpec(window) for window in windows)
     return common.decoder_config(hf, layers=layers, qkv_bias=bias, out_bias=bias, qk_norm="head", moe=moe)
