@@ -249,7 +249,9 @@ def torch_grouped(tokens: int) -> dict:
                 times = {}
                 for direction, (left, right) in {"forward": (x, forward), "dx": (dout, back)}.items():
                     try:
-                        times[f"{direction}_ms"] = _torch_time(lambda: torch._grouped_mm(left, right, offs=offsets))
+                        times[f"{direction}_ms"] = _torch_time(
+                            lambda left=left, right=right, offs=offsets: torch._grouped_mm(left, right, offs=offs)
+                        )
                     except RuntimeError as error:
                         times[direction] = str(error)[:200]
                 result[f"{shape.name} {name} {'zipf' if zipf else 'balanced'}"] = times
@@ -412,6 +414,7 @@ def _loop_over_experts(shape: Shape, module: MoE, x, choice, dout, logits) -> di
 
     result = {}
     for name, function in {"sorted": segments, "loop": loop, "ragged_dot": ragged}.items():
+
         def both(x, dout, function=function):
             out, pullback = jax.vjp(function, x)
             return out, pullback(dout[0])

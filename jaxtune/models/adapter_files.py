@@ -80,15 +80,16 @@ class ExpertTensor:
 
 
 def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
-    adapted = {name: matrix for name, matrix in experts(model) if matrix.lora is not None}
+    adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
+    adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
+    names = {name for name, *_ in adapted}
     tensors = {}
-    for name, matrix in adapted.items():
-        lora = matrix.lora
+    for name, lora, transposed in adapted:
         module, part = name.rsplit(".", 1)
-        inner = part == "gate_up_proj" and f"{module}.down_proj" in adapted
+        inner = part == "gate_up_proj" and f"{module}.down_proj" in names
         prefix = f"{_PREFIX}{module}{'.base_layer' * inner}"
-        tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, False, matrix.transposed)
-        tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, True, matrix.transposed)
+        tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, False, transposed)
+        tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, True, transposed)
     return tensors
 
 
@@ -179,7 +180,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
     def patterns(key):  # PEFT lets a pattern match nothing
         wanted = config.get(key) or {}
-        return {p: value for p, value in wanted.items() if any(pattern_value({p: 1}, name, 0) for name in chosen + expert_names)}
+        every = chosen + expert_names
+        return {p: value for p, value in wanted.items() if any(pattern_value({p: 1}, name, 0) for name in every)}
 
     adapted = get_peft_model(
         model,
@@ -358,7 +360,8 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
     """The tensors, with those of experts in today's layout.
 
     PEFT before 0.19 took every expert's weight for [in, out]. Where it is [out, in], its A was [E r, out] and its B
-    [in, r E], so that (B A)^T was added: our A is its B^T, ours B its A^T. Shapes tell, or, of square weights, the version.
+    [in, r E], so that (B A)^T was added: our A is its B^T, our B its A^T. Shapes tell, or, of square weights, the
+    version.
 
     Raises:
       ValueError: a layout that cannot be told, or that Unsloth wrote before it wrote PEFT's.

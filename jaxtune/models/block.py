@@ -8,6 +8,8 @@ or, with experts,
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -35,7 +37,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = norm(config.post_norm)
 
     @staticmethod
-    def make_mlp(config, key, dtype) -> nnx.Module:
+    def make_mlp(config: DecoderConfig, key, dtype) -> Any:
         return MLP(config, key, dtype)
 
     def project(self, layer_input: jax.Array, rotary, key=None):
@@ -64,11 +66,11 @@ class Block(nnx.Module):
 
 
 class MoEBlock(Block):
-    """A block with experts in place of the MLP. Norm and router run in each segment that needs them: they are cheap, and
-    `choice` is what must be the same everywhere."""
+    """A block with experts in place of the MLP. Norm and router run in each segment that needs them: they are cheap,
+    and `choice` is what must be the same everywhere."""
 
     @staticmethod
-    def make_mlp(config, key, dtype) -> nnx.Module:
+    def make_mlp(config: DecoderConfig, key, dtype) -> Any:
         return MoE(config, key, dtype)
 
     def route(self, mid: jax.Array, real: jax.Array | None = None) -> jax.Array:

@@ -1,8 +1,8 @@
 """How checkpoints store the matrices of a layer's experts.
 
-Here, and in transformers 5's classes, gate_up_proj and down_proj hold those of all experts. Checkpoints on the hub hold a
-linear for each expert and matrix (Qwen3-MoE, Mixtral under names of its own), or all experts in MXFP4 (gpt-oss as
-published): 32 numbers of four bits along the input dimension share a scale, a power of two (OCP Microscaling Formats
+Here, and in transformers 5's classes, gate_up_proj and down_proj hold those of all experts. Checkpoints on the hub
+hold a linear for each expert and matrix (Qwen3-MoE, Mixtral under names of its own), or all experts in MXFP4 (gpt-oss
+as published): 32 numbers of four bits along the input dimension share a scale, a power of two (OCP Microscaling Formats
 v1.0; e2m1 numbers, e8m0 scales, two numbers a byte, the first in the low nibble).
 """
 
@@ -54,7 +54,7 @@ def gather_experts(
     pattern = re.compile(rf"(.+\.mlp\.experts)\.(\d+)\.({files.gate}|{files.up}|{files.down})\.weight")
     groups: dict[str, dict[tuple[int, str], shards.TensorEntry]] = {}
     whole = dict(renamed)
-    for name, entry in renamed.items():
+    for name in renamed:
         if match := pattern.fullmatch(name):
             kind = "down_proj" if match[3] == files.down else "gate_up_proj"
             groups.setdefault(f"{match[1]}.{kind}", {})[int(match[2]), match[3]] = whole.pop(name)
@@ -95,7 +95,8 @@ def _gather_mxfp4(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards
         if scales is None:
             raise ValueError(f"{where}_blocks is there, but {name}_scales is missing")
         if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, _MX_BLOCK // 2):
-            raise ValueError(f"{where}: blocks {blocks.dtype}{list(blocks.shape)} do not fit scales {list(scales.shape)}")
+            shapes = f"blocks {blocks.dtype}{list(blocks.shape)} do not fit scales {scales.dtype}{list(scales.shape)}"
+            raise ValueError(f"{where}: {shapes}")
         for part in (blocks, scales):
             if part.size_bytes != np.prod(part.shape, dtype=np.int64):
                 raise ValueError(f"{part.file}: {part.name} {list(part.shape)} has {part.size_bytes} bytes")

@@ -263,7 +263,7 @@ def _stream(
 
 
 def _abstract(config: DecoderConfig, dtype: str):
-    """(graph, [(path, variable of shape only)], names of the layers' linears and experts) of a Decoder, without allocating it."""
+    """(graph, [(path, variable of shape only)], names of linears and experts) of a Decoder, without allocating it."""
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype))
     graph, state = nnx.split(model)
     matrices = [name for found in (linears(model), experts(model)) for name, _ in found]
@@ -408,7 +408,10 @@ def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[
     value = variable.get_value()
     if isinstance(value, FourBit):
         if ".experts." in name:
-            raise ValueError(f"save_pretrained: {name} is in four bits, for which no format of experts exists: use dequantize first")
+            raise ValueError(
+                f"save_pretrained: {name} is in four bits, and checkpoints have no format for that of experts: "
+                "use dequantize first (jaxtune.models.quant)"
+            )
         return quant.checkpoint_tensors(name, value)
     if files is not None and ".experts." in name:
         return expert_files.split_experts(name, value, dtype, files)

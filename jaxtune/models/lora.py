@@ -184,8 +184,10 @@ def get_peft_model(
     if chosen_parameters and (lora_dropout or use_dora):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
-    chosen = [] if chosen_parameters and not target_modules else select_targets(
-        [name for name, _ in linears(model)], target_modules
+    chosen = (
+        []
+        if chosen_parameters and not target_modules
+        else select_targets([name for name, _ in linears(model)], target_modules)
     )
     chosen += chosen_parameters
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})

@@ -7,6 +7,7 @@ then needs no second look at the experts' outputs.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,17 @@ class ExpertLora(nnx.Module):
     rate = 0.0
     magnitude = None  # PEFT has no DoRA on experts
 
-    def __init__(self, experts: int, in_size: int, out_size: int, rank: int, alpha: float, key, *, rslora: bool = False):
+    def __init__(
+        self,
+        experts: int,
+        in_size: int,
+        out_size: int,
+        rank: int,
+        alpha: float,
+        key: jax.Array,
+        *,
+        rslora: bool = False,
+    ):
         # PEFT draws all experts' A as one matrix [E r, in]: uniform in +-1 / sqrt(in), as for a linear.
         bound = 1.0 / math.sqrt(in_size)
         self.a = nnx.Param(jax.random.uniform(key, (experts, rank, in_size), jnp.float32, -bound, bound))
@@ -53,7 +64,9 @@ class ExpertLinear(nnx.Module):
     """One matrix of every expert: weight [E, out, in], or [E, in, out] if transposed (as in Hugging Face's class), or
     that in four bits; optional bias [E, out], optional adapter."""
 
-    def __init__(self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype):
+    def __init__(
+        self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
+    ):
         shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
         self.weight: nnx.Variable = nnx.Param((jax.random.normal(key, shape, jnp.float32) * std).astype(dtype))
         self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
@@ -84,7 +97,9 @@ class Experts(nnx.Module):
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         keys = jax.random.split(key)
-        options = dict(transposed=moe.transposed, bias=moe.expert_bias, std=config.initializer_range, dtype=dtype)
+        options: dict[str, Any] = dict(
+            transposed=moe.transposed, bias=moe.expert_bias, std=config.initializer_range, dtype=dtype
+        )
         hidden, inner = config.hidden_size, moe.expert_size
         self.gate_up_proj = ExpertLinear(moe.num_experts, hidden, 2 * inner, key=keys[0], **options)
         self.down_proj = ExpertLinear(moe.num_experts, inner, hidden, key=keys[1], **options)

@@ -38,7 +38,8 @@ def check_load_in(load_in: str | None) -> None:
 
 
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """The model with the linears and experts of its layers in four bits; embeddings, head, norms and biases stay as they are.
+    """The model with linears and experts of its layers in four bits; embeddings, head, norms, routers and biases stay
+    as they are.
 
     Args:
       skip_modules: names, or last parts of names, of linears that are left alone (o_proj).

@@ -609,13 +609,14 @@ def _flop_counter(model: Decoder):
         trained += size if isinstance(linear.weight, nnx.Param) else 0
         if linear.lora is not None:
             adapters += linear.lora.a.size + linear.lora.b.size
-    for _, matrix in experts(model):  # of which a token meets a few
+    met = 0 if config.moe is None else config.moe.experts_per_token  # experts, by a token
+    for _, matrix in experts(model):
         count, out_size, in_size = matrix.sizes
-        size = out_size * in_size * config.moe.experts_per_token
+        size = out_size * in_size * met
         matmul += size
         trained += size if isinstance(matrix.weight, nnx.Param) else 0
         if matrix.lora is not None:
-            adapters += (matrix.lora.a.size + matrix.lora.b.size) // count * config.moe.experts_per_token
+            adapters += (matrix.lora.a.size + matrix.lora.b.size) // count * met
     head = model.head_variable
     matmul += head.size
     trained += head.size if isinstance(head, nnx.Param) else 0

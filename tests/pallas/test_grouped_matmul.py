@@ -147,7 +147,7 @@ def test_bias_and_its_gradients():
     bias, weights = (jnp.asarray(draw.random(shape), jnp.float32) for shape in ((4, 5), groups.rows))
     expert = np.minimum(np.repeat(np.asarray(groups.tile_expert), TILE_ROWS), 3)
     got, pullback = jax.vjp(lambda *args: grouped_bias(*args, groups), rows, bias, weights)
-    want, want_pullback = jax.vjp(lambda rows, bias, weights: rows + weights[:, None] * bias[expert], rows, bias, weights)
+    want, want_pullback = jax.vjp(lambda r, b, w: r + w[:, None] * b[expert], rows, bias, weights)
     np.testing.assert_allclose(np.asarray(got)[held], np.asarray(want)[held], atol=1e-6)
     for mine, theirs in zip(pullback(drows), want_pullback(drows), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)

@@ -62,10 +62,12 @@ OURS = {
     "part": ("gemma2", dict(r=2, target_modules=r".*layers\.1\..*|.*\.2\.mlp\.up_proj")),
     "experts": ("gpt_oss", dict(r=4, lora_alpha=6, target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
     "experts_alone": (
-        "mixtral", dict(r=2, use_rslora=True, target_modules=(), target_parameters=["mlp.experts.down_proj"])
+        "mixtral",
+        dict(r=2, use_rslora=True, target_modules=(), target_parameters=["mlp.experts.down_proj"]),
     ),
     "experts_of_one_layer": (
-        "qwen3_moe", dict(r=2, target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"])
+        "qwen3_moe",
+        dict(r=2, target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"]),
     ),
     "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
     "saved_untied": ("olmo2", dict(r=2, modules_to_save=["embed_tokens", "lm_head"])),

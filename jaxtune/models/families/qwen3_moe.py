@@ -21,9 +21,7 @@ def from_hf(hf: dict) -> DecoderConfig:
     kind = common.FULL if window is None else common.SLIDING
     windows = common.layer_windows({**hf, "sliding_window": window}, [kind] * common.require(hf, "num_hidden_layers"))
     experts = hf.get("num_experts") or hf.get("num_local_experts") or 128  # transformers 4 or 5
-    moe = MoEConfig(
-        experts, hf["num_experts_per_tok"], hf["moe_intermediate_size"], renormalize=hf["norm_topk_prob"]
-    )
+    moe = MoEConfig(experts, hf["num_experts_per_tok"], hf["moe_intermediate_size"], renormalize=hf["norm_topk_prob"])
     layers = tuple(LayerSpec(window) for window in windows)
     return common.decoder_config(hf, layers=layers, qkv_bias=bias, out_bias=bias, qk_norm="head", moe=moe)
 

@@ -116,7 +116,7 @@ def grouped_matmul(
       [rows, out] in x's dtype.
     """
     if weight.ndim != 3 or weight.shape[0] != groups.num_experts:
-        raise ValueError(f"grouped_matmul: weight {weight.shape}; want three dimensions, of {groups.num_experts} experts")
+        raise ValueError(f"grouped_matmul: weight {weight.shape}; want [E, ., .] of {groups.num_experts} experts")
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     if x.shape != (groups.rows, in_size):
         raise ValueError(f"grouped_matmul: x {x.shape} does not fit weight {weight.shape} and {groups.rows} rows")

@@ -2,9 +2,9 @@
 
 Persistent: a program for each SM takes every n-th item, an item being a tile of rows times a tile of columns. One
 warpgroup brings blocks of 64 along K, as many ahead as fit, and goes on to the next item while the two others, each
-with 64 of the 128 rows, store the last one. Since a tile of rows has one expert, all items cost the same, and the work is
-even over SMs whatever the sizes of the groups. Items go by bands of rows, so that what runs at a time shares rows and
-weights in L2. An adapter's product is a few more steps along K, of its own two operands.
+with 64 of the 128 rows, store the last one. Since a tile of rows has one expert, all items cost the same, and the work
+is even over SMs whatever the sizes of the groups. Items go by bands of rows, so that what runs at a time shares rows
+and weights in L2. An adapter's product is a few more steps along K, of its own two operands.
 """
 
 # Pallas' annotations know neither its own transforms nor barriers.
@@ -88,7 +88,7 @@ def blocks_for(columns: int) -> Blocks:
 def _kernel(
     x_ref, w_ref, expert_ref, count_ref, *rest, blocks: Blocks, contract: int, programs: int, with_extra: bool
 ):  # fmt: skip
-    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W and L are [E, N, K] or [E, K, N]."""
+    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N]."""
     if with_extra:
         u_ref, l_ref, *rest = rest
     out_ref, x_smem, w_smem, out_smem, full, free = rest

@@ -56,7 +56,10 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
         )  # fmt: skip
 
     out = jax.lax.map(one, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
-    return out if extra is None else out + thin(*extra, groups, contract)
+    if extra is None:
+        return out
+    u, side = extra
+    return out + thin(u, side, groups, contract)
 
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:

@@ -23,7 +23,8 @@ def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
     """float32[E]: the sum of mask [N] over the pairs of choice [N, k] that go to each expert."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
-    return sum(jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T)
+    columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
+    return jnp.stack(columns).sum(0)
 
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int):
