@@ -6,12 +6,14 @@ then needs no second look at the experts' outputs.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.mlp import ACTIVATIONS
@@ -121,6 +123,30 @@ class Router(nnx.Module):
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
 
+def _on_each_device(function):
+    """Runs a method of MoE on each device's own tokens: sorting is of those, and kernels have no partitioning rule.
+
+    Tokens are divided over the mesh axis `data`, if the mesh in force has one; rows sorted by expert are then those of
+    the first device, of the second, and so on.
+    """
+
+    @functools.wraps(function)
+    def run(module, *arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes:
+            return function(module, *arrays)
+        graph, state = nnx.split(module)
+        return jax.shard_map(
+            lambda state, *arrays: function(nnx.merge(graph, state), *arrays),
+            in_specs=(P(), *(P("data") for _ in arrays)),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=False,
+        )(state, *arrays)
+
+    return run
+
+
 class MoE(nnx.Module):
     """Router and experts. x is [B, T, hidden] throughout; choice int32[B * T, k], as from `choose`."""
 
@@ -132,16 +158,19 @@ class MoE(nnx.Module):
         self.router = Router(config, self.moe, keys[0], dtype)
         self.experts = Experts(config, self.moe, keys[1], dtype)
 
+    @_on_each_device
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Each token's experts; E for tokens that are not real [B, T] (padding), which are routed nowhere."""
         logits = self.router(x.reshape(-1, x.shape[-1]))
         return choose_experts(logits, self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
+    @_on_each_device
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """-> [rows, 2 * expert_size], rows sorted by expert."""
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj(permute(x.reshape(-1, x.shape[-1]), routing), routing.groups)
 
+    @_on_each_device
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
         """-> [B, T, hidden], summed over each token's experts by their weights."""
         weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)

@@ -9,8 +9,10 @@ from tests.train.tiny_runs import dataset, documents, make_config
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.lora import experts, get_peft_model
 from jaxtune.models.quant import quantize
+from jaxtune.train.config import MeshConfig, OptimConfig
 from jaxtune.train.loop import Trainer
 
+SGD = OptimConfig(name="sgd", learning_rate=1.0)
 MOE = MoEConfig(4, 2, 64, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=7.0)
 
 
@@ -26,3 +28,17 @@ def test_the_loss_falls_and_every_experts_adapter_moves(tmp_path):
         assert (moved > 0).all(), name
     router = trained.layers[0].mlp.router
     np.testing.assert_array_equal(router.weight[...], model.layers[0].mlp.router.weight[...])
+
+
+def test_two_devices_train_as_one_does(tmp_path):
+    """Each sorts its own tokens; the gradients of adapters are summed over both."""
+    base = tiny_model(moe=MOE, attention_sinks=True)
+    model = get_peft_model(base, r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    adapters = []
+    for devices in (1, 2):
+        config = make_config(tmp_path / str(devices), mesh=MeshConfig(data=devices), steps=1, optim=SGD)
+        trained = Trainer(model, None, config, dataset(documents(12))).train()
+        adapters.append({name: np.asarray(matrix.lora.b[...]) for name, matrix in experts(trained)})
+    for name, one in adapters[0].items():
+        assert np.abs(one).max() > 1e-4
+        np.testing.assert_allclose(adapters[1][name], one, atol=1e-3 * np.abs(one).max(), err_msg=name)
