@@ -69,8 +69,9 @@ def choices(shape: Shape, zipf: bool, tokens: int, seed: int = 0) -> jax.Array:
     return choose_experts(noise, shape.k)
 
 
-def milliseconds(function, *arguments, repeats: int = 5, inner: int = 5) -> float:
+def milliseconds(function, *arguments, repeats: int = 5, inner: int = 5, **options) -> float:
     """Median over `repeats` of the mean of `inner` runs queued together."""
+    function = functools.partial(function, **options)
     jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(repeats):
@@ -83,7 +84,12 @@ def milliseconds(function, *arguments, repeats: int = 5, inner: int = 5) -> floa
 
 
 def normal(seed: int, *shape: int, size: float = 1.0) -> jax.Array:
-    return (size * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(jnp.bfloat16)
+    return _normal(jax.random.key(seed), shape, size)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key, shape, size):
+    return (size * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16)
 
 
 def held(groups: Groups) -> jax.Array:
@@ -103,8 +109,8 @@ def errors(shape: Shape) -> dict:
     groups = route(choices(shape, True, 1024), shape.experts).groups
     mask = held(groups)[:, None]
     x, dout = normal(1, groups.rows, in_size) * mask, normal(2, groups.rows, out_size) * mask
-    sides = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
-    weight = normal(3, shape.experts, *sides, size=in_size**-0.5)
+    pair = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
+    weight = normal(3, shape.experts, *pair, size=in_size**-0.5)
     a, b = normal(4, shape.experts, RANK, in_size, size=in_size**-0.5), normal(5, shape.experts, out_size, RANK)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -135,79 +141,100 @@ def errors(shape: Shape) -> dict:
 # ---- grouped products
 
 
-def products(shape: Shape, name: str, zipf: bool, tokens: int, variants: bool) -> dict:
-    """Milliseconds of forward and dx, alone, with adapters, and of a dense product with as many rows as pairs."""
+# Jitted here, once: balanced and uneven groups have the same shapes, and are the same programs.
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _product(x, weight, groups, contract, blocks=None):
+    return mosaic.product(x, weight, groups, contract, blocks=blocks)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _dense(x, weight, contract):
+    return jax.lax.dot_general(x, weight, (((1,), (contract - 1,)), ((), ())))
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _adapted(x, weight, groups, a, b, transposed):
+    return grouped_matmul(x, weight, groups, GroupedLora(a, b, 0.5), transposed=transposed)
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _adapted_step(x, weight, groups, a, b, dout, transposed):
+    out, pullback = jax.vjp(lambda x, a, b: _adapted(x, weight, groups, a, b, transposed=transposed), x, a, b)
+    return (out, *pullback(dout))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _groups(choice, experts):
+    return route(choice, experts).groups
+
+
+def products(shape: Shape, name: str, zipf: bool, tokens: int) -> dict:
+    """Milliseconds of forward and dx, alone and with adapters, and of a dense product with as many rows as pairs."""
     in_size, out_size = shape.products[name]
-    groups = jax.block_until_ready(jax.jit(lambda c: route(c, shape.experts).groups)(choices(shape, zipf, tokens)))
+    groups = _groups(choices(shape, zipf, tokens), shape.experts)
     pairs = tokens * shape.k
     flop = 2 * pairs * in_size * out_size
-    x, dout = normal(1, groups.rows, in_size), normal(2, groups.rows, out_size)
-    sides = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
-    weight = normal(3, shape.experts, *sides, size=in_size**-0.5)
-    a, b = normal(4, shape.experts, RANK, in_size), normal(5, shape.experts, out_size, RANK)
-    forward_contract, dx_contract = (1, 2) if shape.gpt_oss else (2, 1)
+    x, dout, weight = sides(shape, name, groups.rows)
+    forward, back = (1, 2) if shape.gpt_oss else (2, 1)
     result: dict = {"rows": groups.rows, "pairs": pairs, "tiles_in_use": int(groups.count), "flop": flop}
-
-    @functools.partial(jax.jit, static_argnums=(3, 4))
-    def product(x, weight, groups, contract, blocks=None):
-        return mosaic.product(x, weight, groups, contract, blocks=blocks)
-
-    @jax.jit
-    def lora_forward(x, weight, groups, a, b):
-        return grouped_matmul(x, weight, groups, GroupedLora(a, b, 0.5), transposed=shape.gpt_oss)
-
-    @jax.jit
-    def lora_step(x, weight, groups, a, b, dout):
-        def run(x, a, b):
-            return grouped_matmul(x, weight, groups, GroupedLora(a, b, 0.5), transposed=shape.gpt_oss)
-
-        out, pullback = jax.vjp(run, x, a, b)
-        return (out, *pullback(dout))
-
-    dense_x, dense_dout, dense_w = x[:pairs], dout[:pairs], weight[0]
-    dense = jax.jit(lambda x, w, c: jax.lax.dot_general(x, w, (((1,), (c,)), ((), ()))), static_argnums=2)
-
-    def measure():
-        return {
-            "dense_forward_ms": milliseconds(dense, dense_x, dense_w, forward_contract - 1),
-            "forward_ms": milliseconds(product, x, weight, groups, forward_contract),
-            "dense_dx_ms": milliseconds(dense, dense_dout, dense_w, dx_contract - 1),
-            "dx_ms": milliseconds(product, dout, weight, groups, dx_contract),
-        }
-
-    result |= measure()
-    result["forward_lora_ms"] = milliseconds(lora_forward, x, weight, groups, a, b)
-    result["step_lora_ms"] = milliseconds(lora_step, x, weight, groups, a, b, dout)
-    for direction in ("forward", "dx"):
-        result[f"{direction}_tflops"] = flop / result[f"{direction}_ms"] / 1e9
-        result[f"dense_{direction}_tflops"] = flop / result[f"dense_{direction}_ms"] / 1e9
-        result[f"{direction}_of_dense"] = result[f"dense_{direction}_ms"] / result[f"{direction}_ms"]
-    if variants:
-        result["variants"] = {}
-        for blocks in VARIANTS:
-            if out_size % blocks.columns:
-                continue
-            try:
-                took = milliseconds(product, x, weight, groups, forward_contract, blocks, repeats=3)
-                result["variants"][str(blocks)] = flop / took / 1e9
-            except Exception as error:  # a variant that does not fit
-                result["variants"][str(blocks)] = str(error)[:100]
+    times = {
+        "dense_forward": milliseconds(_dense, x[:pairs], weight[0], forward),
+        "forward": milliseconds(_product, x, weight, groups, forward),
+        "dense_dx": milliseconds(_dense, dout[:pairs], weight[0], back),
+        "dx": milliseconds(_product, dout, weight, groups, back),
+    }
+    for what, took in times.items():
+        result |= {f"{what}_ms": took, f"{what}_tflops": flop / took / 1e9}
+    for what in ("forward", "dx"):
+        result[f"{what}_of_dense"] = times[f"dense_{what}"] / times[what]
     return result
 
 
+def adapters(shape: Shape, name: str, tokens: int) -> dict:
+    """What adapters of rank 16 add to a product forward, and to forward, dx, da and db."""
+    in_size, out_size = shape.products[name]
+    groups = _groups(choices(shape, False, tokens), shape.experts)
+    x, dout, weight = sides(shape, name, groups.rows)
+    a, b = normal(4, shape.experts, RANK, in_size), normal(5, shape.experts, out_size, RANK)
+    return {
+        "forward_ms": milliseconds(_adapted, x, weight, groups, a, b, transposed=shape.gpt_oss),
+        "step_ms": milliseconds(_adapted_step, x, weight, groups, a, b, dout, transposed=shape.gpt_oss),
+    }
+
+
+def variants(shape: Shape, name: str, tokens: int) -> dict:
+    """TFLOP/s of the forward by how the kernel cuts its work."""
+    in_size, out_size = shape.products[name]
+    groups = _groups(choices(shape, False, tokens), shape.experts)
+    x, _, weight = sides(shape, name, groups.rows)
+    flop = 2 * tokens * shape.k * in_size * out_size
+    result = {}
+    for blocks in VARIANTS:
+        if out_size % blocks.columns == 0:
+            took = milliseconds(_product, x, weight, groups, 1 if shape.gpt_oss else 2, blocks, repeats=3)
+            result[f"{blocks.columns} columns, {blocks.stages} stages, band {blocks.band}"] = flop / took / 1e9
+    return result
+
+
+def sides(shape: Shape, name: str, rows: int):
+    """x [rows, in], dout [rows, out] and weight of a product."""
+    in_size, out_size = shape.products[name]
+    pair = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
+    return normal(1, rows, in_size), normal(2, rows, out_size), normal(3, shape.experts, *pair, size=in_size**-0.5)
+
+
 VARIANTS = (
-    mosaic.Blocks(256, 3, 16), mosaic.Blocks(256, 3, 8), mosaic.Blocks(192, 4, 8), mosaic.Blocks(192, 4, 16),
-    mosaic.Blocks(192, 4, 32), mosaic.Blocks(128, 5, 16), mosaic.Blocks(128, 4, 16),
+    mosaic.Blocks(256, 3, 8), mosaic.Blocks(192, 4, 8), mosaic.Blocks(192, 4, 16), mosaic.Blocks(192, 4, 32),
+    mosaic.Blocks(128, 5, 16),
 )  # fmt: skip
 
 
 def four_bits(shape: Shape, name: str, tokens: int) -> dict:
     """NF4 experts, decoded by XLA for each product, beside bf16 ones: forward and dx together."""
-    in_size, out_size = shape.products[name]
-    groups = jax.jit(lambda c: route(c, shape.experts).groups)(choices(shape, False, tokens))
-    x, dout = normal(1, groups.rows, in_size), normal(2, groups.rows, out_size)
-    sides = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
-    weight = normal(3, shape.experts, *sides, size=in_size**-0.5)
+    groups = _groups(choices(shape, False, tokens), shape.experts)
+    x, dout, weight = sides(shape, name, groups.rows)
 
     @jax.jit
     def step(x, weight, groups, dout):
@@ -222,7 +249,7 @@ def four_bits(shape: Shape, name: str, tokens: int) -> dict:
 def ragged_dot(shape: Shape, name: str, tokens: int) -> dict:
     in_size, out_size = shape.products[name]
     choice = choices(shape, False, tokens)
-    sizes = jax.jit(lambda c: route(c, shape.experts).groups.sizes)(choice)
+    sizes = _groups(choice, shape.experts).sizes
     x, dout = normal(1, choice.size, in_size), normal(2, choice.size, out_size)
     weight = normal(3, shape.experts, in_size, out_size)
     run = jax.jit(jax.lax.ragged_dot)
@@ -298,64 +325,72 @@ def only_adapters(path, value) -> bool:
     return "lora" in path
 
 
-def layer_times(shape: Shape, zipf: bool, tokens: int, alternatives: bool) -> dict:
+def _mixture(module: MoE, x, choice):
+    return module.down(module.gate_up(x, choice), choice, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_forward(graph, trained, frozen, x, choice):
+    return _mixture(nnx.merge(graph, trained, frozen), x, choice)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_step(graph, trained, frozen, x, choice, dout):
+    out, pullback = jax.vjp(lambda trained, x: _mixture(nnx.merge(graph, trained, frozen), x, choice), trained, x)
+    return out, pullback(dout)
+
+
+def _around_products(x, choice, logits, rows):
+    """All that a layer's forward does beside its products and activation."""
+    routing = route(choice, logits.shape[1])
+    weights = row_weights(expert_weights(logits, choice, renormalize=True), routing)
+    return permute(x[0], routing), weights, unpermute(rows, routing)
+
+
+@jax.jit
+def _routing_forward(x, choice, logits, rows):
+    return choose_experts(logits, choice.shape[1]), _around_products(x, choice, logits, rows)
+
+
+@jax.jit
+def _routing_step(x, choice, logits, rows, drows, dout):
+    chosen = choose_experts(logits, choice.shape[1])
+    out, pullback = jax.vjp(lambda *a: _around_products(a[0], choice, *a[1:]), x, logits, rows)
+    return chosen, out, pullback((drows, jnp.ones(drows.shape[0]), dout[0]))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _route_each(many, experts, by_sorting):
+    return [(route_by_sorting if by_sorting else route)(choice, experts) for choice in many]
+
+
+_permute, _unpermute, _route = jax.jit(permute), jax.jit(unpermute), jax.jit(route, static_argnums=1)
+
+
+def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
     """Milliseconds of a layer, of what routing takes in it, and whether 40 runs are bitwise one."""
-    module = layer(shape)
-    graph, trained, frozen = nnx.split(module, only_adapters, ...)
+    graph, trained, frozen = nnx.split(layer(shape), only_adapters, ...)
     x, dout = normal(1, 1, tokens, shape.hidden), normal(2, 1, tokens, shape.hidden)
     choice = choices(shape, zipf, tokens)
-
-    def mixture(trained, frozen, x, choice):
-        module = nnx.merge(graph, trained, frozen)
-        return module.down(module.gate_up(x, choice), choice, x)
-
-    @jax.jit
-    def forward(trained, frozen, x, choice):
-        return mixture(trained, frozen, x, choice)
-
-    @jax.jit
-    def step(trained, frozen, x, choice, dout):
-        out, pullback = jax.vjp(lambda trained, x: mixture(trained, frozen, x, choice), trained, x)
-        return out, pullback(dout)
-
-    def routing_alone(x, choice, logits, rows):
-        """All that a layer's forward does beside its products and activation, in a form that is not optimised away."""
-        routing = route(choice, shape.experts)
-        weights = row_weights(expert_weights(logits, choice, renormalize=True), routing)
-        return permute(x[0], routing), weights, unpermute(rows, routing)
-
-    @jax.jit
-    def routing_step(x, choice, logits, rows, drows, dout):
-        out, pullback = jax.vjp(lambda *a: routing_alone(a[0], choice, *a[1:]), x, logits, rows)
-        return out, pullback((drows, jnp.ones(drows.shape[0]), dout[0]))
-
-    groups = jax.jit(lambda c: route(c, shape.experts).groups)(choice)
-    logits, rows = normal(3, tokens, shape.experts).astype(jnp.float32), normal(4, groups.rows, shape.hidden)
-    drows = normal(5, groups.rows, shape.hidden)
-    result: dict = {
-        "forward_ms": milliseconds(forward, trained, frozen, x, choice),
-        "step_ms": milliseconds(step, trained, frozen, x, choice, dout),
-        "routing_forward_ms": milliseconds(jax.jit(routing_alone), x, choice, logits, rows),
-        "routing_step_ms": milliseconds(routing_step, x, choice, logits, rows, drows, dout),
-    }
+    routing = _route(choice, shape.experts)
+    logits = normal(3, tokens, shape.experts).astype(jnp.float32)
+    rows, drows = (normal(seed, routing.groups.rows, shape.hidden) for seed in (4, 5))
     many = jnp.stack([choices(shape, zipf, tokens, seed) for seed in range(8)])
-    for name, function in {"counting": route, "sorting": route_by_sorting}.items():
-        each = jax.jit(lambda many, function=function: [function(c, shape.experts) for c in many])
-        result[f"route_{name}_ms"] = milliseconds(each, many) / 8
-    result["permute_ms"] = milliseconds(jax.jit(permute), x[0], jax.jit(lambda c: route(c, shape.experts))(choice))
-    result["unpermute_ms"] = milliseconds(jax.jit(unpermute), rows, jax.jit(lambda c: route(c, shape.experts))(choice))
-    result["choose_ms"] = milliseconds(jax.jit(lambda logits: choose_experts(logits, shape.k)), logits)
+    result: dict = {
+        "forward_ms": milliseconds(_layer_forward, graph, trained, frozen, x, choice),
+        "step_ms": milliseconds(_layer_step, graph, trained, frozen, x, choice, dout),
+        "routing_forward_ms": milliseconds(_routing_forward, x, choice, logits, rows),
+        "routing_step_ms": milliseconds(_routing_step, x, choice, logits, rows, drows, dout),
+        "route_by_counting_ms": milliseconds(_route_each, many, shape.experts, False) / 8,
+        "route_by_sorting_ms": milliseconds(_route_each, many, shape.experts, True) / 8,
+        "permute_ms": milliseconds(_permute, x[0], routing),
+        "unpermute_ms": milliseconds(_unpermute, rows, routing),
+    }
     result["routing_share_of_forward"] = result["routing_forward_ms"] / result["forward_ms"]
     result["routing_share_of_step"] = result["routing_step_ms"] / result["step_ms"]
-    bits = jax.jit(lambda tree: jax.tree.map(_checksum, tree))
-    first = jax.device_get(bits(step(trained, frozen, x, choice, dout)))
-    same = all(
-        all(a == b for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(jax.device_get(again)), strict=True))
-        for again in (bits(step(trained, frozen, x, choice, dout)) for _ in range(RUNS - 1))
-    )
-    result["bitwise_over_40_runs"] = same
-    if alternatives:
-        result |= _loop_over_experts(shape, module, x, choice, dout, logits)
+    checksums = jax.jit(lambda tree: [_checksum(array) for array in jax.tree.leaves(tree)])
+    runs = [checksums(_layer_step(graph, trained, frozen, x, choice, dout)) for _ in range(RUNS)]
+    result["bitwise_over_40_runs"] = len({tuple(map(int, run)) for run in jax.device_get(runs)}) == 1
     return result
 
 
@@ -381,8 +416,12 @@ def route_by_sorting(choice: jax.Array, num_experts: int):
     return slots.reshape(choice.shape), source, groups
 
 
-def _loop_over_experts(shape: Shape, module: MoE, x, choice, dout, logits) -> dict:
-    """A layer without adapters as a loop over experts with masks, and over ragged_dot, and as sorted segments."""
+def ways_to_run(shape: Shape, tokens: int) -> dict:
+    """A layer without adapters as sorted segments, as a loop over experts with masks, and over ragged_dot."""
+    module = layer(shape)
+    x, dout = normal(1, 1, tokens, shape.hidden), normal(2, 1, tokens, shape.hidden)
+    choice = choices(shape, False, tokens)
+    logits = normal(3, tokens, shape.experts).astype(jnp.float32)
     gate_up, down = (m.stored_weight for m in (module.experts.gate_up_proj, module.experts.down_proj))
     gate_up, down = (w if shape.gpt_oss else w.mT for w in (gate_up, down))
     weights = expert_weights(logits, choice, renormalize=True)
@@ -419,12 +458,8 @@ def _loop_over_experts(shape: Shape, module: MoE, x, choice, dout, logits) -> di
             out, pullback = jax.vjp(function, x)
             return out, pullback(dout[0])
 
-        few = dict(repeats=3 if name == "sorted" else 1, inner=2 if name == "sorted" else 1)
-        try:
-            result[f"base_{name}_forward_ms"] = milliseconds(jax.jit(function), x, **few)
-            result[f"base_{name}_step_ms"] = milliseconds(jax.jit(both), x, dout, **few)
-        except jax.errors.JaxRuntimeError as error:
-            result[f"base_{name}"] = str(error)[:200]
+        result[f"{name}_forward_ms"] = milliseconds(jax.jit(function), x, repeats=2, inner=1)
+        result[f"{name}_step_ms"] = milliseconds(jax.jit(both), x, dout, repeats=2, inner=1)
     return result
 
 
@@ -432,7 +467,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--output", required=True)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--parts", default="errors,products,layer,torch,ragged_dot,nf4")
+    parser.add_argument("--parts", default="errors,products,layer,torch,variants,adapters,ways,ragged_dot,nf4")
     options = parser.parse_args()
     parts, tokens = options.parts.split(","), options.tokens
     record: dict = {"benchmark": "moe", **environment(), "tokens": tokens}
@@ -446,26 +481,31 @@ def main() -> None:
         write(options.output, record)
         print(f"{time.perf_counter() - begun:6.1f} s  {key}: {json.dumps(record[key], default=str)}", flush=True)
 
-    for shape in SHAPES:
-        if "errors" in parts:
-            note(f"errors {shape.name}", errors, shape)
-    for shape in SHAPES:
-        for zipf in (False, True):
-            mode = "zipf" if zipf else "balanced"
-            if "products" in parts:
-                for name in shape.products:
-                    variants = not zipf and name == "gate_up"
-                    note(f"{shape.name} {name} {mode}", products, shape, name, zipf, tokens, variants)
-            if "layer" in parts:
-                alternatives = shape.gpt_oss and not zipf
-                note(f"layer {shape.name} {mode}", layer_times, shape, zipf, tokens, alternatives)
-    if "nf4" in parts:
+    def selected():
+        """(key, function, arguments) of all parts, the most telling first."""
+        gpt_oss, qwen3 = SHAPES
+        modes = {False: "balanced", True: "zipf"}
+        yield "errors", f"errors {gpt_oss.name}", errors, (gpt_oss,)
+        for name in ("gate_up", "down"):
+            for shape in SHAPES:
+                for zipf, mode in modes.items():
+                    yield "products", f"{shape.name} {name} {mode}", products, (shape, name, zipf, tokens)
+        for zipf, mode in modes.items():
+            yield "layer", f"layer {gpt_oss.name} {mode}", layer_times, (gpt_oss, zipf, tokens)
+        yield "torch", "torch", torch_grouped, (tokens,)
         for shape in SHAPES:
-            note(f"nf4 {shape.name} gate_up", four_bits, shape, "gate_up", tokens)
-    if "ragged_dot" in parts:
-        note("ragged_dot gpt-oss-20b gate_up balanced", ragged_dot, SHAPES[0], "gate_up", tokens)
-    if "torch" in parts:
-        note("torch", torch_grouped, tokens)
+            yield "variants", f"variants {shape.name} gate_up", variants, (shape, "gate_up", tokens)
+        yield "adapters", f"adapters {gpt_oss.name} gate_up", adapters, (gpt_oss, "gate_up", tokens)
+        for zipf, mode in modes.items():
+            yield "layer", f"layer {qwen3.name} {mode}", layer_times, (qwen3, zipf, tokens)
+        yield "ways", f"ways {gpt_oss.name}", ways_to_run, (gpt_oss, tokens)
+        yield "ragged_dot", f"ragged_dot {gpt_oss.name} gate_up", ragged_dot, (gpt_oss, "gate_up", tokens)
+        yield "nf4", f"nf4 {gpt_oss.name} gate_up", four_bits, (gpt_oss, "gate_up", tokens)
+        yield "errors", f"errors {qwen3.name}", errors, (qwen3,)
+
+    for part, key, function, arguments in selected():
+        if part in parts:
+            note(key, function, *arguments)
 
 
 if __name__ == "__main__":
