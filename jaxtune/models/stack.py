@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models.block import MoEBlock
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.ferry import Ferry, cut, join
 from jaxtune.pallas.attention import PackedLayout, attention_backward, attention_forward
@@ -36,6 +37,7 @@ class Segment:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    differentiable: bool = True
 
 
 SEGMENTS = (
@@ -45,11 +47,26 @@ SEGMENTS = (
     Segment("expand", ("mid",), ("gate", "up")),
     Segment("contract", ("gate", "up", "mid"), ("layer_output",)),
 )
+MOE_SEGMENTS = (
+    *SEGMENTS[:3],
+    Segment("route", ("mid",), ("choice",), differentiable=False),
+    Segment("expand", ("mid", "choice"), ("gate_up",)),
+    Segment("contract", ("gate_up", "choice", "mid"), ("layer_output",)),
+)
+
+
+def segments_of(block) -> tuple[Segment, ...]:
+    """The chain of a block; also of an abstract one."""
+    return MOE_SEGMENTS if isinstance(block, MoEBlock) else SEGMENTS
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The fate of each residual of one layer. layer_input must be kept or offloaded: nothing can recompute it."""
+    """The fate of each residual of one layer, of those that it has.
+
+    layer_input must be kept or offloaded: nothing can recompute it. So must choice (the experts of each token, a few
+    bytes): experts that are chosen anew could differ from those that gate_up was sorted by.
+    """
 
     layer_input: Fate = "keep"
     query: Fate = "keep"
@@ -60,14 +77,17 @@ class LayerPlan:
     mid: Fate = "keep"
     gate: Fate = "keep"
     up: Fate = "keep"
+    choice: Fate = "keep"
+    gate_up: Fate = "keep"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             fate = getattr(self, field.name)
             if fate not in ("keep", "offload", "recompute"):
                 raise ValueError(f"residual {field.name}: fate {fate!r} is not one of keep, offload, recompute")
-        if self.layer_input == "recompute":
-            raise ValueError("residual layer_input: it can be kept or offloaded, but nothing can recompute it")
+        for name in ("layer_input", "choice"):
+            if getattr(self, name) == "recompute":
+                raise ValueError(f"residual {name}: it can be kept or offloaded, but nothing can recompute it")
 
     def named(self, fate: Fate) -> tuple[str, ...]:
         return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name) == fate)
@@ -76,7 +96,7 @@ class LayerPlan:
 KEEP = LayerPlan()
 _DROP: Fate = "recompute"
 RECOMPUTE = LayerPlan(
-    query=_DROP, key=_DROP, value=_DROP, attention_out=_DROP, lse=_DROP, mid=_DROP, gate=_DROP, up=_DROP
+    query=_DROP, key=_DROP, value=_DROP, attention_out=_DROP, lse=_DROP, mid=_DROP, gate=_DROP, up=_DROP, gate_up=_DROP
 )
 
 
@@ -100,18 +120,16 @@ class _Static:
     plans: tuple[LayerPlan, ...]
 
 
-def _attention_options(block, spec: LayerSpec) -> dict:
-    config = block.attention.config
-    return dict(scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap)
-
-
 def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
     """Outputs of one segment, as a tuple. `keys` are one dropout key a segment, or None."""
     with jax.named_scope(segment.name):
         if segment.name == "attend":
             query, key, value = values
-            return attention_forward(query, key, value, layout, **_attention_options(block, spec))
-        key = None if keys is None else keys[SEGMENTS.index(segment)]
+            return attention_forward(query, key, value, layout, **block.attention.options(spec.window))
+        if segment.name == "route":
+            real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
+            return (block.route(*values, real),)
+        key = None if keys is None else keys[segments_of(block).index(segment)]
         if segment.name == "project":
             rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
             return block.project(*values, rotary, key)
@@ -124,42 +142,53 @@ def _work(segment: Segment, block, x, backward: bool = False) -> float:
     config, length = block.attention.config, x.shape[1]
     if segment.name == "attend":
         return config.query_size * length * (2.5 if backward else 1.0)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    widths = {"project": config.query_size + 2 * config.kv_size, "mix": config.query_size, "expand": 2 * inner}
-    return float(hidden * widths.get(segment.name, inner))
+    moe = config.moe
+    inner = config.intermediate_size if moe is None else moe.expert_size * moe.experts_per_token
+    widths = {
+        "project": config.query_size + 2 * config.kv_size,
+        "mix": config.query_size,
+        "route": 0 if moe is None else moe.num_experts,
+        "expand": 2 * inner,
+        "contract": inner,
+    }
+    return float(config.hidden_size * widths[segment.name])
 
 
-def _segment_keys(key):
-    return None if key is None else jax.random.split(key, len(SEGMENTS))
+def _segment_keys(key, segments):
+    return None if key is None else jax.random.split(key, len(segments))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def layer_forward(
     graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key, leaving=()
 ):
-    """(layer_output, {name: residual} for the wanted names, `leaving` on the host) of one layer."""
+    """(layer_output, {name: residual} for those of the wanted names that the layer has, `leaving` on the host) of one
+    layer."""
     with jax.named_scope("layer"):
         block = nnx.merge(graph, trainable, frozen)
-        keys = _segment_keys(key)
+        segments = segments_of(block)
+        keys = _segment_keys(key, segments)
         env = {"layer_input": layer_input}
-        ferry = Ferry(leaving, [_work(segment, block, layer_input) for segment in SEGMENTS], jax.memory.Space.Host)
-        for stage, segment in enumerate(SEGMENTS):
+        ferry = Ferry(leaving, [_work(segment, block, layer_input) for segment in segments], jax.memory.Space.Host)
+        for stage, segment in enumerate(segments):
             inputs = ferry.depart(stage, [env[name] for name in segment.inputs])
             outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs))
             env.update(zip(segment.outputs, outputs, strict=True))
-        return env["layer_output"], {name: env[name] for name in wanted}, ferry.landed
+        return env["layer_output"], {name: env[name] for name in wanted if name in env}, ferry.landed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=()):
     """(gradient of the trainable tensors, gradient of layer_input, `coming` on the device) of one layer, from its
     saved residuals."""
-    keys = _segment_keys(key)
     env = dict(saved)
     block = nnx.merge(graph, trainable, frozen)
-    again = [s for s in SEGMENTS[:-1] if any(name not in env for name in s.outputs)]
+    segments = segments_of(block)
+    keys = _segment_keys(key, segments)
+    again = [s for s in segments[:-1] if any(name not in env for name in s.outputs)]
+    back = [s for s in reversed(segments) if s.differentiable]
     work = [_work(segment, block, doutput) for segment in again]
-    work += [_work(segment, block, doutput, backward=True) for segment in reversed(SEGMENTS)]
+    work += [_work(segment, block, doutput, backward=True) for segment in back]
     ferry = Ferry(coming, work, jax.memory.Space.Device)
     with jax.named_scope("layer"):
         with jax.named_scope("recompute"):
@@ -174,7 +203,7 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
             def accumulate(name, value):
                 grads[name] = grads[name] + value if name in grads else value
 
-            for stage, segment in enumerate(reversed(SEGMENTS), len(again)):
+            for stage, segment in enumerate(back, len(again)):
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
                 inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
@@ -183,8 +212,13 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                     with jax.named_scope(segment.name):
                         query, key_, value = inputs
                         out, lse = env["attention_out"], env["lse"]
-                        options = _attention_options(block, spec)
-                        dinputs = attention_backward(query, key_, value, out, lse, doutputs[0], layout, **options)[:3]
+                        options = block.attention.options(spec.window)
+                        *dinputs, dsinks = attention_backward(
+                            query, key_, value, out, lse, doutputs[0], layout, **options
+                        )
+                    if isinstance(block.attention.sinks, nnx.Param):
+                        _, pullback = jax.vjp(lambda t: nnx.merge(graph, t, frozen).attention.sinks[...], trainable)
+                        total = jax.tree.map(jnp.add, total, *pullback(dsinks))
                 else:
 
                     def run(trainable, *values, segment=segment):
@@ -193,7 +227,9 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                     _, pullback = jax.vjp(run, trainable, *inputs)
                     dtrainable, *dinputs = pullback(doutputs)
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
-                for name, value in zip(segment.inputs, ferry.arrive(stage, list(dinputs)), strict=True):
+                named = zip(segment.inputs, dinputs, strict=True)
+                of_inputs = {name: value for name, value in named if value.dtype != jax.dtypes.float0}
+                for name, value in ferry.arrive(stage, of_inputs).items():
                     accumulate(name, value)
         return total, grads["layer_input"], ferry.landed
 
@@ -221,19 +257,19 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
         x, residuals, landed = layer_forward(*layer)
         if index:
             hosted.append(dict(zip(names, landed, strict=True)))
-        names, leaving = offload, tuple(cut(residuals[name]) for name in offload)
-        kept.append({name: residuals[name] for name in wanted if name not in offload})
+        names = tuple(name for name in offload if name in residuals)
+        leaving = tuple(cut(residuals.pop(name)) for name in names)
+        kept.append(residuals)
     return x, (trainables, frozens, kept, [*hosted, {}], layout, keys)
 
 
 def _stack_bwd(static: _Static, residuals, dx):
     trainables, frozens, kept, hosted, layout, keys = residuals
-    rows = dx.shape[0]
     gradients = [None] * len(kept)
     arrived = ()
     for index in range(len(kept) - 1, -1, -1):
         saved = {**kept[index]}
-        saved |= {name: join(pieces, rows) for name, pieces in zip(hosted[index], arrived, strict=True)}
+        saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
         # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them.
         saved, dx = optimization_barrier((saved, dx))
         coming = tuple(hosted[index - 1].values()) if index else ()

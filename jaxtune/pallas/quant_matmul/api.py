@@ -68,6 +68,15 @@ def quant_matmul(
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, IMPLEMENTATIONS[name])
 
 
+def decoded(weight: jax.Array | FourBit, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(weight as an array, x), for products of other kinds: four bits in x's dtype, by the fastest means there is; see
+    reference.decoded."""
+    if not isinstance(weight, FourBit):
+        return weight, x
+    name = dispatch.choose("quant_matmul", implementations([weight], x.dtype), None)
+    return reference.decoded(weight, x, IMPLEMENTATIONS[name])
+
+
 def implementations(weights: Sequence[jax.Array | FourBit], dtype, implementation: str | None = None) -> dispatch.Table:
     """The implementations of a call in the order in which they are tried, each with why it refuses it.
 

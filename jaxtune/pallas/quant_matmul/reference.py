@@ -65,18 +65,23 @@ def _product(x, weight, contract, dtype=None):
     )
 
 
-def _times(x, weight, contract, kernels: ModuleType):
-    """The product of x and a weight over one axis of each.
+def decoded(weight: FourBit, x: jax.Array, kernels: ModuleType) -> tuple[jax.Array, jax.Array]:
+    """(the tensor in x's dtype, x).
 
     Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
     or takes it out of a loop over tokens.
     """
+    weight, x = optimization_barrier((weight, x))
+    return _on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight), x
+
+
+def _times(x, weight, contract, kernels: ModuleType):
+    """The product of x and a weight over one axis of each."""
     if isinstance(weight, FourBit):
-        weight, x = optimization_barrier((weight, x))
         if contract == (1, 1) and kernels.small_refusal(weight, x.dtype, x.shape[0]) is None:
+            weight, x = optimization_barrier((weight, x))
             return _on_every_device(kernels.small_matmul, x, weight)
-        dtype = x.dtype
-        weight = _on_every_device(lambda weight: kernels.dequantize(weight, dtype), weight)
+        weight, x = decoded(weight, x, kernels)
     return _product(x, weight, contract)
 
 
