@@ -64,7 +64,8 @@ def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, trans
     def one(expert):
         weight, a, b = expert
         weight = weight.T if transposed else weight
-        stored, finite, error = _merge_and_check(weight, LoraWeights(a, b, None, lora.scale), probe, weight.dtype)
+        lora_of = LoraWeights(a, b, None, lora.scale)
+        stored, finite, error = _merge_and_check(weight, lora_of, probe, weight.dtype, fake_quant=None)
         return stored.T if transposed else stored, finite, error
 
     stored, finite, errors = jax.lax.map(one, (weight, lora.a, lora.b))
