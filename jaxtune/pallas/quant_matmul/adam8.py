@@ -143,11 +143,12 @@ def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, b
     blocks = gradient.size // BLOCK
     factors = jnp.stack([1 / correction1, 1 / jnp.sqrt(correction2)])
     tables = [dynamic_map(True), dynamic_map(False), cells(True), cells(False)]
-    float_of, byte_of = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.uint8))
+    codes = jax.ShapeDtypeStruct((blocks, BLOCK), jnp.uint8)
+    absmax = jax.ShapeDtypeStruct((blocks,), jnp.float32)
     direction, *moments = mosaic._kernel(
         functools.partial(_kernel, betas=betas, eps=eps),
         interpret,
-        out_type=[float_of((blocks, BLOCK)), *2 * [byte_of((blocks, BLOCK)), float_of((blocks,))]],
+        out_type=[jax.ShapeDtypeStruct((blocks, BLOCK), jnp.float32), codes, absmax, codes, absmax],
         grid=(min(blocks // _BLOCKS, _PROGRAMS),),
         grid_names=("program",),
         scratch_types=[plgpu.SMEM(table.shape, table.dtype) for table in tables],

@@ -1,4 +1,4 @@
-"""The Mosaic kernels of quant_matmul and of 8-bit Adam lower, pass ptxas without spilling, and stand where they should."""
+"""The kernels of quant_matmul and 8-bit Adam lower, pass ptxas without spilling, and stand where they should."""
 
 from __future__ import annotations
 
