@@ -1,7 +1,8 @@
 """Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit.
 
 Each moment is kept as one byte an element and one float32 for a block of 256 (see blockwise8.py). A step decodes,
-updates, moves the parameter by the moments as they are before they are encoded again, and encodes.
+updates, moves the parameter by the moments as they are before they are encoded again, and encodes: in one kernel where
+there is one (pallas/quant_matmul/adam8.py), else through XLA.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.quant_matmul import adam8 as kernel
 from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, SIGNED_ZERO, decode, encode, in_blocks
 
 MIN_SIZE = 4096  # elements; smaller tensors keep float32 moments
@@ -63,6 +66,12 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
         def one(g, m, m_absmax, v, v_absmax):
             """(direction, and the new m, m_absmax, v, v_absmax) of one tensor."""
             shape, rounded = g.shape, m.dtype == jnp.uint8
+            if rounded:
+                table: dispatch.Table = {"mosaic": lambda: kernel.refusal(g, m), "reference": lambda: None}
+                if dispatch.choose("adamw_8bit", table, None) == "mosaic":
+                    return kernel.adam_update(
+                        g, m, m_absmax, v, v_absmax, correction1, correction2, betas=(beta1, beta2), eps=eps
+                    )
             g = g.astype(jnp.float32)
             if rounded:
                 g, m, v = in_blocks(g), decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)

@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import FP4, NF4, LoraWeights, mosaic, quant_matmul, reference
-from jaxtune.pallas.quant_matmul import api
+from jaxtune.pallas.quant_matmul import FP4, NF4, LoraWeights, api, mosaic, quant_matmul, reference
 
 
 def packed(rows, columns, double_quant=True, seed=0):

@@ -42,7 +42,7 @@ def _intervals(signed: bool, decade: int) -> int:
 
 
 @functools.cache
-def _upper_bounds(signed: bool) -> np.ndarray:
+def upper_bounds(signed: bool) -> np.ndarray:
     """float32: of each magnitude of the map but 1, ascending from 0, the largest float32 that is nearest to it.
 
     That is the middle to the next one, rounded down: x lies above it exactly if it lies above the middle.
@@ -85,7 +85,7 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
         start = jnp.where(above, start_above, start)
         last = jnp.where(above, last_above, last)
     place = jnp.minimum(magnitude * per_unit + start, last).astype(jnp.int32)
-    place += magnitude > jnp.asarray(_upper_bounds(signed)).at[place].get(mode="clip")
+    place += magnitude > jnp.asarray(upper_bounds(signed)).at[place].get(mode="clip")
     if signed:
         place = jnp.where(x < 0, SIGNED_ZERO - jnp.minimum(place, SIGNED_ZERO), SIGNED_ZERO + place)
     return place.astype(jnp.uint8)

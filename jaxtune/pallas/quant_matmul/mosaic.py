@@ -80,7 +80,7 @@ def _kernel(body, interpret, **options):
 
 def _absmax_operands(weight: FourBit) -> list[jax.Array]:
     """absmax, or its codes, map, nested absmax and offset."""
-    if weight.nested_absmax is None:
+    if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
         return [weight.absmax]
     return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
 
@@ -92,7 +92,7 @@ _SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_
 
 
 def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, interpreted):
-    """One program: `lines` lines of codes. refs: nested map, nested absmax, offset if absmax is quantised; the output."""
+    """One program: `lines` lines of codes. refs: map, nested absmax and offset, if absmax is quantised; the output."""
     *nested_refs, out_ref = refs
     at = lax.axis_index("chunk")
     codes_layout = plgpu.Layout.WG_STRIDED((lines * _LINE,), 4)
@@ -139,8 +139,8 @@ def _dequantize(weight: FourBit, dtype, interpret) -> jax.Array:
 
 # ---- the product of a few tokens
 
-# uint8[16 t, 256] codes: a warp has 64 bytes of a row (two blocks), a lane 16 of them in rows g and g + 8, where g = lane
-# / 4 as mma.m16n8k16 has it.
+# uint8[16 t, 256] codes: a warp has 64 bytes of a row (two blocks), a lane 16 of them in rows g and g + 8, where
+# g = lane / 4 as mma.m16n8k16 has it.
 _CODES = plgpu.Layout.TILED(Tiling(((8, 256), (8, 64), (16,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 

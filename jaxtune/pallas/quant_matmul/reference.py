@@ -4,8 +4,8 @@ The backward is written out so that every sum is the `c` of a GEMM that follows:
 Autodiff adds the products pairwise, and XLA then spends a pass over memory on each addition.
 
 Weights in four bits are decoded before each product, in either direction; no decoded weight is a residual. Who decodes
-them, and who multiplies a few tokens by them, is an argument (`kernels`): this module or one with the same four functions,
-`refusal`, `dequantize`, `small_refusal` and `small_matmul`.
+them, and who multiplies a few tokens by them, is an argument (`kernels`): this module or one with the same four
+functions, `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
 """
 
 from __future__ import annotations

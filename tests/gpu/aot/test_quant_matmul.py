@@ -1,4 +1,4 @@
-"""The Mosaic kernels for weights in four bits lower, pass ptxas without spilling, and stand in both directions of the op."""
+"""The kernels of quant_matmul and 8-bit Adam lower, pass ptxas without spilling, and stand where they should."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import NF4, mosaic, quant_matmul
+from jaxtune.train.adam8 import scale_by_adam_8bit
 from tests.gpu.aot.target import H200
 
 KERNEL = 'custom_call_target="mosaic_gpu_v2"'
@@ -71,3 +72,15 @@ def test_both_directions_decode_by_the_kernel():
     program = compiled(step, array(256, 1024), [packed(2048, 1024), packed(1024, 1024)], array(256, 2048))
     assert dispatch.record["quant_matmul"] == ("mosaic", {})
     assert program.as_text().count(KERNEL) == 3  # forward of the second (its result is the cotangent), backward of both
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_adam_is_one_kernel(dtype, ptxas):
+    """Beside it: the step count and the corrections, no tensor."""
+    adam = scale_by_adam_8bit(0.9, 0.999, 1e-8)
+    gradient = array(1024, 4096, dtype=dtype)
+    program = compiled(adam.update, gradient, jax.eval_shape(adam.init, gradient))
+    assert dispatch.record["adamw_8bit"] == ("mosaic", {})
+    assert program.as_text().count(KERNEL) == 1
+    assert program.memory_analysis().temp_size_in_bytes < 100_000  # the tables
+    assert not any(ptxas())

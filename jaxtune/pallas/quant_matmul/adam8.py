@@ -1,0 +1,158 @@
+"""Adam's update over 8-bit moments as one Pallas Mosaic GPU kernel for Hopper: every byte is read and written once.
+
+A warp holds a block of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
+moments twice: once for the absmax, and again to encode them.
+"""
+
+# Pallas' annotations know neither its own transforms nor pipelines that carry values.
+# pyright: reportAbstractUsage=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.quant_matmul import lanes, mosaic
+from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, SIGNED_ZERO, dynamic_map, upper_bounds
+
+_BLOCKS = 8  # that a program has in hand at a time: two a warp
+_PROGRAMS = 5 * 132  # as many as fit an H100's or H200's multiprocessors by their registers
+# By signedness: how many lower bits of a float32 number lie within a cell (see `cells`), and the first cell: that of
+# 2^-22 and of 2^-23, below which every magnitude is nearest to 0.
+_SHIFT = {True: 17, False: 16}
+_FIRST = {True: (127 - 22) << 6, False: (127 - 23) << 7}
+
+# float32 or uint8 [blocks, 256]: a block a warp, eight neighbours a lane.
+_LAYOUT = plgpu.Layout.TILED(Tiling(((4, 256), (8,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+@functools.cache
+def cells(signed: bool) -> np.ndarray:
+    """int32: of each cell of equal upper bits, from the first to that of 1: places below it, shifted, plus what makes
+    the lower bits of a magnitude above the cell's bound carry."""
+    shift, first = _SHIFT[signed], _FIRST[signed]
+    bounds = upper_bounds(signed).view(np.int32)
+    starts = np.arange(first, (0x3F800000 >> shift) + 1, dtype=np.int64) << shift
+    below = np.searchsorted(bounds, starts, side="left")
+    inside = np.searchsorted(bounds, starts + (1 << shift), side="left") - below
+    if inside.max() > 1:
+        raise AssertionError("a cell has more than one bound")
+    bound = bounds[np.minimum(below, bounds.size - 1)] & ((1 << shift) - 1)
+    return ((below << shift) + np.where(inside, (1 << shift) - 1 - bound, 0)).astype(np.int32)
+
+
+def refusal(gradient, m_codes) -> str | None:
+    """Why the kernel cannot serve this tensor, or None."""
+    from jaxtune.pallas.dispatch import compute_capability
+
+    if mosaic._interpret is None and compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if gradient.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"dtype {gradient.dtype}"
+    if m_codes.dtype != jnp.uint8 or gradient.size % (_BLOCKS * BLOCK):
+        return f"{gradient.size} elements, no multiple of {_BLOCKS * BLOCK}"
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return "a mesh of several devices: the kernel cannot be divided"
+    return None
+
+
+def _written_out_places(x, table, signed: bool):
+    """What lanes.places computes, for the interpreter."""
+    shift, first = _SHIFT[signed], _FIRST[signed]
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)
+    place = (table[(magnitude >> shift) - first] + (magnitude & ((1 << shift) - 1))) >> shift
+    if signed:
+        place = jnp.where(bits < 0, SIGNED_ZERO - jnp.minimum(place, SIGNED_ZERO), SIGNED_ZERO + place)
+    return place.astype(jnp.uint8)
+
+
+def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
+    tables, outputs, smem = refs[:4], refs[4:9], refs[9:]
+    program, programs = lax.axis_index("program"), lax.axis_size("program")
+    chunks = lax.div(g_ref.shape[0] // _BLOCKS - program + (programs - 1), programs)
+    (beta1, beta2), shape = betas, (_BLOCKS, BLOCK)
+    of_block = _LAYOUT.reduce(1)
+    if not interpreted:
+        for table_ref, table_smem in zip(tables, smem, strict=True):
+            lanes.fill_table(table_ref, table_smem)
+        lanes.warpgroup_barrier()
+
+    def all_columns(values):
+        return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
+
+    def decoded(codes, absmax, which):
+        entries = tables[which][...][codes] if interpreted else lanes.looked_up(codes, smem[which], _LAYOUT)
+        return entries * all_columns(absmax)
+
+    def encoded(x, which):
+        """(codes, absmax)"""
+        signed = which == 0
+        absmax = jnp.max(jnp.abs(x), axis=1)
+        absmax = jnp.where(absmax < np.finfo(np.float32).tiny, 0.0, absmax)
+        scaled = x * all_columns(1.0 / jnp.where(absmax == 0, 1.0, absmax))
+        if interpreted:
+            return _written_out_places(scaled, tables[2 + which][...], signed), absmax
+        return lanes.places(scaled, smem[2 + which], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
+
+    def one(index, _):
+        here = pl.ds((program + index * programs) * _BLOCKS, _BLOCKS)
+
+        def load(ref, layout=_LAYOUT):
+            return plgpu.load(ref.at[here], layout=layout, optimized=False)
+
+        g = load(g_ref).astype(jnp.float32)
+        m = decoded(load(m_ref), load(m_max_ref, of_block), 0)
+        v = decoded(load(v_ref), load(v_max_ref, of_block), 1)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * (g * g)
+        if interpreted:
+            direction = m * factors_ref[0] / (jnp.sqrt(v) * factors_ref[1] + eps)
+        else:
+            factors = [plgpu.layout_cast(jnp.broadcast_to(factors_ref[i], shape), _LAYOUT) for i in range(2)]
+            direction = lanes.adam_direction(m, v, *factors, eps, _LAYOUT)
+        for ref, values in zip(outputs, (direction, *encoded(m, 0), *encoded(v, 1)), strict=True):
+            ref[here] = values
+
+    lax.fori_loop(0, chunks, one, None)
+
+
+def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, *, betas, eps):
+    """One step of Adam over a tensor with 8-bit moments; see `refusal`.
+
+    Args:
+      gradient: bfloat16 or float32, of any shape. m, v: uint8[blocks, 256] and float32[blocks], as blockwise8.encode.
+      correction1, correction2: float32 1 - beta^t.
+    Returns:
+      (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
+    """
+    return _adam_update(
+        gradient, m, m_absmax, v, v_absmax, correction1, correction2, tuple(betas), float(eps), mosaic._interpret
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(7, 8, 9))
+def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, betas, eps, interpret):
+    blocks = gradient.size // BLOCK
+    factors = jnp.stack([1 / correction1, 1 / jnp.sqrt(correction2)])
+    tables = [dynamic_map(True), dynamic_map(False), cells(True), cells(False)]
+    codes = jax.ShapeDtypeStruct((blocks, BLOCK), jnp.uint8)
+    absmax = jax.ShapeDtypeStruct((blocks,), jnp.float32)
+    direction, *moments = mosaic._kernel(
+        functools.partial(_kernel, betas=betas, eps=eps),
+        interpret,
+        out_type=[jax.ShapeDtypeStruct((blocks, BLOCK), jnp.float32), codes, absmax, codes, absmax],
+        grid=(min(blocks // _BLOCKS, _PROGRAMS),),
+        grid_names=("program",),
+        scratch_types=[plgpu.SMEM(table.shape, table.dtype) for table in tables],
+        # Nothing in memory is both read and written but the tables, and those wait for each other themselves.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(gradient.reshape(blocks, BLOCK), m, m_absmax, v, v_absmax, factors, *map(jnp.asarray, tables))
+    return direction.reshape(gradient.shape), *moments

@@ -1,0 +1,77 @@
+"""The one-pass kernel of 8-bit Adam: its table of cells exactly, its body run by Pallas' GPU interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.quant_matmul import adam8 as kernel
+from jaxtune.pallas.quant_matmul import mosaic
+from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, dynamic_map, nearest_codes, upper_bounds
+from jaxtune.train.adam8 import scale_by_adam_8bit
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_cell_gives_the_nearest_code(signed):
+    """Everywhere, on the bounds and beside them, at both ends and beyond."""
+    draw = np.random.default_rng(0)
+    bounds = upper_bounds(signed)
+    x = np.concatenate(
+        [
+            draw.uniform(-1, 1, 50_000),
+            10 ** draw.uniform(-12, 0, 50_000) * draw.choice([-1, 1], 50_000),
+            *(side * each for each in (bounds, np.nextafter(bounds, np.float32(2))) for side in (-1, 1)),
+            dynamic_map(signed),
+            [0.0, -0.0, 1.0, -1.0, 1e-30],
+        ]
+    ).astype(np.float32)
+    x = np.clip(x if signed else np.abs(x), -1, 1)
+    got = kernel._written_out_places(jnp.asarray(x), jnp.asarray(kernel.cells(signed)), signed)
+    np.testing.assert_array_equal(got, nearest_codes(jnp.asarray(x), signed))
+
+
+def test_steps_are_those_of_the_reference(monkeypatch):
+    """Three steps over two tensors, one of them with blocks of zeros; the third is too small for 8 bits."""
+    monkeypatch.setattr(kernel, "_PROGRAMS", 3)
+    shapes = {"matrix": (80, 128), "padded": (4096,), "short": (100,)}
+    adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
+    names = list(shapes)
+
+    def gradients(step):
+        keys = jax.random.split(jax.random.key(step), len(names))
+        drawn = {n: jax.random.normal(k, shapes[n]).astype(jnp.bfloat16) for n, k in zip(names, keys, strict=True)}
+        return drawn | {"padded": drawn["padded"].at[512:1024].set(0)}
+
+    state = adam.init(gradients(0))
+    for step in range(3):
+        want, want_state = adam.update(gradients(step), state)
+        assert dispatch.record["adamw_8bit"][0] == "reference"
+        with mosaic.interpreted():
+            got, got_state = adam.update(gradients(step), state)
+        assert dispatch.record["adamw_8bit"] == ("mosaic", {})
+        for name in names:
+            np.testing.assert_allclose(got[name], want[name], rtol=2e-6, atol=1e-7)
+            np.testing.assert_allclose(got_state.m_absmax[name], want_state.m_absmax[name], rtol=1e-6)
+            np.testing.assert_allclose(got_state.v_absmax[name], want_state.v_absmax[name], rtol=1e-6)
+            # A value within rounding of a bound may take the code beside it.
+            for mine, theirs in ((got_state.m, want_state.m), (got_state.v, want_state.v)):
+                assert (np.asarray(mine[name]) != np.asarray(theirs[name])).mean() < 1e-3
+        state = want_state
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "capability", "reason"),
+    [
+        (4096, jnp.bfloat16, (8, 0), "Hopper"),
+        (4096, jnp.float16, (9, 0), "dtype float16"),
+        (4096 + BLOCK, jnp.float32, (9, 0), "4352 elements, no multiple of 2048"),
+        (4096, jnp.float32, (9, 0), None),
+    ],
+)
+def test_refusals_say_why(size, dtype, capability, reason):
+    with dispatch.compile_for(capability):
+        said = kernel.refusal(jnp.zeros(size, dtype), jnp.zeros((size // BLOCK, BLOCK), jnp.uint8))
+    assert said is None if reason is None else reason in said
