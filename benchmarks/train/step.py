@@ -32,6 +32,7 @@ import jaxtune
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
 from jaxtune.models.hf import model_from_config
+from jaxtune.models.lora import experts
 from jaxtune.pallas import dispatch
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
@@ -55,7 +56,9 @@ def measure(options) -> dict:
     started = time.perf_counter()
     model = model_from_config(shape, jax.random.key(0), "bfloat16")
     if options.rank:
-        model = jaxtune.get_peft_model(model, r=options.rank, lora_alpha=options.rank)
+        model = jaxtune.get_peft_model(
+            model, r=options.rank, lora_alpha=options.rank, target_parameters=[name for name, _ in experts(model)]
+        )
     init_seconds = time.perf_counter() - started
     documents = random_documents(options.documents, options.rows, options.length, shape["vocab_size"])
     config = TrainConfig(
@@ -144,7 +147,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--documents", default="full", choices=["full", "packed"])
-    parser.add_argument("--rank", type=int, default=16, help="LoRA rank on all linears; 0: full fine-tuning")
+    parser.add_argument("--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning")
     parser.add_argument("--residuals", default="keep", choices=["keep", "recompute"])
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
