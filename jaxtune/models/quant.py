@@ -91,8 +91,8 @@ def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> 
     Args:
       format: of fake_quant.FORMATS. group_size: weights of a row that share a scale.
     Raises:
-      ValueError: another format or size; no linear that the groups fit; experts, which are not rounded; DoRA or dropout,
-        which a merged weight cannot have.
+      ValueError: another format or size; no linear that the groups fit; experts, which are not rounded; DoRA or
+        dropout, which a merged weight cannot have.
     """
     spec = FakeQuant(format, group_size, model.dtype)
     for name, _ in experts(model):
