@@ -45,21 +45,23 @@ CASES = [
     ("qwen3-32b", 4, 2048, 16, "nf4", "gate=offload, up=offload"),
     ("qwen3-32b", 1, 65536, 16, "nf4", "recompute, layer_input=offload"),
 ]
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def compiled_and_predicted(
     target: Any, shape: str, layers: int, rows: int, length: int, rank: int, load_in: str | None, plan: str
 ) -> tuple[float, float]:
     """(bytes by the compiler for `target`, bytes by the planner) of a step of `layers` layers of a shape."""
+    hf = SHAPES[shape] | {"num_hidden_layers": layers}
+    experts = EXPERTS if config_from_hf(hf).moe is not None else None
     config = TrainConfig(
         model=ModelConfig(path=shape, load_in=load_in),  # type: ignore[arg-type]
         data=DataConfig(train="none", length=length),
-        adapter=AdapterConfig(r=rank) if rank else None,
+        adapter=AdapterConfig(r=rank, target_parameters=experts) if rank else None,
         rows_per_step=rows,
         steps=10,
         memory=MemoryConfig(plan=plan),
     )
-    hf = SHAPES[shape] | {"num_hidden_layers": layers}
     model = memory.abstract_model(config_from_hf(hf), config)
     parts = memory.anatomy(model, config)
     device = memory.find_device(target.kind)

@@ -28,8 +28,10 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.quant import quantize
-from jaxtune.models.stack import SEGMENTS, LayerPlan, ResidualPlan, layer_forward
+from jaxtune.models.stack import LayerPlan, ResidualPlan, Segment, layer_forward, segments_of
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.profile.device import data_sheet, known_ceilings, known_devices
 from jaxtune.train.config import TrainConfig
@@ -127,7 +129,8 @@ def budget(config: TrainConfig, device: Device) -> float | None:
 class Work:
     """One segment's forward, for one token: FLOPs of products and of attention, bytes moved by everything else.
 
-    weight_flops: of the weights' own gradients. Once a pass, whatever the tokens: weight_bytes read, elements decoded.
+    weight_flops: of the weights' own gradients. Once a pass, whatever the tokens: weight_bytes read, elements decoded,
+    and empty_flops, products with the rows that fill up the experts' last tiles.
     """
 
     flops: float = 0.0
@@ -136,13 +139,17 @@ class Work:
     weight_flops: float = 0.0
     weight_bytes: float = 0.0
     decoded: float = 0.0
+    empty_flops: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:
     """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
 
-    residuals: {name: bytes a token} of a layer, the mean of all layers. work: {segment: Work}, likewise.
+    segments: of a layer. residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes}
+    beside that, whatever the tokens (empty rows of experts). work: {segment: Work}, likewise.
+    expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's. expert_bytes: of its
+    largest expert matrices in the compute dtype, where they are decoded for each product.
     fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
     live from forward to backward. head_bytes: of the head's gradient and its copy in the compute dtype, if it trains.
     """
@@ -154,8 +161,12 @@ class Anatomy:
     hidden_size: int
     vocab_size: int
     itemsize: int
+    segments: tuple[Segment, ...]
     residuals: Mapping[str, float]
+    padding: Mapping[str, float]
     work: Mapping[str, Work]
+    expert_rows: float
+    expert_bytes: float
     fixed: Mapping[str, float]
     cast_bytes: float
     head_bytes: float
@@ -165,6 +176,19 @@ class Anatomy:
     @property
     def fixed_bytes(self) -> float:
         return sum(self.fixed.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The residuals of a layer."""
+        return tuple(name for name, size in self.residuals.items() if size)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.expert_rows > 0
+
+    def residual_bytes(self, name: str, tokens: float) -> float:
+        """Of one layer, for `tokens` tokens on a device."""
+        return self.residuals[name] * tokens + self.padding[name]
 
 
 _SEGMENT_OF = {"q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
@@ -209,11 +233,15 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     def mean(values):
         return sum(values) / count
 
-    residuals = {name: mean([kind[0].get(name, 0.0) for kind in kinds]) for name in RESIDUALS}
+    residuals, padding = (
+        {name: mean([kind[i].get(name, 0.0) for kind in kinds]) for name in RESIDUALS} for i in (0, 1)
+    )
+    segments = segments_of(model.layers[0])
     work = {
-        segment.name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[1][segment.name]) for k in kinds))))
-        for segment in SEGMENTS
+        segment.name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[2][segment.name]) for k in kinds))))
+        for segment in segments
     }
+    decoded = [m.stored_weight.size for m in _experts(model.layers[0]) if isinstance(m.stored_weight, FourBit)]
     head = model.head_variable
     head_trains = isinstance(head, nnx.Param)
     head_size = math.prod(head.shape)
@@ -225,8 +253,12 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         itemsize=dtype.itemsize,
+        segments=segments,
         residuals=residuals,
+        padding=padding,
         work=work,
+        expert_rows=0.0 if shape.moe is None else shape.hidden_size / (2 * shape.moe.expert_size),
+        expert_bytes=float(max(decoded, default=0) * dtype.itemsize),
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
         head_bytes=head_size * (4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if head_trains else 0.0,
@@ -241,22 +273,30 @@ def _linears(layer) -> Iterator[tuple[str, Linear]]:
             yield str(path[-1]), module
 
 
+def _experts(layer) -> list[ExpertLinear]:
+    """gate_up_proj and down_proj of a layer's experts."""
+    return [module for _, module in nnx.iter_modules(layer) if isinstance(module, ExpertLinear)]
+
+
 def _trained_matrix_bytes(layer, dtype) -> float:
     """A layer's trained matrices in a compute dtype that is not their masters'."""
-    weights = [linear.weight for _, linear in _linears(layer)]
+    weights = [matrix.weight for matrix in (*(linear for _, linear in _linears(layer)), *_experts(layer))]
     trained = [w for w in weights if isinstance(w, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
 
 
-def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dict[str, Work]]:
-    """(residual bytes a token, work of each segment) of one layer; key: what makes it equal to another."""
+def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dict[str, float], dict[str, Work]]:
+    """(residual bytes a token, those whatever the tokens, work of each segment) of one layer; key: what makes it equal
+    to another."""
     graph, spec, leaves, structure = key
-    outputs = _probe(graph, spec, shape, dtype.name, (leaves, structure))
-    residuals = {name: _nbytes(array) / _PROBE_TOKENS for name, array in outputs.items()}
+    segments = segments_of(layer)
+    once, twice = (_probe(graph, spec, shape, dtype.name, (leaves, structure), n * _PROBE_TOKENS) for n in (1, 2))
+    residuals = {name: (_nbytes(twice[name]) - _nbytes(once[name])) / _PROBE_TOKENS for name in once}
+    padding = {name: 2 * _nbytes(once[name]) - _nbytes(twice[name]) for name in once}
     residuals["layer_output"] = residuals["layer_input"]
     window = min(spec.window or length, length)
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
-    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in SEGMENTS}
+    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in segments}
     for name, linear in _linears(layer):
         size = math.prod(linear.sizes)
         weight = linear.stored_weight
@@ -265,13 +305,23 @@ def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dic
         of["weight_bytes"] += _nbytes(weight)
         of["decoded"] += size if isinstance(weight, FourBit) else 0.0
         of["weight_flops"] += 2.0 * size if isinstance(linear.weight, nnx.Param) else 0.0
-    for segment in SEGMENTS:
+    for name, matrix in zip(("expand", "contract"), _experts(layer), strict=False):
+        assert shape.moe is not None
+        count, *sizes = matrix.sizes
+        size, met, of = math.prod(sizes), shape.moe.experts_per_token, sums[name]
+        of["flops"] += 2.0 * size * met
+        of["empty_flops"] += 2.0 * size * count * TILE_ROWS / 2
+        of["weight_bytes"] += _nbytes(matrix.stored_weight)
+        of["decoded"] += count * size if isinstance(matrix.stored_weight, FourBit) else 0.0
+        of["weight_flops"] += 2.0 * size * met if isinstance(matrix.weight, nnx.Param) else 0.0
+        of["moved_bytes"] += met * shape.hidden_size * dtype.itemsize  # to and from the rows sorted by expert
+    for segment in segments:
         moved = sum(residuals[name] for name in (*segment.inputs, *segment.outputs))
         if segment.name == "attend":
             sums["attend"]["attention_flops"] = 4.0 * shape.query_size * seen_keys
         else:
-            sums[segment.name]["moved_bytes"] = moved
-    return residuals, {name: Work(**values) for name, values in sums.items()}
+            sums[segment.name]["moved_bytes"] += moved
+    return residuals, padding, {name: Work(**values) for name, values in sums.items()}
 
 
 def _abstract_leaves(tree):
@@ -281,8 +331,8 @@ def _abstract_leaves(tree):
 
 
 @functools.lru_cache(64)
-def _probe(graph, spec, shape, dtype: str, arguments) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a layer's residuals for _PROBE_TOKENS tokens."""
+def _probe(graph, spec, shape, dtype: str, arguments, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a layer's residuals."""
     from jaxtune.models.rope import rotary_table
     from jaxtune.pallas.attention import PackedLayout, packed_layout
 
@@ -290,7 +340,7 @@ def _probe(graph, spec, shape, dtype: str, arguments) -> dict[str, jax.ShapeDtyp
     trainable, frozen = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
 
     def run(trainable, frozen, x):
-        layout = packed_layout((1, _PROBE_TOKENS), None, 1)
+        layout = packed_layout((1, tokens), None, 1)
         tables = tuple(
             rotary_table(rope, shape.head_dim, shape.max_position_embeddings, layout.positions())
             for rope in shape.rotary
@@ -299,7 +349,7 @@ def _probe(graph, spec, shape, dtype: str, arguments) -> dict[str, jax.ShapeDtyp
         # Not the jitted function: what it traces here must not be found again by a run on another device.
         return layer_forward.__wrapped__(graph, spec, RESIDUALS, trainable, frozen, x, layout, None)[1]
 
-    x = jax.ShapeDtypeStruct((1, _PROBE_TOKENS, shape.hidden_size), dtype)
+    x = jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype)
     return jax.eval_shape(run, trainable, frozen, x)
 
 
@@ -380,7 +430,7 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     rate = device.gemm * tokens / (tokens + _HALF_SPEED_TOKENS)
     weights = work.weight_bytes / device.copy
     decode = work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
-    product = max(work.flops * tokens / rate, weights) + decode
+    product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm + decode
     attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
@@ -390,12 +440,12 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
 
 def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Device) -> LayerForecast:
     """What one layer costs for `tokens` tokens of a micro-batch."""
-    size = {name: value * tokens for name, value in parts.residuals.items()}
-    seconds = {s.name: _segment_seconds(parts.work[s.name], tokens, parts.length, device) for s in SEGMENTS}
+    size = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
+    seconds = {s.name: _segment_seconds(parts.work[s.name], tokens, parts.length, device) for s in parts.segments}
     kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
     dropped = plan.named("recompute")
     recompute = 0.0
-    for segment in SEGMENTS[:-1]:
+    for segment in parts.segments[:-1]:
         missing = [name for name in segment.outputs if name in dropped]
         if missing:
             share = len(missing) / len(segment.outputs) if segment.name == "expand" else 1.0
@@ -407,7 +457,9 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     wait = max(link - forward, 0.0) + max(link - backward, 0.0)
     forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
-    work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
+    work = 2 * (size["gate"] + size["up"] + size["gate_up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
+    # With experts: their sorted rows and the gradient of those, and the weights that are decoded for a product.
+    work += 2 * parts.expert_rows * size["gate_up"] + parts.expert_bytes
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
@@ -471,7 +523,7 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
 # ---- the choice
 
 # Residuals that are decided together: nothing is won by computing one of a group again and keeping another.
-_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up"))
+_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up", "gate_up"))
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
@@ -501,7 +553,7 @@ def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: fl
     Raises:
       PlanError: nothing fits.
     """
-    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers)
+    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.names)
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
@@ -594,6 +646,9 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
         options.append(("optim.name=adamw_8bit", changed("optim", name="adamw_8bit")))
     if config.adapter is not None and config.model.load_in is None:
         options.append(("model.load_in=nf4", changed("model", load_in="nf4")))
+    if config.adapter is not None and config.adapter.target_parameters:
+        alone = "adapter.target_parameters=null (no adapters on experts)"
+        options.append((alone, changed("adapter", target_parameters=None)))
     length = config.data.length // 2
     while length >= 256:
         options.append((f"data.length={length}", changed("data", length=length)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Sequence
 
 from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 
@@ -42,17 +43,17 @@ class StepPlan:
         return cls(residuals, int(record["micro_batches"]), int(record["chunk_tokens"]))
 
 
-def layer_text(plan: LayerPlan) -> str:
-    """One layer's fates in the shortest words."""
+def layer_text(plan: LayerPlan, names: Sequence[str] = RESIDUALS) -> str:
+    """One layer's fates in the shortest words; names: the residuals that count."""
     options = []
     for word, base in _WORDS.items():
-        other = [f"{name}={getattr(plan, name)}" for name in RESIDUALS if getattr(plan, name) != getattr(base, name)]
+        other = [f"{name}={getattr(plan, name)}" for name in names if getattr(plan, name) != getattr(base, name)]
         options.append(([word] if word == "recompute" or not other else []) + other)
     return ", ".join(min(options, key=len))
 
 
-def residuals_text(plan: ResidualPlan) -> str:
-    """The text of a plan, which `parse_residuals` reads."""
+def residuals_text(plan: ResidualPlan, names: Sequence[str] = RESIDUALS) -> str:
+    """The text of a plan, which `parse_residuals` reads; names: the residuals that the model has."""
     groups: list[tuple[int, int, LayerPlan]] = []
     for index, layer in enumerate(plan.layers):
         if groups and groups[-1][2] == layer:
@@ -60,12 +61,12 @@ def residuals_text(plan: ResidualPlan) -> str:
         else:
             groups.append((index, index, layer))
     if len(groups) == 1:
-        return layer_text(groups[0][2])
-    return "; ".join(f"{first}-{last}: {layer_text(layer)}" for first, last, layer in groups)
+        return layer_text(groups[0][2], names)
+    return "; ".join(f"{first}-{last}: {layer_text(layer, names)}" for first, last, layer in groups)
 
 
-def parse_residuals(text: str, num_layers: int) -> ResidualPlan:
-    """A plan from its text, for a model of `num_layers` layers.
+def parse_residuals(text: str, num_layers: int, names: Sequence[str] = RESIDUALS) -> ResidualPlan:
+    """A plan from its text, for a model of `num_layers` layers with these residuals.
 
     Raises:
       ValueError: an unknown word, residual or fate; layers that are named twice, not at all, or not there.
@@ -77,38 +78,39 @@ def parse_residuals(text: str, num_layers: int) -> ResidualPlan:
         first = int(match[1]) if match[1] else 0
         last = int(match[2] or match[1]) if match[1] else num_layers - 1
         if not first <= last < num_layers:
-            raise _error(text, f"layers {first}-{last} are not in a model of {num_layers} layers (0-{num_layers - 1})")
-        plan = _parse_layer(match[3], text)
+            raise _error(
+                text, f"layers {first}-{last} are not in a model of {num_layers} layers (0-{num_layers - 1})", names
+            )
+        plan = _parse_layer(match[3], text, names)
         for index in range(first, last + 1):
             if layers[index] is not None:
-                raise _error(text, f"layer {index} is named twice")
+                raise _error(text, f"layer {index} is named twice", names)
             layers[index] = plan
     if None in layers:
-        raise _error(text, f"layer {layers.index(None)} is not named; the model has layers 0-{num_layers - 1}")
+        raise _error(text, f"layer {layers.index(None)} is not named; the model has layers 0-{num_layers - 1}", names)
     return ResidualPlan(tuple(layer for layer in layers if layer is not None))
 
 
-def _parse_layer(text: str, whole: str) -> LayerPlan:
+def _parse_layer(text: str, whole: str, names: Sequence[str]) -> LayerPlan:
     plan, fates = KEEP, {}
     for position, item in enumerate(text.split(",")):
         name, equals, fate = (piece.strip() for piece in item.partition("="))
         if not equals and position == 0 and name in _WORDS:
             plan = _WORDS[name]
-        elif not equals or name not in RESIDUALS:
-            near = difflib.get_close_matches(name, [*RESIDUALS, *_WORDS], 1)
+        elif not equals or name not in names:
+            near = difflib.get_close_matches(name, [*names, *_WORDS], 1)
             hint = f" (nearest: {near[0]})" if near else ""
-            raise _error(whole, f"cannot read {item.strip()!r}{hint}; write keep, recompute, or residual=fate")
+            raise _error(whole, f"cannot read {item.strip()!r}{hint}; write keep, recompute, or residual=fate", names)
         else:
             fates[name] = fate
     try:
         return dataclasses.replace(plan, **fates)
     except ValueError as error:
-        raise _error(whole, str(error)) from None
+        raise _error(whole, str(error), names) from None
 
 
-def _error(text: str, fault: str) -> ValueError:
-    names = ", ".join(RESIDUALS)
+def _error(text: str, fault: str, names: Sequence[str]) -> ValueError:
     return ValueError(
-        f"memory.plan = {text!r}: {fault}. Residuals: {names}; fates: keep, offload, recompute; "
+        f"memory.plan = {text!r}: {fault}. Residuals: {', '.join(names)}; fates: keep, offload, recompute; "
         "layers: 0-11: recompute; 12-31: keep"
     )
