@@ -44,6 +44,8 @@ CASES = [
     ("qwen3-14b", 4, 4096, 16, "nf4", "recompute"),
     ("qwen3-32b", 4, 2048, 16, "nf4", "gate=offload, up=offload"),
     ("qwen3-32b", 1, 65536, 16, "nf4", "recompute, layer_input=offload"),
+    ("gpt-oss-20b", 8, 2048, 16, "nf4", "keep"),
+    ("qwen3-30b-a3b", 8, 2048, 16, None, "keep"),
 ]
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 

@@ -457,9 +457,10 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     wait = max(link - forward, 0.0) + max(link - backward, 0.0)
     forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
-    work = 2 * (size["gate"] + size["up"] + size["gate_up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # With experts: their sorted rows and the gradient of those, and the weights that are decoded for a product.
-    work += 2 * parts.expert_rows * size["gate_up"] + parts.expert_bytes
+    work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
+    # With experts: the same and sorted rows; or gradients of gate_up and of the sorted rows, and a decoded weight.
+    sorted_rows = parts.expert_rows * size["gate_up"]
+    work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + parts.expert_bytes)
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)

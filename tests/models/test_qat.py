@@ -12,7 +12,7 @@ from checks import mean_loss
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
-from jaxtune.models.config import LayerSpec
+from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.fake_quant import FakeQuant, int4
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import linears
@@ -149,6 +149,8 @@ def test_what_cannot_be_prepared_converted_or_saved(tmp_path):
     for setting in (dict(use_dora=True), dict(lora_dropout=0.1)):
         with pytest.raises(ValueError, match=f"q_proj has {next(iter(setting))}, but it is the merged weight"):
             prepare_qat(adapted_model(model_of(), r=2, **setting), group_size=32)
+    with pytest.raises(ValueError, match=r"qat: model.layers.0.mlp.experts.gate_up_proj: .* set qat=null for llama"):
+        prepare_qat(tiny_model(moe=MoEConfig(4, 2, 32), **SIZES), group_size=32)
     with pytest.raises(ValueError, match="is not prepared for QAT"):
         convert_qat(model_of())
     prepared = prepare_qat(model_of(), group_size=32)

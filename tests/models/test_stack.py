@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
+from jaxtune.models import ferry
 from jaxtune.models.block import Block
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, run_stack
@@ -201,3 +202,12 @@ def test_layer_plan_errors(make, message):
 def test_a_plan_of_another_depth():
     with pytest.raises(ValueError, match="the residual plan has 3 layers, the model 2"):
         make_model().hidden_states(jnp.zeros((1, 4), jnp.int32), plan=ResidualPlan.uniform(KEEP, 3))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (1, 12, 4), (12, 4), (12, 1), (1, 1, 4)])
+def test_pieces_make_the_whole(monkeypatch, shape):
+    monkeypatch.setattr(ferry, "PIECE_BYTES", 32)
+    array = jnp.arange(np.prod(shape)).reshape(shape)
+    pieces = ferry.cut(array)
+    assert len(pieces.arrays) > 1 or max(shape[:2]) == 1
+    np.testing.assert_array_equal(ferry.join(pieces), array)

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import tiny_config
+from tiny_models import tiny_config, tiny_model
 
 from jaxtune import cli
+from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, layer_forward
@@ -24,6 +25,7 @@ from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals, residuals_t
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 SHAPE = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 H200 = find_device("NVIDIA H200", 140e9)
 
 
@@ -88,15 +90,48 @@ def test_a_plan_that_cannot_be_read(text, words):
 # ---- what is counted
 
 
-def test_residual_bytes_are_those_of_the_arrays():
-    model = lora_model("float32", layers=1)
+@pytest.mark.parametrize("length", [64, 192])
+@pytest.mark.parametrize("experts", [False, True])
+def test_residual_bytes_are_those_of_the_arrays(experts, length):
+    moe = MoEConfig(num_experts=8, experts_per_token=3, expert_size=8)
+    model = tiny_model(moe=moe, layers=(LayerSpec(),)) if experts else lora_model("float32", layers=1)
     parts = anatomy(model, make_config("out"))
     graph, trainable, frozen = nnx.split(model.layers[0], nnx.Param, ...)
-    x = np.zeros((2, 8, 16), np.float32)
+    x = np.zeros((2, length, 16), np.float32)
     _, arrays, _ = layer_forward(
-        graph, model.config.layers[0], RESIDUALS, trainable, frozen, x, model.layout((2, 8)), None
+        graph, model.config.layers[0], RESIDUALS, trainable, frozen, x, model.layout((2, length)), None
     )
-    assert parts.residuals == {name: array.nbytes / 16 for name, array in arrays.items()}
+    assert {name: parts.residual_bytes(name, 2 * length) for name in parts.names} == {
+        name: array.nbytes for name, array in arrays.items()
+    }
+    assert ("gate_up" in arrays) == experts and ("gate" in arrays) != experts
+
+
+def test_experts_count_as_a_token_meets_them():
+    """Qwen3-30B-A3B: 3.3 billion weights meet a token, 30.5 billion are stored."""
+    config = config_8b(model=ModelConfig(path="a shape"), adapter=AdapterConfig(target_parameters=EXPERTS))
+    shape = config_from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"])
+    parts = anatomy(abstract_model(shape, config), config)
+    met = sum(work.flops for work in parts.work.values()) / 2 * parts.num_layers
+    assert met + shape.vocab_size * shape.hidden_size == pytest.approx(3.03e9, rel=0.01)  # embedding: 0.31e9 more
+    assert parts.fixed["frozen weights"] / 2 == pytest.approx(30.53e9, rel=0.001)
+    rank = 16 * parts.num_layers
+    attention = rank * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
+    assert parts.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
+    # Small micro-batches pay for empty rows: half a tile an expert.
+    work = parts.work["expand"]
+    assert work.empty_flops == work.flops / 8 * 128 * 64
+
+
+def test_residuals_that_a_model_does_not_have_are_refused_in_a_plan():
+    for model, plan, other in (
+        ("meta-llama/Llama-3.1-8B", "gate_up=offload", "gate_up"),
+        ("Qwen/Qwen3-30B-A3B", "up=offload", "'up"),
+    ):
+        config = config_8b(memory=MemoryConfig(plan=plan))
+        parts = anatomy(abstract_model(config_from_hf(PUBLISHED[model]), config), config)
+        with pytest.raises(ValueError, match=rf"memory.plan.*{other}.*Residuals: layer_input"):
+            choose(parts, config, H200, 140e9)
 
 
 def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
@@ -251,6 +286,18 @@ def test_a_plan_for_a_device_that_is_not_here(capsys):
     text = capsys.readouterr().out
     for words in ("plan: ", "predicted peak", "tokens/s", "not measured", "longest single row that fits: "):
         assert words in text, words
+
+
+def test_a_plan_of_a_model_with_experts(capsys):
+    assert cli.main(["train", "gpt-oss-20b-qlora", "--plan", "plan.device=RTX 4090"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "gate_up=offload",
+        "choice",
+        "experts are taken to be as fast as dense products, which was not measured",
+    ):
+        assert words in text, words
+    assert "up=offload, gate_up" not in text  # nothing of residuals that such layers do not have
 
 
 def test_a_plan_for_a_device_that_is_too_small(capsys):

@@ -15,6 +15,7 @@ CONFIGS = [
     ("llama-3.2-1b", 4, 8, 2048, 0, None, "keep"),
     ("llama-3.1-8b", 8, 8, 2048, 16, "nf4", "0-3: recompute, layer_input=offload; 4-7: gate=offload, up=offload"),
     ("qwen3-32b", 4, 1, 65536, 16, "nf4", "recompute"),
+    ("gpt-oss-20b", 2, 8, 2048, 16, "nf4", "recompute"),
 ]
 
 
