@@ -460,7 +460,7 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
     # With experts: the same and sorted rows; or gradients of gate_up and of the sorted rows, and a decoded weight.
     sorted_rows = parts.expert_rows * size["gate_up"]
-    work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + parts.expert_bytes)
+    work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * parts.expert_bytes)
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
