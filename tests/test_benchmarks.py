@@ -55,7 +55,7 @@ def test_the_readme_shows_the_stored_records():
 
 def test_what_packing_metadata_compares_is_one_model_and_differs_in_what_it_says(tmp_path):
     """The same loss in every way; XLA merges what is built in every layer, unless it is kept apart."""
-    options = "--tiny --models qwen3-0.6b --layers 2 --rows 1 --length 128 --rounds 1".split()
+    options = ["--tiny", "--models", "qwen3-0.6b", "--layers", "2", "--rows", "1", "--length", "128", "--rounds", "1"]
     command = [sys.executable, "benchmarks/train/packing_metadata.py", "--output", str(tmp_path / "out.json"), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
