@@ -18,6 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import find_config, from_pretrained, load_tokenizer, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.merge import merge_adapter
+from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
 from jaxtune.profile.device import known_devices
 from jaxtune.train import memory, report
@@ -191,6 +192,8 @@ def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, co
     adapted = any(linear.lora is not None for _, linear in linears(model))
     if adapted and config.export.adapter:
         _once(output / ADAPTER, lambda folder: save_adapter(model, folder), console)
+        if qat_spec(model) is not None:
+            console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
     if config.export.merged:
 
         def write(folder):
