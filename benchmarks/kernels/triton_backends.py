@@ -1,6 +1,6 @@
 """The Triton kernels beside FlashAttention-2, the vendor's GEMM and a copy, in one run on one GPU.
 
-    python benchmarks/kernels/triton.py --output FILE.json
+    python benchmarks/kernels/triton_backends.py --output FILE.json
 
 Attention: 32,768 tokens in rows of 8,192, 32 query and 8 key/value heads, bf16; also with the tiles of a consumer card
 (99 KB of shared memory). Every kernel is checked against the fp32 reference first. Four-bit weights: 14,336 x 4,096 NF4
@@ -174,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
-    record: dict = {"benchmark": "kernels/triton", **environment(), "checks": {}, "attention": {}}
+    record: dict = {"benchmark": "kernels/triton_backends", **environment(), "checks": {}, "attention": {}}
     for name, (dim, features) in CHECKS.items():
         record["checks"][name] = check(dim, features, 1500)
         print(name, record["checks"][name], flush=True)
