@@ -17,9 +17,10 @@ from jaxtune.pallas.quant_matmul.formats import BLOCK, FourBit
 MAX_TOKENS = 16  # of small_matmul
 _VECTOR_TOKENS = 2  # up to so many the ordinary cores are faster than the tensor cores
 # Rows of W at a time, blocks of 64 of each, warps; as measured on an H200.
-_VECTOR_TILE = (8, 8, 4)
-_MATRIX_TILE = (64, 4, 4)
-_DEQUANTISE_BLOCKS, _DEQUANTISE_WARPS = 128, 4
+_VECTOR_TILE = (4, 16, 4)
+_MATRIX_TILE, _TALL_MATRIX_TILE = (16, 8, 4), (64, 2, 4)
+_TALL = 8192  # rows of W from which on the second one is better
+_DEQUANTISE_BLOCKS, _DEQUANTISE_WARPS = 64, 4
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -89,7 +90,8 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     (tokens, inner), outer = x.shape, weight.shape[0]
     arrays, nested = _parts(weight)
     on_vectors = tokens <= _VECTOR_TOKENS
-    rows, blocks, warps = _VECTOR_TILE if on_vectors else _MATRIX_TILE
+    matrix_tile = _TALL_MATRIX_TILE if outer >= _TALL else _MATRIX_TILE
+    rows, blocks, warps = _VECTOR_TILE if on_vectors else matrix_tile
     (out,) = compat.triton_call(
         triton_kernels.vector_kernel if on_vectors else triton_kernels.matrix_kernel,
         (x, *arrays),
