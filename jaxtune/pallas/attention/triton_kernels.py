@@ -171,7 +171,7 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """dq of one tile of queries of one head, walking the keys as the forward does, and delta, the sum of out times dout.
+    """dq of one tile of queries of one head, walking the keys as the forward does, and delta, the sum of out dout.
     Grid: (heads, tiles, B)."""
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
