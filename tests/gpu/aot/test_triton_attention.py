@@ -10,7 +10,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import attention_backward, attention_forward, packed_layout
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
-ROWS, LENGTH, HEADS, KV_HEADS = 2, 1000, 8, 2
+ROWS, LENGTH, HEADS, KV_HEADS = 2, 1024, 8, 2
 CASES = [
     *((capability, dim, {}) for capability in SHARED_MEMORY_KB for dim in (64, 128)),
     ((8, 6), 128, {"window": 100, "soft_cap": 30.0}),
