@@ -231,6 +231,7 @@ def _stack_bwd(static: _Static, residuals, dx):
     rows = dx.shape[0]
     gradients = [None] * len(kept)
     arrived = ()
+    short = any(plan != KEEP for plan in static.plans)
     for index in range(len(kept) - 1, -1, -1):
         saved = {**kept[index]}
         saved |= {name: join(pieces, rows) for name, pieces in zip(hosted[index], arrived, strict=True)}
@@ -248,7 +249,7 @@ def _stack_bwd(static: _Static, residuals, dx):
             _layer_key(keys, index),
             coming,
         )
-        if index and static.plans[index] != KEEP:
+        if index and short:
             # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
             # and keeps their large operands. An 8B LoRA step of 16 layers took 21 GB for 13.
             gradients[index], dx = optimization_barrier((gradients[index], dx))

@@ -111,7 +111,7 @@ def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
 
 
 def test_four_bits_and_shape_of_8b(parts_8b):
-    assert parts_8b.fixed["frozen weights"] == pytest.approx(5.70e9, rel=0.01)
+    assert parts_8b.fixed["frozen weights"] == pytest.approx(5.70e9 + 0.36e9, rel=0.02)
     assert parts_8b.trained == 41_943_040  # LoRA r=16 on all linears of Llama-3.1-8B, as PEFT counts them
     assert parts_8b.residuals["gate"] == 2 * 14336
     assert parts_8b.residuals["lse"] == 4 * 32
