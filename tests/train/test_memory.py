@@ -161,7 +161,7 @@ def test_less_memory_is_never_faster_and_always_kept_to(parts_8b):
         assert best.peak_bytes <= gb * 1e9
         speeds.append(best.tokens_per_second)
     assert speeds == sorted(speeds, reverse=True)
-    assert speeds[3] > 0.9 * speeds[0]  # 24 GB: micro-batches keep everything in a quarter of the memory
+    assert speeds[3] > 0.85 * speeds[0]  # 24 GB: micro-batches keep everything in a quarter of the memory
 
 
 def test_a_choice_beats_every_uniform_plan_that_fits(parts_8b):
