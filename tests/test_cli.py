@@ -139,7 +139,7 @@ def kernels(capsys) -> list[str]:
 
 
 def test_info_on_kernels(capsys):
-    whole, packed, matmul, loss = kernels(capsys)
+    whole, packed, matmul, grouped, loss = kernels(capsys)
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -149,7 +149,7 @@ def test_info_on_kernels(capsys):
     ]
     assert "packed, up to 16 documents" in packed
     assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "reference"]
-    for op, text in (("quant_matmul", matmul), ("linear_cross_entropy", loss)):
+    for op, text in (("quant_matmul", matmul), ("grouped_matmul", grouped), ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
 
 

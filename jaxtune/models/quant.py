@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtune.models import shards
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Frozen
-from jaxtune.models.lora import copy_structure, freeze, linears, name_matches
+from jaxtune.models.lora import copy_structure, freeze, has_adapter, matrices, name_matches
 from jaxtune.pallas.quant_matmul import FP4, NF4, FourBit, dense
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
 
@@ -38,7 +38,8 @@ def check_load_in(load_in: str | None) -> None:
 
 
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """The model with the linears of its layers in four bits; embeddings, head, norms and biases stay as they are.
+    """The model with linears and experts of its layers in four bits; embeddings, head, norms, routers and biases stay
+    as they are.
 
     Args:
       skip_modules: names, or last parts of names, of linears that are left alone (o_proj).
@@ -48,10 +49,10 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
       ValueError: another format; a model with adapters; a name that matches nothing.
     """
     check_load_in(load_in)
-    if any(linear.lora is not None for _, linear in linears(model)):
+    if has_adapter(model):
         raise ValueError("quantize: this model has adapters: quantise the base, then add them")
     model = freeze(model)
-    modules = dict(linears(model))
+    modules = dict(matrices(model))
     for skipped in skip_modules:
         if not any(name_matches(name, skipped) for name in modules):
             raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, such as {next(iter(modules))}")
@@ -65,7 +66,7 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
 def dequantize(model: Decoder) -> Decoder:
     """A new model without four-bit weights: decoded to model.dtype."""
     model = copy_structure(model)
-    for _, linear in linears(model):
+    for _, linear in matrices(model):
         weight = linear.stored_weight
         if isinstance(weight, FourBit):
             linear.weight = Frozen(dense(weight, model.dtype))
@@ -73,7 +74,7 @@ def dequantize(model: Decoder) -> Decoder:
 
 
 def is_quantized(model: Decoder) -> bool:
-    return any(isinstance(linear.stored_weight, FourBit) for _, linear in linears(model))
+    return any(isinstance(matrix.stored_weight, FourBit) for _, matrix in matrices(model))
 
 
 # ---- checkpoints
@@ -191,7 +192,7 @@ def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int,
 
 def quantization_config(model: Decoder) -> dict[str, Any] | None:
     """What config.json says of the four-bit weights, in transformers' words; None where there are none."""
-    weights = {name: linear.stored_weight for name, linear in linears(model)}
+    weights = {name: matrix.stored_weight for name, matrix in matrices(model)}
     packed = [weight for weight in weights.values() if isinstance(weight, FourBit)]
     if not packed:
         return None

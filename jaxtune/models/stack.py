@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models.block import MoEBlock
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.ferry import Ferry, cut, join
 from jaxtune.pallas.attention import PackedLayout, attention_backward, attention_forward
@@ -45,11 +46,21 @@ SEGMENTS = (
     Segment("expand", ("mid",), ("gate", "up")),
     Segment("contract", ("gate", "up", "mid"), ("layer_output",)),
 )
+MOE_SEGMENTS = (
+    *SEGMENTS[:3],
+    Segment("route", ("mid",), ("choice",)),
+    Segment("expand", ("mid", "choice"), ("gate_up",)),
+    Segment("contract", ("gate_up", "choice", "mid"), ("layer_output",)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The fate of each residual of one layer. layer_input must be kept or offloaded: nothing can recompute it."""
+    """The fate of each residual of one layer, of those that it has.
+
+    layer_input must be kept or offloaded: nothing can recompute it. So must choice (the experts of each token, a few
+    bytes): experts that are chosen anew could differ from those that gate_up was sorted by.
+    """
 
     layer_input: Fate = "keep"
     query: Fate = "keep"
@@ -60,14 +71,17 @@ class LayerPlan:
     mid: Fate = "keep"
     gate: Fate = "keep"
     up: Fate = "keep"
+    choice: Fate = "keep"
+    gate_up: Fate = "keep"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             fate = getattr(self, field.name)
             if fate not in ("keep", "offload", "recompute"):
                 raise ValueError(f"residual {field.name}: fate {fate!r} is not one of keep, offload, recompute")
-        if self.layer_input == "recompute":
-            raise ValueError("residual layer_input: it can be kept or offloaded, but nothing can recompute it")
+        for name in ("layer_input", "choice"):
+            if getattr(self, name) == "recompute":
+                raise ValueError(f"residual {name}: it can be kept or offloaded, but nothing can recompute it")
 
     def named(self, fate: Fate) -> tuple[str, ...]:
         return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name) == fate)
@@ -76,7 +90,7 @@ class LayerPlan:
 KEEP = LayerPlan()
 _DROP: Fate = "recompute"
 RECOMPUTE = LayerPlan(
-    query=_DROP, key=_DROP, value=_DROP, attention_out=_DROP, lse=_DROP, mid=_DROP, gate=_DROP, up=_DROP
+    query=_DROP, key=_DROP, value=_DROP, attention_out=_DROP, lse=_DROP, mid=_DROP, gate=_DROP, up=_DROP, gate_up=_DROP
 )
 
 
@@ -100,9 +114,8 @@ class _Static:
     plans: tuple[LayerPlan, ...]
 
 
-def _attention_options(block, spec: LayerSpec) -> dict:
-    config = block.attention.config
-    return dict(scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap)
+def segments_of(block) -> tuple[Segment, ...]:
+    return MOE_SEGMENTS if isinstance(block, MoEBlock) else SEGMENTS
 
 
 def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
@@ -110,8 +123,11 @@ def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
     with jax.named_scope(segment.name):
         if segment.name == "attend":
             query, key, value = values
-            return attention_forward(query, key, value, layout, **_attention_options(block, spec))
-        key = None if keys is None else keys[SEGMENTS.index(segment)]
+            return attention_forward(query, key, value, layout, **block.attention.options(spec.window))
+        if segment.name == "route":
+            real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
+            return (block.route(*values, real),)
+        key = None if keys is None else keys[segments_of(block).index(segment)]
         if segment.name == "project":
             rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
             return block.project(*values, rotary, key)
@@ -125,12 +141,15 @@ def _work(segment: Segment, block, x, backward: bool = False) -> float:
     if segment.name == "attend":
         return config.query_size * length * (2.5 if backward else 1.0)
     hidden, inner = config.hidden_size, config.intermediate_size
-    widths = {"project": config.query_size + 2 * config.kv_size, "mix": config.query_size, "expand": 2 * inner}
-    return float(hidden * widths.get(segment.name, inner))
+    if config.moe is not None:
+        inner = config.moe.expert_size * config.moe.experts_per_token
+    query, kv = config.query_size, config.kv_size
+    widths = {"project": query + 2 * kv, "mix": query, "route": 1, "expand": 2 * inner, "contract": inner}
+    return float(hidden * widths[segment.name])
 
 
-def _segment_keys(key):
-    return None if key is None else jax.random.split(key, len(SEGMENTS))
+def _segment_keys(key, segments):
+    return None if key is None else jax.random.split(key, len(segments))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -140,26 +159,28 @@ def layer_forward(
     """(layer_output, {name: residual} for the wanted names, `leaving` on the host) of one layer."""
     with jax.named_scope("layer"):
         block = nnx.merge(graph, trainable, frozen)
-        keys = _segment_keys(key)
+        segments = segments_of(block)
+        keys = _segment_keys(key, segments)
         env = {"layer_input": layer_input}
-        ferry = Ferry(leaving, [_work(segment, block, layer_input) for segment in SEGMENTS], jax.memory.Space.Host)
-        for stage, segment in enumerate(SEGMENTS):
+        ferry = Ferry(leaving, [_work(segment, block, layer_input) for segment in segments], jax.memory.Space.Host)
+        for stage, segment in enumerate(segments):
             inputs = ferry.depart(stage, [env[name] for name in segment.inputs])
             outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs))
             env.update(zip(segment.outputs, outputs, strict=True))
-        return env["layer_output"], {name: env[name] for name in wanted}, ferry.landed
+        return env["layer_output"], {name: env[name] for name in wanted if name in env}, ferry.landed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=()):
     """(gradient of the trainable tensors, gradient of layer_input, `coming` on the device) of one layer, from its
     saved residuals."""
-    keys = _segment_keys(key)
     env = dict(saved)
     block = nnx.merge(graph, trainable, frozen)
-    again = [s for s in SEGMENTS[:-1] if any(name not in env for name in s.outputs)]
+    segments = segments_of(block)
+    keys = _segment_keys(key, segments)
+    again = [s for s in segments[:-1] if any(name not in env for name in s.outputs)]
     work = [_work(segment, block, doutput) for segment in again]
-    work += [_work(segment, block, doutput, backward=True) for segment in reversed(SEGMENTS)]
+    work += [_work(segment, block, doutput, backward=True) for segment in reversed(segments)]
     ferry = Ferry(coming, work, jax.memory.Space.Device)
     with jax.named_scope("layer"):
         with jax.named_scope("recompute"):
@@ -174,17 +195,24 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
             def accumulate(name, value):
                 grads[name] = grads[name] + value if name in grads else value
 
-            for stage, segment in enumerate(reversed(SEGMENTS), len(again)):
-                # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
+            for stage, segment in enumerate(reversed(segments), len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
+                if not doutputs:
+                    continue  # a choice of experts has no derivative
+                # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
                 inputs = ferry.depart(stage, inputs)
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
                         query, key_, value = inputs
                         out, lse = env["attention_out"], env["lse"]
-                        options = _attention_options(block, spec)
-                        dinputs = attention_backward(query, key_, value, out, lse, doutputs[0], layout, **options)[:3]
+                        options = block.attention.options(spec.window)
+                        *dinputs, dsinks = attention_backward(
+                            query, key_, value, out, lse, doutputs[0], layout, **options
+                        )
+                    if isinstance(block.attention.sinks, nnx.Param):
+                        _, pullback = jax.vjp(lambda t: nnx.merge(graph, t, frozen).attention.sinks[...], trainable)
+                        total = jax.tree.map(jnp.add, total, *pullback(dsinks))
                 else:
 
                     def run(trainable, *values, segment=segment):
@@ -193,7 +221,12 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                     _, pullback = jax.vjp(run, trainable, *inputs)
                     dtrainable, *dinputs = pullback(doutputs)
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
-                for name, value in zip(segment.inputs, ferry.arrive(stage, list(dinputs)), strict=True):
+                derivatives = {
+                    name: value
+                    for name, value in zip(segment.inputs, dinputs, strict=True)
+                    if value.dtype != jax.dtypes.float0
+                }
+                for name, value in ferry.arrive(stage, derivatives).items():
                     accumulate(name, value)
         return total, grads["layer_input"], ferry.landed
 
@@ -214,27 +247,26 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
     names, leaving = (), ()  # of the layer before: they go to the host while this layer computes
     last = len(static.plans) - 1
     for index, (graph, spec, plan) in enumerate(zip(static.graphs, static.specs, static.plans, strict=True)):
-        # The backward begins with the last layer: its residuals would come back at once.
-        offload = plan.named("offload") if index < last else ()
         wanted = plan.named("keep") + plan.named("offload")
         layer = (graph, spec, wanted, trainables[index], frozens[index], x, layout, _layer_key(keys, index), leaving)
         x, residuals, landed = layer_forward(*layer)
         if index:
             hosted.append(dict(zip(names, landed, strict=True)))
-        names, leaving = offload, tuple(cut(residuals[name]) for name in offload)
-        kept.append({name: residuals[name] for name in wanted if name not in offload})
+        # The backward begins with the last layer: its residuals would come back at once.
+        names = tuple(name for name in plan.named("offload") if name in residuals) if index < last else ()
+        leaving = tuple(cut(residuals[name]) for name in names)
+        kept.append({name: value for name, value in residuals.items() if name not in names})
     return x, (trainables, frozens, kept, [*hosted, {}], layout, keys)
 
 
 def _stack_bwd(static: _Static, residuals, dx):
     trainables, frozens, kept, hosted, layout, keys = residuals
-    rows = dx.shape[0]
     gradients = [None] * len(kept)
     arrived = ()
     short = any(plan != KEEP for plan in static.plans)
     for index in range(len(kept) - 1, -1, -1):
         saved = {**kept[index]}
-        saved |= {name: join(pieces, rows) for name, pieces in zip(hosted[index], arrived, strict=True)}
+        saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
         # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them.
         saved, dx = optimization_barrier((saved, dx))
         coming = tuple(hosted[index - 1].values()) if index else ()

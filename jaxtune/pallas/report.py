@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.grouped_matmul import api as grouped_matmul
+from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 
-_ROWS, _LENGTH, _HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 128, 16
+_ROWS, _LENGTH, _HEADS, _HEAD_DIM, _DOCUMENTS, _EXPERTS = 8, 2048, 32, 128, 16, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ def kernel_choices() -> list[KernelChoice]:
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
     whole = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
+    sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
+    groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
     return [
         _choice("attention", f"{call} one document a row", attention.implementations(query, whole)),
@@ -47,6 +51,11 @@ def kernel_choices() -> list[KernelChoice]:
             "attention", f"{call} packed, up to {_DOCUMENTS} documents a row", attention.implementations(query, packed)
         ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations()),
+        _choice(
+            "grouped_matmul",
+            f"bfloat16, {_EXPERTS} experts, 2880 x 5760",
+            grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups),
+        ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]
 

@@ -28,8 +28,9 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.quant import quantize
-from jaxtune.models.stack import SEGMENTS, LayerPlan, ResidualPlan, layer_forward
+from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan, layer_forward, segments_of
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.profile.device import data_sheet, known_ceilings, known_devices
 from jaxtune.train.config import TrainConfig
@@ -162,14 +163,19 @@ class Anatomy:
     head_bytes: float
     head_trains: bool
     trained: float  # parameters
+    expert_rows: int = 0  # experts that a token goes to
 
     @property
     def fixed_bytes(self) -> float:
         return sum(self.fixed.values())
 
 
-_SEGMENT_OF = {"q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
-               "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand"}  # fmt: skip
+# Of layers with and without experts; `route` takes no time that counts.
+_SEGMENT_NAMES = tuple(dict.fromkeys(segment.name for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS)))
+_SEGMENT_OF = {
+    "q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
+    "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand", "down_proj": "contract",
+}  # fmt: skip
 _PROBE_TOKENS = 128
 
 
@@ -209,8 +215,8 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
 
     residuals = {name: mean([kind[0].get(name, 0.0) for kind in kinds]) for name in RESIDUALS}
     work = {
-        segment.name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[1][segment.name]) for k in kinds))))
-        for segment in SEGMENTS
+        name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[1].get(name, Work())) for k in kinds))))
+        for name in _SEGMENT_NAMES
     }
     head = model.head_variable
     head_trains = isinstance(head, nnx.Param)
@@ -230,6 +236,7 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
         head_bytes=head_size * (4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if head_trains else 0.0,
         head_trains=head_trains,
         trained=_nbytes(masters) / 4,
+        expert_rows=0 if shape.moe is None else shape.moe.experts_per_token,
     )
 
 
@@ -237,15 +244,15 @@ def _is_packed(leaf) -> bool:
     return isinstance(leaf, FourBit)
 
 
-def _linears(layer) -> Iterator[tuple[str, Linear]]:
+def _matrices(layer) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     for path, module in nnx.iter_modules(layer):
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | ExpertLinear):
             yield str(path[-1]), module
 
 
 def _trained_matrix_bytes(layer, dtype) -> float:
     """A layer's trained matrices in a compute dtype that is not their masters'."""
-    weights = [linear.weight for _, linear in _linears(layer)]
+    weights = [matrix.weight for _, matrix in _matrices(layer)]
     trained = [w for w in weights if isinstance(w, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
 
@@ -256,18 +263,21 @@ def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dic
     outputs = _probe(graph, spec, shape, dtype.name, (leaves, structure))
     residuals = {name: _nbytes(array) / _PROBE_TOKENS for name, array in outputs.items()}
     residuals["layer_output"] = residuals["layer_input"]
+    segments = segments_of(layer)
     window = min(spec.window or length, length)
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
-    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in SEGMENTS}
-    for name, linear in _linears(layer):
-        size = math.prod(linear.sizes)
-        weight = linear.stored_weight
-        of = sums[_SEGMENT_OF.get(name, "contract")]
-        of["flops"] += 2.0 * size
+    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in segments}
+    for name, matrix in _matrices(layer):
+        size = used = math.prod(matrix.sizes)
+        if isinstance(matrix, ExpertLinear):
+            used = size // shape.moe.num_experts * shape.moe.experts_per_token
+        weight = matrix.stored_weight
+        of = sums[_SEGMENT_OF[name]]
+        of["flops"] += 2.0 * used
         of["weight_bytes"] += _nbytes(weight)
         of["decoded"] += size if isinstance(weight, FourBit) else 0.0
-        of["weight_flops"] += 2.0 * size if isinstance(linear.weight, nnx.Param) else 0.0
-    for segment in SEGMENTS:
+        of["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+    for segment in segments:
         moved = sum(residuals[name] for name in (*segment.inputs, *segment.outputs))
         if segment.name == "attend":
             sums["attend"]["attention_flops"] = 4.0 * shape.query_size * seen_keys
@@ -393,14 +403,14 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
 def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Device) -> LayerForecast:
     """What one layer costs for `tokens` tokens of a micro-batch."""
     size = {name: value * tokens for name, value in parts.residuals.items()}
-    seconds = {s.name: _segment_seconds(parts.work[s.name], tokens, parts.length, device) for s in SEGMENTS}
+    seconds = {name: _segment_seconds(work, tokens, parts.length, device) for name, work in parts.work.items()}
     kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
     dropped = plan.named("recompute")
     recompute = 0.0
-    for segment in SEGMENTS[:-1]:
-        missing = [name for name in segment.outputs if name in dropped]
-        if missing:
-            share = len(missing) / len(segment.outputs) if segment.name == "expand" else 1.0
+    for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS[3:-1]):  # those of layers without experts, then of layers with them
+        missing = sum(size[name] for name in segment.outputs if name in dropped)
+        if missing:  # gate and up can be computed each alone
+            share = missing / sum(size[name] for name in segment.outputs) if segment.name == "expand" else 1.0
             recompute += share * seconds[segment.name][0]
     recompute *= _RECOMPUTE_FACTOR
     forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
@@ -409,7 +419,13 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     wait = max(link - forward, 0.0) + max(link - backward, 0.0)
     forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
-    work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
+    # Of experts likewise, and their rows as they are sorted.
+    work = (
+        2 * (size["gate"] + size["up"] + size["gate_up"])
+        + 2 * parts.expert_rows * size["layer_input"]
+        + 0.6 * size["layer_input"]
+        + 0.7 * size["query"]
+    )
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
@@ -473,7 +489,7 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
 # ---- the choice
 
 # Residuals that are decided together: nothing is won by computing one of a group again and keeping another.
-_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up"))
+_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up", "gate_up"))
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
