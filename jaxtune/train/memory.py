@@ -5,7 +5,8 @@ computed again, by layer; in how many micro-batches; with how many logits at a t
 that fits a budget. The model ranks; only the winner is compiled, and the compiler's own figure checks it (loop.py).
 
 Where the numbers come from: bytes of residuals are exact, from the shapes of the segments; what the compiler adds
-around them, and the rates, were fitted to programs compiled for an H200 and to steps measured on it (README.md).
+around them, and the rates, were fitted to programs compiled for an H200 and to steps measured on it; how well they
+hold is what benchmarks/train/predictions.py and memory.py record.
 """
 
 from __future__ import annotations
@@ -309,7 +310,9 @@ def _probe(graph, spec, shape, dtype: str, arguments) -> dict[str, jax.ShapeDtyp
         )
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
         # Not the jitted function: what it traces here must not be found again by a run on another device.
-        return layer_forward.__wrapped__(graph, spec, RESIDUALS, trainable, frozen, x, layout, None)[1]
+        return layer_forward.__wrapped__(  # type: ignore[attr-defined]
+            graph, spec, RESIDUALS, trainable, frozen, x, layout, None
+        )[1]
 
     x = jax.ShapeDtypeStruct((1, _PROBE_TOKENS, shape.hidden_size), dtype)
     return jax.eval_shape(run, trainable, frozen, x)
@@ -400,11 +403,21 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     return forward, backward + work.weight_flops * tokens / rate
 
 
-def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Device) -> LayerForecast:
-    """What one layer costs for `tokens` tokens of a micro-batch."""
+def layer_forecast(
+    parts: Anatomy, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
+) -> LayerForecast:
+    """What one layer costs for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
     size = {name: value * tokens for name, value in parts.residuals.items()}
-    seconds = {name: _segment_seconds(work, tokens, parts.length, device) for name, work in parts.work.items()}
+    tiles = 1
+    if tile_tokens is not None and plan.gate == plan.up == "recompute" and not parts.expert_rows:
+        tiles = parts.length // tile_tokens
+    seconds = {}
+    for name, work in parts.work.items():
+        if name in ("expand", "contract"):  # the weights are read, and decoded, for every tile
+            work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
+        seconds[name] = _segment_seconds(work, tokens, parts.length, device)
     kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
+    size |= {name: size[name] / tiles for name in ("gate", "up")}
     dropped = plan.named("recompute")
     recompute = 0.0
     for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS[3:-1]):  # those of layers without experts, then of layers with them
@@ -428,6 +441,8 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     )
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
+    if tiles > 1:  # results of the tiles, and what the scheduler then keeps beside a kept attention
+        work += (2.0 if "attention_out" in dropped else 3.5) * size["layer_input"]
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
 
 
@@ -437,7 +452,7 @@ def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for layer in plan.residuals.layers:
         if layer not in cache:
-            cache[layer] = layer_forecast(parts, layer, tokens, device)
+            cache[layer] = layer_forecast(parts, layer, tokens, device, plan.residuals.tile_tokens)
     groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
     return _forecast(parts, plan, groups, _head(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
@@ -490,6 +505,7 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
 
 # Residuals that are decided together: nothing is won by computing one of a group again and keeping another.
 _GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up", "gate_up"))
+_TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
@@ -529,15 +545,25 @@ def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: fl
         if fixed is not None:
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
-            table = _best_layers(parts, tokens, device)
-            found += [_best_pair(parts, table, micro, chunk, device, budget) for chunk in chunks]
+            for tile in (None, _tile_tokens(parts, config)):
+                table = _best_layers(parts, tokens, device, tile)
+                found += [_best_pair(parts, table, micro, chunk, device, budget, tile) for chunk in chunks]
     fitting = [one for one in found if one.peak_bytes <= budget]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
     return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
 
 
-def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float) -> Forecast:
+def _tile_tokens(parts: Anatomy, config: TrainConfig) -> int | None:
+    """The largest tile of at most _TILE_TOKENS that divides a long row; None for other rows, and with dropout."""
+    dropout = config.adapter is not None and config.adapter.lora_dropout > 0
+    if parts.length < 2 * _TILE_TOKENS or parts.expert_rows or dropout:
+        return None
+    tile = next(size for size in range(_TILE_TOKENS, 0, -1) if parts.length % size == 0)
+    return tile if tile >= _TILE_TOKENS // 8 else None
+
+
+def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None) -> Forecast:
     """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
     longest, and one for the rest; the smallest mixture where none fits."""
     count = parts.num_layers
@@ -570,12 +596,12 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     first, last = np.unravel_index(int(np.argmin(order)), order.shape)
     first_layers = int(number[first, last])
     layers = (table[first][0],) * first_layers + (table[last][0],) * (count - first_layers)
-    return forecast(parts, StepPlan(ResidualPlan(layers), micro, chunk_tokens), device)
+    return forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
 
 
-def _best_layers(parts, tokens, device) -> list[tuple[LayerPlan, LayerForecast]]:
+def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
     """The layer plans that no other beats in memory kept, memory at work and time at once."""
-    table = [(plan, layer_forecast(parts, plan, tokens, device)) for plan in _layer_plans(device.link > 0)]
+    table = [(plan, layer_forecast(parts, plan, tokens, device, tile)) for plan in _layer_plans(device.link > 0)]
     figures = [(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]
     return [
         entry
