@@ -9,4 +9,6 @@ SHAPES = {
     "qwen2.5-0.5b": PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"],
     "qwen3-14b": PUBLISHED["Qwen/Qwen3-14B"],
     "qwen3-32b": PUBLISHED["Qwen/Qwen3-32B"],
+    "qwen3-30b-a3b": PUBLISHED["Qwen/Qwen3-30B-A3B"],
+    "gpt-oss-20b": PUBLISHED["openai/gpt-oss-20b"],
 }

@@ -139,7 +139,7 @@ def kernels(capsys) -> list[str]:
 
 
 def test_info_on_kernels(capsys):
-    whole, packed, matmul, four_bits, loss = kernels(capsys)
+    whole, packed, matmul, four_bits, grouped, loss = kernels(capsys)
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -151,7 +151,9 @@ def test_info_on_kernels(capsys):
     assert "packed, up to 16 documents" in packed
     assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "triton", "reference"]
     assert "weights in NF4" in four_bits and "mosaic refuses: needs a Hopper" in " ".join(four_bits.split())
-    for op, text in (("quant_matmul", matmul), ("quant_matmul", four_bits), ("linear_cross_entropy", loss)):
+    assert "experts" in grouped
+    shown = (("quant_matmul", matmul), ("quant_matmul", four_bits), ("grouped_matmul", grouped))
+    for op, text in (*shown, ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
 
 

@@ -35,6 +35,7 @@ import jaxtune
 from benchmarks.random_model import random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
+from jaxtune.models.lora import experts
 from jaxtune.pallas import dispatch
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
@@ -89,7 +90,9 @@ def measure(options) -> dict:
     model = random_model(shape, jax.random.key(0), options.load_in)
     model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     if options.rank:
-        model = jaxtune.get_peft_model(model, r=options.rank, lora_alpha=options.rank)
+        model = jaxtune.get_peft_model(
+            model, r=options.rank, lora_alpha=options.rank, target_parameters=[name for name, _ in experts(model)]
+        )
     init_seconds = time.perf_counter() - started
     trainer = make_trainer(options, model)
     del model
@@ -174,7 +177,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--documents", default="full", choices=["full", "packed"])
-    parser.add_argument("--rank", type=int, default=16, help="LoRA rank on all linears; 0: full fine-tuning")
+    parser.add_argument(
+        "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"
+    )
     parser.add_argument("--load-in", choices=["nf4"], help="the layers' weights in four bits; default: bfloat16")
     parser.add_argument(
         "--plan", default="keep", help="memory.plan: what becomes of residuals; auto: the planner's choice"

@@ -23,7 +23,7 @@ from jaxtune.compat.arguments import (
     refuse,
 )
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import linears
+from jaxtune.models.lora import experts, has_adapter
 from jaxtune.models.quant import dequantize
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.report import parameter_counts
@@ -69,7 +69,7 @@ class CompatModel:
 
     @property
     def has_adapter(self) -> bool:
-        return any(linear.lora is not None for _, linear in linears(self.module))
+        return has_adapter(self.module)
 
     def print_trainable_parameters(self) -> None:
         trainable, everything = parameter_counts(self.module)
@@ -219,8 +219,11 @@ class FastLanguageModel:
             rest = tuple(name for name in target_modules if name not in whole)
             # The seven names mean every linear, also where a family fuses some of them (Phi-3).
             target_modules = "all-linear" if set(rest) == set(ALL_LINEAR) else rest
+        # The seven names mean the experts too.
+        parameters = tuple(name for name, _ in experts(model.module)) if target_modules == "all-linear" else ()
         settings: dict[str, Any] = dict(
-            r=r, lora_alpha=lora_alpha, target_modules=target_modules, lora_dropout=lora_dropout, use_rslora=use_rslora,
+            r=r, lora_alpha=lora_alpha, target_modules=target_modules, target_parameters=parameters or None,
+            lora_dropout=lora_dropout, use_rslora=use_rslora,
             use_dora=use_dora, modules_to_save=tuple(sorted(whole)) or None,
             rank_pattern=dict(rank_pattern) if rank_pattern else None,
             alpha_pattern=dict(alpha_pattern) if alpha_pattern else None,

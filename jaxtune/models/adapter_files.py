@@ -1,12 +1,17 @@
 """Adapters in PEFT's files: adapter_model.safetensors and adapter_config.json, as peft 0.21 writes and reads them.
 
 Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, for DoRA,
-`.lora_magnitude_vector` [out]; a module of modules_to_save is `base_model.model.` + its name + `.weight`. The base's
+`.lora_magnitude_vector` [out]; a module of modules_to_save is `base_model.model.` + its name + `.weight`.
+
+Experts are parameters of one module, `mlp.experts`, which PEFT wraps once for each that has an adapter, the first in
+order innermost: with both adapted, gate_up_proj's keys have `.base_layer` after the module's name. lora_A is [E r, in],
+an expert's rows together; lora_B [out, r E], where column j belongs to expert j mod E. The base's
 fingerprint is in the metadata of the safetensors file: PEFT ignores it there, and warns of unknown config keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -23,7 +29,8 @@ from safetensors.numpy import save_file
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder
-from jaxtune.models.lora import get_peft_model, linears, name_matches, pattern_value
+from jaxtune.models.lora import experts, get_peft_model, linears, matrices, name_matches, pattern_value
+from jaxtune.models.moe import ExpertLora
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -36,7 +43,7 @@ _PEFT_VERSION = "0.21.2"  # whose format this is
 _FOLLOWED = {
     "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
-    "ensure_weight_tying", "init_lora_weights", "bias",
+    "ensure_weight_tying", "init_lora_weights", "bias", "target_parameters", "unsloth_fused_expert_lora",
 }  # fmt: skip
 _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
@@ -48,9 +55,47 @@ _HARMLESS = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
-def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable]:
+@dataclasses.dataclass(frozen=True)
+class ExpertTensor:
+    """lora_A or lora_B of experts as a file holds it, over the variable that holds it here; used like a variable."""
+
+    variable: nnx.Variable
+    is_b: bool
+    transposed: bool  # the expert's weight is [in, out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        experts, first, second = self.variable.shape
+        return (first, second * experts) if self.is_b else (experts * first, second)
+
+    def get_value(self) -> jax.Array:
+        value = self.variable.get_value()
+        return (value.transpose(1, 2, 0) if self.is_b else value).reshape(self.shape)
+
+    def set_value(self, value: jax.Array) -> None:
+        experts, first, second = self.variable.shape
+        if self.is_b:
+            value = value.reshape(first, second, experts).transpose(2, 0, 1)
+        self.variable.set_value(value.reshape(experts, first, second))
+
+
+def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
+    adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
+    adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
+    names = {name for name, *_ in adapted}
+    tensors = {}
+    for name, lora, transposed in adapted:
+        module, part = name.rsplit(".", 1)
+        inner = part == "gate_up_proj" and f"{module}.down_proj" in names
+        prefix = f"{_PREFIX}{module}{'.base_layer' * inner}"
+        tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, False, transposed)
+        tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, True, transposed)
+    return tensors
+
+
+def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
     """PEFT's key -> variable, for everything that an adapter file holds. A tied head is there under both its names."""
-    tensors: dict[str, nnx.Variable] = {}
+    tensors: dict[str, nnx.Variable | ExpertTensor] = {}
     for name, linear in linears(model):
         if linear.lora is None:
             continue
@@ -58,6 +103,7 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable]:
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = linear.lora.b
         if linear.lora.magnitude is not None:
             tensors[f"{_PREFIX}{name}.lora_magnitude_vector"] = linear.lora.magnitude
+    tensors |= _expert_tensors(model)
     if isinstance(model.embedding.weight, nnx.Param):
         tensors[f"{_PREFIX}model.embed_tokens.weight"] = model.embedding.weight
     if isinstance(model.head_variable, nnx.Param):
@@ -76,7 +122,7 @@ def save_adapter(model: Decoder, path: str | os.PathLike) -> None:
     """
     config = _config_of(model)
     variables = adapter_tensors(model)
-    held = {id(variable) for variable in variables.values()}
+    held = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
     others = [
         ".".join(map(str, where))
         for where, variable in nnx.iter_graph(model)
@@ -122,21 +168,27 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         )
     names = [name for name, _ in linears(model)]
     chosen = _targets(config, names)
-    if not chosen:
+    parameters = config.get("target_parameters") or []
+    expert_names = [name for name, _ in experts(model) if any(name_matches(name, target) for target in parameters)]
+    if parameters and not expert_names:
+        raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts of this model")
+    if not chosen + expert_names:
         raise ValueError(
-            f"{folder}: target_modules {config['target_modules']!r} match no linear of this model; "
+            f"{folder}: target_modules {config.get('target_modules')!r} match no linear of this model; "
             f"it has {names[0]} and the like"
         )
 
     def patterns(key):  # PEFT lets a pattern match nothing
         wanted = config.get(key) or {}
-        return {p: value for p, value in wanted.items() if any(pattern_value({p: 1}, name, 0) for name in chosen)}
+        every = chosen + expert_names
+        return {p: value for p, value in wanted.items() if any(pattern_value({p: 1}, name, 0) for name in every)}
 
     adapted = get_peft_model(
         model,
         r=config["r"],
         lora_alpha=config.get("lora_alpha", 8),
         target_modules=chosen,
+        target_parameters=expert_names,
         lora_dropout=config.get("lora_dropout", 0.0),
         use_rslora=bool(config.get("use_rslora")),
         use_dora=bool(config.get("use_dora")),
@@ -146,6 +198,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     )
     variables = adapter_tensors(adapted)
     _check_tied(folder, model, arrays)
+    arrays = _current_experts(folder, config, variables, arrays)
     _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
     for key, variable in variables.items():
         variable.set_value(jnp.asarray(arrays[key], jnp.float32))
@@ -173,8 +226,8 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _config_of(model: Decoder) -> dict[str, Any]:
     """adapter_config.json, derived from the modules."""
-    everything = dict(linears(model))
-    loras = {name: linear.lora for name, linear in everything.items() if linear.lora is not None}
+    everything = dict(matrices(model))
+    loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
     if not loras:
         raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
 
@@ -186,11 +239,14 @@ def _config_of(model: Decoder) -> dict[str, Any]:
     rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
     alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
     # Last parts where all their modules are adapted, whole names elsewhere: exactly this set, in PEFT's matching too.
-    targets = set()
-    for name in loras:
+    targets, parameters = set(), set()
+    for name, lora in loras.items():
         part = name.rsplit(".", 1)[1]
         whole = all(other in loras for other in everything if other.endswith("." + part))
-        targets.add(part if whole else name)
+        if isinstance(lora, ExpertLora):
+            parameters.add(f"mlp.experts.{part}" if whole else name)
+        else:
+            targets.add(part if whole else name)
     saved = [
         name
         for name, variable in (("embed_tokens", model.embedding.weight), ("lm_head", model.head_variable))
@@ -222,7 +278,7 @@ def _config_of(model: Decoder) -> dict[str, Any]:
         "layers_to_transform": None,
         "layers_pattern": None,
         "lora_bias": False,
-        "target_parameters": None,
+        "target_parameters": sorted(parameters) or None,
         "trainable_token_indices": None,
     }
 
@@ -244,9 +300,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ValueError(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
-    for key in ("r", "target_modules"):
-        if not config.get(key):
-            raise ValueError(f"{path}: {key} is missing")
+    if not config.get("r"):
+        raise ValueError(f"{path}: r is missing")
+    if not config.get("target_modules") and not config.get("target_parameters"):
+        raise ValueError(f"{path}: target_modules is missing, and target_parameters too")
     for key, value in config.items():
         if key not in _FOLLOWED and key not in _HARMLESS and value not in (None, False, [], {}, ""):
             raise ValueError(f"{path}: {key} = {value!r} is a PEFT feature that is not supported")
@@ -283,7 +340,7 @@ def _targets(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
             return re.fullmatch(setting, name) is not None
         return any(name_matches(name, target) for target in setting)
 
-    targets, excluded = config["target_modules"], config.get("exclude_modules") or ()
+    targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     chosen = [name for name in names if targets == "all-linear" or matches(targets, name)]
     chosen = [name for name in chosen if not matches(excluded, name)]
     layers = config.get("layers_to_transform")
@@ -297,6 +354,50 @@ def _targets(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     wanted = {layers} if isinstance(layers, int) else set(layers)
     # A whole name in the list is taken whatever its layer is, as in PEFT.
     return [name for name in chosen if name in targets or int(name.split(".")[2]) in wanted]
+
+
+def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, with those of experts in today's layout.
+
+    PEFT before 0.19 took every expert's weight for [in, out]. Where it is [out, in], its A was [E r, out] and its B
+    [in, r E], so that (B A)^T was added: our A is its B^T, our B its A^T. Shapes tell, or, of square weights, the
+    version.
+
+    Raises:
+      ValueError: a layout that cannot be told, or that Unsloth wrote before it wrote PEFT's.
+    """
+    layouts = config.get("unsloth_fused_expert_lora") or {}
+    for name, parameter in (layouts.get("parameters") or {}).items():
+        layout = parameter.get("lora_B_layout")
+        if layout != "rank_major":
+            raise ValueError(
+                f"{folder / CONFIG_NAME}: lora_B of {name} is laid out as {layout!r}: save it in PEFT's layout "
+                "('rank_major') with a current Unsloth"
+            )
+    arrays = dict(arrays)
+    version = tuple(int(part) for part in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
+    for key, tensor in variables.items():
+        if not isinstance(tensor, ExpertTensor) or tensor.is_b or key not in arrays:
+            continue
+        key_b = key.replace("lora_A", "lora_B")
+        a, b = arrays[key], arrays.get(key_b)
+        count, rank, in_size = tensor.variable.shape
+        out_size = variables[key_b].shape[0]
+        if b is None or a.shape != (count * rank, out_size) or b.shape != (in_size, rank * count):
+            continue
+        if in_size == out_size:
+            if not version:
+                raise ValueError(
+                    f"{folder / CONFIG_NAME}: peft_version is missing: {key} is square, so its layout (which PEFT 0.19 "
+                    "changed) cannot be told; add the version of PEFT that wrote it"
+                )
+            if version >= (0, 19):
+                continue
+        if tensor.transposed:
+            continue
+        arrays[key] = b.reshape(in_size, rank, count).transpose(2, 1, 0).reshape(count * rank, in_size)
+        arrays[key_b] = a.reshape(count, rank, out_size).transpose(2, 1, 0).reshape(out_size, rank * count)
+    return arrays
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
@@ -29,11 +32,18 @@ class Attention(nnx.Module):
             self.k_proj = linear(keys[1], hidden, config.kv_size, config.qkv_bias)
             self.v_proj = linear(keys[2], hidden, config.kv_size, config.qkv_bias)
         self.o_proj = linear(keys[3], config.query_size, hidden, config.out_bias)
+        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.attention_sinks else None
         if config.qk_norm:
             whole = config.qk_norm == "projection"
             sizes = (config.query_size, config.kv_size) if whole else (config.head_dim, config.head_dim)
             self.q_norm = RMSNorm(sizes[0], config.norm_eps, config.norm_offset, dtype)
             self.k_norm = RMSNorm(sizes[1], config.norm_eps, config.norm_offset, dtype)
+
+    def options(self, window: int | None) -> dict[str, Any]:
+        """Arguments of the attention functions that are the same for training and generation."""
+        sinks = None if self.sinks is None else self.sinks[...]
+        config = self.config
+        return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
 
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
         """[B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated."""

@@ -43,6 +43,33 @@ class LayerSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """The mixture of experts that every layer has in place of an MLP.
+
+    expert_size: intermediate size of an expert. renormalize: a token's weights sum to one.
+    transposed: experts' weights are [E, in, out], as in Hugging Face's class, and not [E, out, in].
+    interleaved: gate and up are the even and odd columns of gate_up_proj, not its halves.
+    swiglu_limit: gpt-oss's activation, (up + 1) * gate * sigmoid(swiglu_alpha * gate), of gate cut off above the limit
+      and up cut off above and below; None: activation(gate) * up.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    renormalize: bool = True
+    router_bias: bool = False
+    expert_bias: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+
+    def __post_init__(self):
+        if not 0 < self.experts_per_token <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok {self.experts_per_token} of {self.num_experts} experts")
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and features of a decoder.
 
@@ -53,6 +80,8 @@ class DecoderConfig:
     fused: q/k/v and gate/up are one matrix each, in the checkpoint and here (Phi-3), so adapters match PEFT's.
     attention_scale: factor on query . key.
     embedding_scale: factor on the embedding, cast to the compute dtype first (Gemma).
+    attention_sinks: one more logit a head, learned, in every softmax of attention (gpt-oss).
+    moe: experts in place of the MLP, in every layer.
     """
 
     family: str
@@ -80,6 +109,8 @@ class DecoderConfig:
     final_soft_cap: float | None = None
     embedding_scale: float = 1.0
     tie_embeddings: bool = False
+    attention_sinks: bool = False
+    moe: MoEConfig | None = None
     initializer_range: float = 0.02
 
     def __post_init__(self):

@@ -8,27 +8,38 @@ them does and is there when the last one ends. The pieces follow one another, so
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 PIECE_BYTES = 128 << 20
 
 
-def cut(array: jax.Array) -> tuple[jax.Array, ...]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """An array cut along `axis`."""
+
+    arrays: tuple[jax.Array, ...]
+    axis: int = dataclasses.field(metadata=dict(static=True))
+
+
+def cut(array: jax.Array) -> Pieces:
     """Pieces of about PIECE_BYTES along the first axis, or along the second of an array with one row."""
-    axis = 0 if array.shape[0] > 1 else 1
+    axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // PIECE_BYTES), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
-    return tuple(jax.lax.slice_in_dim(array, low, high, axis=axis) for low, high in itertools.pairwise(bounds))
+    return Pieces(tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds)), axis)
 
 
-def join(pieces: Sequence[jax.Array], rows: int) -> jax.Array:
-    """What `cut` cut; rows: of the whole."""
-    return pieces[0] if len(pieces) == 1 else jax.numpy.concatenate(pieces, axis=0 if rows > 1 else 1)
+def join(pieces: Pieces) -> jax.Array:
+    """What `cut` cut."""
+    return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 
 class Ferry:

@@ -204,10 +204,5 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
     query, key, value = block.project(layer_input, None if spec.rotary is None else tables[spec.rotary])
     row = jnp.arange(len(at))
     keys, values = cache[0].at[row, at].set(key[:, 0]), cache[1].at[row, at].set(value[:, 0])
-    config = block.attention.config
-    out = decode_attention(
-        query, keys, values, at + 1,
-        scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap,
-    )  # fmt: skip
-    mid = block.mix(out, layer_input)
-    return block.contract(*block.expand(mid), mid), (keys, values)
+    out = decode_attention(query, keys, values, at + 1, **block.attention.options(spec.window))
+    return block.feed_forward(block.mix(out, layer_input)), (keys, values)

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import quant, shards
+from jaxtune.models import expert_files, quant, shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.folders import new_folder, require_new
-from jaxtune.models.lora import freeze, linears
+from jaxtune.models.lora import experts, freeze, linears
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
 from jaxtune.pallas.quant_matmul import NF4, FourBit
@@ -225,7 +225,7 @@ def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fol
     if problems:
         raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
     for name in wanted:
-        if not isinstance(entries[name], quant.PackedEntry):
+        if not isinstance(entries[name], quant.PackedEntry | expert_files.StackedEntry | expert_files.MXFP4Entry):
             shards.check_entry(entries[name])
     return {name: entries[name] for name in wanted}
 
@@ -249,8 +249,12 @@ def _stream(
         if isinstance(entry, quant.PackedEntry):
             packed, digest = quant.read_packed(entry)
             return jax.block_until_ready(jax.device_put(packed)), digest
-        host = shards.read_tensor(entry)
-        digest = shards.tensor_digest(name, host)
+        if isinstance(entry, expert_files.MXFP4Entry):
+            host, digest = expert_files.read_mxfp4(entry, dtype)
+        else:
+            stacked = isinstance(entry, expert_files.StackedEntry)
+            host = expert_files.read_stacked(entry) if stacked else shards.read_tensor(entry)
+            digest = shards.tensor_digest(name, host)
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             array = jax.device_put(host).astype(dtype)
@@ -284,10 +288,11 @@ def _stream(
 
 
 def _abstract(config: DecoderConfig, dtype: str):
-    """(graph, [(path, variable of shape only)], names of the layers' linears) of a Decoder, without allocating it."""
+    """(graph, [(path, variable of shape only)], names of linears and experts) of a Decoder, without allocating it."""
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype))
     graph, state = nnx.split(model)
-    return graph, list(nnx.to_flat_state(state)), [name for name, _ in linears(model)]
+    matrices = [name for found in (linears(model), experts(model)) for name, _ in found]
+    return graph, list(nnx.to_flat_state(state)), matrices
 
 
 def load_tokenizer(folder: Path):
@@ -335,8 +340,12 @@ def from_pretrained(
     if hf is not whole:
         renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
         entries = {name: entry for name, entry in renamed.items() if name is not None}
-    entries = _match(wanted, quant.gather_packed(entries), config.tie_embeddings, folder)
-    quantizable = {f"{name}.weight" for name in modules}
+    entries = quant.gather_packed(entries)
+    if config.moe is not None:
+        files = getattr(family(config.family), "EXPERT_FILES", None)
+        entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
+    entries = _match(wanted, entries, config.tie_embeddings, folder)
+    quantizable = {name if ".experts." in name else f"{name}.weight" for name in modules}
     packed = {name for name, entry in entries.items() if isinstance(entry, quant.PackedEntry)}
     if packed - quantizable:
         raise ValueError(f"{folder}: {_listed(packed - quantizable)} in four bits; only linears of layers can be")
@@ -424,11 +433,20 @@ def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
     return {tensor_name(path, norms): variable for path, variable in sorted(flat, key=order)}
 
 
-def _planned(name: str, variable: nnx.Variable, dtype: np.dtype) -> dict[str, tuple]:
+def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[str, tuple]:
     """{tensor name: (shape, dtype, function that gives it)} of what is written for a variable."""
     value = variable.get_value()
     if isinstance(value, FourBit):
+        if ".experts." in name:
+            raise ValueError(
+                f"save_pretrained: {name} is in four bits, and checkpoints have no format for that of experts: "
+                "use dequantize first (jaxtune.models.quant)"
+            )
         return quant.checkpoint_tensors(name, value)
+    if files is not None and ".experts." in name:
+        return expert_files.split_experts(name, value, dtype, files)
+    if files is not None:
+        name = name.replace(".mlp.", f".{files.module}.")
     return {name: (value.shape, dtype, lambda: value.astype(dtype))}
 
 
@@ -459,7 +477,8 @@ def save_pretrained(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
     dtype = jnp.dtype(model.dtype)
-    planned = {name: _planned(name, variable, dtype) for name, variable in _model_tensors(model).items()}
+    files = getattr(family(model.config.family), "EXPERT_FILES", None)
+    planned = {name: _planned(name, variable, dtype, files) for name, variable in _model_tensors(model).items()}
     sizes = {
         name: sum(int(np.prod(shape)) * stored.itemsize for shape, stored, _ in parts.values())
         for name, parts in planned.items()

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
+from jaxtune.models.moe import ExpertLinear, ExpertLora, MoE
 from jaxtune.pallas.quant_matmul import dense
 
 # Where a block keeps its linears, and what Hugging Face calls them; the names are the same in every family here.
@@ -28,10 +29,28 @@ def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """(Hugging Face module name, linear) of all linears in the layers, in order: model.layers.0.self_attn.q_proj ..."""
     for index, layer in enumerate(model.layers):
         for part, (their_part, names) in _LINEARS.items():
-            module = getattr(layer, part)
+            module = getattr(layer, part)  # experts have none of these names
             for name in names:
                 if hasattr(module, name):
                     yield f"model.layers.{index}.{their_part}.{name}", getattr(module, name)
+
+
+def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
+    """(Hugging Face parameter name, matrices) of all experts: model.layers.0.mlp.experts.gate_up_proj ..."""
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer.mlp, MoE):
+            yield f"model.layers.{index}.mlp.experts.gate_up_proj", layer.mlp.experts.gate_up_proj
+            yield f"model.layers.{index}.mlp.experts.down_proj", layer.mlp.experts.down_proj
+
+
+def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+    """What can have an adapter and be quantised: all linears in the layers, then all experts."""
+    yield from linears(model)
+    yield from experts(model)
+
+
+def has_adapter(model: Decoder) -> bool:
+    return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
 def copy_structure(model):
@@ -85,10 +104,30 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) ->
     for target in target_modules:
         if not any(name_matches(name, target) for name in names):
             hint = " (put it in modules_to_save to train it whole)" if target in _SAVABLE else ""
+            if target in _LINEARS["mlp"][1]:
+                hint = " (experts are named in target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj)"
             raise ValueError(
                 f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(known)}{hint}"
             )
     return [name for name in names if any(name_matches(name, target) for target in target_modules)]
+
+
+def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
+    """Names of experts' matrices that get an adapter: those that a target is, or is the end of, as in PEFT.
+
+    Raises:
+      ValueError: a target that matches nothing.
+    """
+    if isinstance(target_parameters, str):
+        raise ValueError(f"target_parameters = {target_parameters!r}: must be a list, such as [mlp.experts.down_proj]")
+    for target in target_parameters:
+        if not any(name_matches(name, target) for name in names):
+            known = sorted({name.split(".", 3)[3] for name in names})
+            raise ValueError(
+                f"target_parameters: {target!r} matches no experts' matrix of this model; "
+                f"there are: {', '.join(known) or 'none, for it has no experts'}"
+            )
+    return [name for name in names if any(name_matches(name, target) for target in target_parameters)]
 
 
 def freeze(model: Decoder) -> Decoder:
@@ -106,6 +145,7 @@ def get_peft_model(
     r: int = 16,
     lora_alpha: float = 16,
     target_modules: str | Sequence[str] = "all-linear",
+    target_parameters: Sequence[str] | None = None,
     lora_dropout: float = 0.0,
     use_rslora: bool = False,
     use_dora: bool = False,
@@ -118,7 +158,10 @@ def get_peft_model(
 
     Args:
       r: rank. lora_alpha: the adapter is scaled by alpha / r, or alpha / sqrt(r) with use_rslora.
-      target_modules: see select_targets; "all-linear" is every linear in the layers.
+      target_modules: see select_targets; "all-linear" is every linear in the layers; may be empty beside
+        target_parameters.
+      target_parameters: experts' matrices, e.g. ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: rank r for each
+        expert. Without dropout or DoRA, as in PEFT.
       lora_dropout: on the adapters' input, one mask for the linears that share it.
       use_dora: weight-decomposed adapters (arXiv 2402.09353).
       modules_to_save: of "embed_tokens", "lm_head": trained whole, in float32 masters; tied heads stay tied.
@@ -133,11 +176,20 @@ def get_peft_model(
         raise ValueError(f"r = {r}: the rank must be a positive integer")
     if not 0.0 <= lora_dropout < 1.0:
         raise ValueError(f"lora_dropout = {lora_dropout}: must be at least 0 and below 1")
-    if any(linear.lora is not None for _, linear in linears(model)):
+    if has_adapter(model):
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
-    modules = dict(linears(model))
-    chosen = select_targets(list(modules), target_modules)
+    modules = dict(matrices(model))
+    chosen_parameters = select_parameters([name for name, _ in experts(model)], target_parameters or ())
+    if chosen_parameters and (lora_dropout or use_dora):
+        setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
+        raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
+    chosen = (
+        []
+        if chosen_parameters and not target_modules
+        else select_targets([name for name, _ in linears(model)], target_modules)
+    )
+    chosen += chosen_parameters
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         for pattern, value in patterns.items():
@@ -151,6 +203,10 @@ def get_peft_model(
         linear = modules[name]
         rank = pattern_value(ranks, name, r)
         alpha = pattern_value(alphas, name, lora_alpha)
+        if isinstance(linear, ExpertLinear):
+            count, out_size, in_size = linear.sizes
+            linear.lora = ExpertLora(count, in_size, out_size, rank, alpha, key, rslora=use_rslora)
+            continue
         out_size, in_size = linear.sizes
         lora = Lora(in_size, out_size, rank, alpha, lora_dropout, key, rslora=use_rslora, dora=use_dora)
         if lora.magnitude is not None:

@@ -11,8 +11,10 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Frozen, Linear, merged_weight
-from jaxtune.models.lora import copy_structure, linears
+from jaxtune.models.lora import copy_structure, matrices
+from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.quant import convert_qat, dequantize, qat_spec
+from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
 
 _FP32_ROUNDOFF = 2.0**-24
@@ -55,6 +57,21 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
     return stored, jnp.isfinite(wide).all(), (jnp.abs(got - expected) / allowed).max()
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool):
+    """As _merge_and_check, expert by expert; the worst of the experts."""
+
+    def one(expert):
+        weight, a, b = expert
+        weight = weight.T if transposed else weight
+        lora_of = LoraWeights(a, b, None, lora.scale)
+        stored, finite, error = _merge_and_check(weight, lora_of, probe, weight.dtype, fake_quant=None)
+        return stored.T if transposed else stored, finite, error
+
+    stored, finite, errors = jax.lax.map(one, (weight, lora.a, lora.b))
+    return stored, finite.all(), errors.max()
+
+
 def _roundoff(dtype) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
@@ -78,22 +95,26 @@ def merge_adapter(model: Decoder) -> Decoder:
       ValueError: no adapter.
       ArithmeticError: a check failed; nothing is returned.
     """
-    adapted = [name for name, linear in linears(model) if linear.lora is not None]
+    adapted = [name for name, matrix in matrices(model) if matrix.lora is not None]
     if not adapted:
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)
     # The norms are never trained whole beside an adapter, so they still have the dtype of the base.
     dtype = model.norm.weight.get_value().dtype
     outcomes = {}
-    for index, (name, linear) in enumerate(linears(merged)):
+    for index, (name, linear) in enumerate(matrices(merged)):
         if linear.lora is None:
             continue
         weight = dense(linear.stored_weight, model.dtype)
-        probe = jax.random.normal(jax.random.key(index), (8, weight.shape[1]), jnp.float32)
-        stored, finite, error = _merge_and_check(
-            weight, linear.lora.weights(weight), probe, dtype=weight.dtype, fake_quant=linear.fake_quant
-        )
-        linear.weight, linear.fake_quant = nnx.Param(stored), None
+        probe = jax.random.normal(jax.random.key(index), (8, linear.sizes[-1]), jnp.float32)
+        if isinstance(linear, ExpertLinear):
+            stored, finite, error = _merge_experts(weight, linear.lora.weights(), probe, linear.transposed)
+        else:
+            stored, finite, error = _merge_and_check(
+                weight, linear.lora.weights(weight), probe, dtype=weight.dtype, fake_quant=linear.fake_quant
+            )
+            linear.fake_quant = None
+        linear.weight = nnx.Param(stored)
         linear.lora = nnx.data(None)
         outcomes[name] = (finite, error)
     for module in (merged.embedding, merged.head):
@@ -111,7 +132,7 @@ def merge_adapter(model: Decoder) -> Decoder:
             )
     if missed := sorted(set(adapted) - set(outcomes)):
         raise ArithmeticError(f"merge_adapter: not merged: {', '.join(missed)}")
-    changed = len(outcomes) + sum(isinstance(linear.stored_weight, FourBit) for _, linear in linears(merged))
+    changed = len(outcomes) + sum(isinstance(matrix.stored_weight, FourBit) for _, matrix in matrices(merged))
     merged = dequantize(merged)
     if qat_spec(merged) is not None:
         merged = convert_qat(merged)  # the linears without an adapter

@@ -66,6 +66,54 @@ _QWEN3_14B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _QWEN3_32B = _QWEN3_14B | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+_QWEN3_30B_A3B = _QWEN3_14B | {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True,
+}  # fmt: skip
+_GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_MIXTRAL_8X7B: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": _LLAMA_8B,
@@ -75,4 +123,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": _QWEN25_05B,
     "Qwen/Qwen3-14B": _QWEN3_14B,
     "Qwen/Qwen3-32B": _QWEN3_32B,
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "openai/gpt-oss-20b": _GPT_OSS_20B,
+    "openai/gpt-oss-120b": _GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": _MIXTRAL_8X7B,
 }

@@ -23,7 +23,7 @@ from jaxtune.models import shards
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Frozen
-from jaxtune.models.lora import copy_structure, freeze, linears, name_matches
+from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
 from jaxtune.pallas.quant_matmul import FP4, NF4, FourBit, dense
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
 
@@ -40,7 +40,8 @@ def check_load_in(load_in: str | None) -> None:
 
 
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """The model with the linears of its layers in four bits; embeddings, head, norms and biases stay as they are.
+    """The model with linears and experts of its layers in four bits; embeddings, head, norms, routers and biases stay
+    as they are.
 
     Args:
       skip_modules: names, or last parts of names, of linears that are left alone (o_proj).
@@ -50,10 +51,10 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
       ValueError: another format; a model with adapters; a name that matches nothing.
     """
     check_load_in(load_in)
-    if any(linear.lora is not None for _, linear in linears(model)):
+    if has_adapter(model):
         raise ValueError("quantize: this model has adapters: quantise the base, then add them")
     model = freeze(model)
-    modules = dict(linears(model))
+    modules = dict(matrices(model))
     for skipped in skip_modules:
         if not any(name_matches(name, skipped) for name in modules):
             raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, such as {next(iter(modules))}")
@@ -67,7 +68,7 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
 def dequantize(model: Decoder) -> Decoder:
     """A new model without four-bit weights: decoded to model.dtype."""
     model = copy_structure(model)
-    for _, linear in linears(model):
+    for _, linear in matrices(model):
         weight = linear.stored_weight
         if isinstance(weight, FourBit):
             linear.weight = Frozen(dense(weight, model.dtype))
@@ -75,7 +76,7 @@ def dequantize(model: Decoder) -> Decoder:
 
 
 def is_quantized(model: Decoder) -> bool:
-    return any(isinstance(linear.stored_weight, FourBit) for _, linear in linears(model))
+    return any(isinstance(matrix.stored_weight, FourBit) for _, matrix in matrices(model))
 
 
 # ---- quantisation-aware training
@@ -90,10 +91,14 @@ def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> 
     Args:
       format: of fake_quant.FORMATS. group_size: weights of a row that share a scale.
     Raises:
-      ValueError: another format or size; no linear that the groups fit; DoRA or dropout, which a merged weight cannot
-        have.
+      ValueError: another format or size; no linear that the groups fit; experts, which are not rounded; DoRA or
+        dropout, which a merged weight cannot have.
     """
     spec = FakeQuant(format, group_size, model.dtype)
+    for name, _ in experts(model):
+        raise ValueError(
+            f"qat: {name}: quantisation-aware training does not round experts; set qat=null for {model.config.family}"
+        )
     model = copy_structure(model)
     for name, linear in linears(model):
         if linear.lora is not None and (linear.lora.magnitude is not None or linear.lora.rate > 0):
@@ -273,7 +278,7 @@ def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int,
 
 def quantization_config(model: Decoder) -> dict[str, Any] | None:
     """What config.json says of the four-bit weights, in transformers' words; None where there are none."""
-    weights = {name: linear.stored_weight for name, linear in linears(model)}
+    weights = {name: matrix.stored_weight for name, matrix in matrices(model)}
     packed = [weight for weight in weights.values() if isinstance(weight, FourBit)]
     if not packed:
         return None

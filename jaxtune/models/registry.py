@@ -5,7 +5,20 @@ from __future__ import annotations
 from types import ModuleType
 
 from jaxtune.models.config import DecoderConfig
-from jaxtune.models.families import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from jaxtune.models.families import (
+    gemma2,
+    gemma3,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
@@ -17,6 +30,9 @@ FAMILIES: dict[str, ModuleType] = {
     "phi3": phi3,
     "olmo2": olmo2,
     "smollm3": smollm3,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
 }
 
 # Models with a vision tower, of which the text part is loaded: model_type -> that of the text part.
@@ -56,13 +72,15 @@ def family(model_type: str | None) -> ModuleType:
     return FAMILIES[model_type]
 
 
-def _check_quantization(quantization) -> None:
-    """Refuses what a checkpoint may be quantised by, except for bitsandbytes in four bits."""
+def _check_quantization(quantization, model_type) -> None:
+    """Refuses what a checkpoint may be quantised by, except for bitsandbytes in four bits, and gpt-oss's MXFP4."""
     if not quantization:
         return
     settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
     method = settings.get("quant_method", "unknown")
     four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
+    if method == "mxfp4" and model_type == "gpt_oss":
+        return
     if method != "bitsandbytes" or not four_bit:
         bits = " in 8 bits" if method == "bitsandbytes" else ""
         raise ValueError(
@@ -79,5 +97,5 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     """
     hf = text_config(hf)
     module = family(hf.get("model_type"))
-    _check_quantization(hf.get("quantization_config"))
+    _check_quantization(hf.get("quantization_config"), hf["model_type"])
     return module.from_hf(hf)

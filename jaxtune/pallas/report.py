@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.grouped_matmul import api as grouped_matmul
+from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 
 _ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 16
-_HIDDEN = 4096
+_HIDDEN, _EXPERTS = 4096, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,8 @@ def kernel_choices() -> list[KernelChoice]:
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
     array = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
     nf4 = jax.eval_shape(NF4.encode, array)
+    sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
+    groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
     return [
         _choice("attention", f"{call} one document a row", attention.implementations(query, whole, kv_heads=_KV_HEADS)),
@@ -54,6 +58,11 @@ def kernel_choices() -> list[KernelChoice]:
         ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
+        _choice(
+            "grouped_matmul",
+            f"bfloat16, {_EXPERTS} experts, 2880 x 5760",
+            grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups),
+        ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]
 

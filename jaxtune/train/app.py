@@ -16,7 +16,7 @@ from rich.console import Console
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import find_config, from_pretrained, load_tokenizer, model_from_config, save_pretrained
-from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
@@ -189,7 +189,7 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
 
 def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, console: Console) -> None:
     """Writes the adapter first (it cannot fail late), then the whole model; what is there already is left alone."""
-    adapted = any(linear.lora is not None for _, linear in linears(model))
+    adapted = has_adapter(model)
     if adapted and config.export.adapter:
         _once(output / ADAPTER, lambda folder: save_adapter(model, folder), console)
         if qat_spec(model) is not None:

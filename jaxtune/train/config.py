@@ -75,6 +75,9 @@ class AdapterConfig:
     target_modules: Annotated[
         str | tuple[str, ...], "'all-linear', a list of module names, or a regular expression on full names."
     ] = "all-linear"
+    target_parameters: Annotated[
+        tuple[str, ...] | None, "Experts' matrices with an adapter each, e.g. [mlp.experts.gate_up_proj]."
+    ] = None
     lora_dropout: Annotated[float, "Dropout on the adapter's input."] = 0.0
     use_rslora: Annotated[bool, "Scale by lora_alpha / sqrt(r) instead."] = False
     use_dora: Annotated[bool, "Train a magnitude per output beside the direction (DoRA)."] = False
@@ -88,7 +91,10 @@ class AdapterConfig:
         _positive("adapter.lora_alpha", self.lora_alpha)
         _fraction("adapter.lora_dropout", self.lora_dropout, below_one=True)
         _require(
-            len(self.target_modules) > 0, "adapter.target_modules", self.target_modules, "name at least one module"
+            len(self.target_modules) > 0 or bool(self.target_parameters),
+            "adapter.target_modules",
+            self.target_modules,
+            "name at least one module",
         )
         for name, rank in (self.rank_pattern or {}).items():
             _positive(f"adapter.rank_pattern.{name}", rank)

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import copy_structure, linears
+from jaxtune.models.lora import copy_structure, experts, has_adapter, linears, matrices
 from jaxtune.models.quant import convert_qat, not_quantized, prepare_qat, qat_spec
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
@@ -180,7 +180,7 @@ class Trainer:
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
         schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
-        rates = [linear.lora.rate for _, linear in linears(model) if linear.lora is not None]
+        rates = [matrix.lora.rate for _, matrix in matrices(model) if matrix.lora is not None]
         sets = [data for data in (self.train_data, self.eval_data) if data is not None]
         self.program = StepProgram(
             graph=self.graph,
@@ -625,7 +625,7 @@ class Trainer:
         """
         _, _, frozen = nnx.split(self._given, nnx.Param, ...)
         model = nnx.merge(self.graph, state.trainable, frozen)
-        if not any(linear.lora is not None for _, linear in linears(model)):
+        if not has_adapter(model):
             model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
             model.qat = None
             if self.qat is not None:
@@ -665,6 +665,14 @@ def _flop_counter(model: Decoder):
         trained += size if isinstance(linear.weight, nnx.Param) else 0
         if linear.lora is not None:
             adapters += linear.lora.a.size + linear.lora.b.size
+    met = 0 if config.moe is None else config.moe.experts_per_token  # experts, by a token
+    for _, matrix in experts(model):
+        count, out_size, in_size = matrix.sizes
+        size = out_size * in_size * met
+        matmul += size
+        trained += size if isinstance(matrix.weight, nnx.Param) else 0
+        if matrix.lora is not None:
+            adapters += (matrix.lora.a.size + matrix.lora.b.size) // count * met
     head = model.head_variable
     matmul += head.size
     trained += head.size if isinstance(head, nnx.Param) else 0

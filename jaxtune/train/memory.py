@@ -5,7 +5,8 @@ computed again, by layer; in how many micro-batches; with how many logits at a t
 that fits a budget. The model ranks; only the winner is compiled, and the compiler's own figure checks it (loop.py).
 
 Where the numbers come from: bytes of residuals are exact, from the shapes of the segments; what the compiler adds
-around them, and the rates, were fitted to programs compiled for an H200 and to steps measured on it (README.md).
+around them, and the rates, were fitted to programs compiled for an H200 and to steps measured on it; how well they
+hold is what benchmarks/train/predictions.py and memory.py record.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.quant import quantize
-from jaxtune.models.stack import SEGMENTS, LayerPlan, ResidualPlan, layer_forward
+from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan, layer_forward, segments_of
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.profile.device import data_sheet, known_ceilings, known_devices
 from jaxtune.train.config import TrainConfig
@@ -47,6 +49,7 @@ _GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
 _SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
 CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
 _FRAGMENTS = 0.02  # of the allocator's memory that cannot be used
+_PACKED_SLACK = 0.09  # of four-bit weights: what the allocator loses on them (0.36 GB for 8B on an H200)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +164,19 @@ class Anatomy:
     head_bytes: float
     head_trains: bool
     trained: float  # parameters
+    expert_rows: int = 0  # experts that a token goes to
 
     @property
     def fixed_bytes(self) -> float:
         return sum(self.fixed.values())
 
 
-_SEGMENT_OF = {"q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
-               "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand"}  # fmt: skip
+# Of layers with and without experts; `route` takes no time that counts.
+_SEGMENT_NAMES = tuple(dict.fromkeys(segment.name for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS)))
+_SEGMENT_OF = {
+    "q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
+    "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand", "down_proj": "contract",
+}  # fmt: skip
 _PROBE_TOKENS = 128
 
 
@@ -189,8 +197,9 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     kept = jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
+    packed = sum(_nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
     fixed = {
-        "frozen weights": _nbytes(frozen),
+        "frozen weights": _nbytes(frozen) + _PACKED_SLACK * packed,
         "the model as it was given": _nbytes(trainable),
         f"trained parameters ({storage})": _nbytes(kept),
         "optimizer states": _nbytes(states),
@@ -211,8 +220,8 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
 
     residuals = {name: mean([kind[0].get(name, 0.0) for kind in kinds]) for name in RESIDUALS}
     work = {
-        segment.name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[1][segment.name]) for k in kinds))))
-        for segment in SEGMENTS
+        name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[1].get(name, Work())) for k in kinds))))
+        for name in _SEGMENT_NAMES
     }
     head = model.head_variable
     head_trains = isinstance(head, nnx.Param)
@@ -232,18 +241,23 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
         head_bytes=head_size * (4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if head_trains else 0.0,
         head_trains=head_trains,
         trained=_nbytes(masters) / 4,
+        expert_rows=0 if shape.moe is None else shape.moe.experts_per_token,
     )
 
 
-def _linears(layer) -> Iterator[tuple[str, Linear]]:
+def _is_packed(leaf) -> bool:
+    return isinstance(leaf, FourBit)
+
+
+def _matrices(layer) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     for path, module in nnx.iter_modules(layer):
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | ExpertLinear):
             yield str(path[-1]), module
 
 
 def _trained_matrix_bytes(layer, dtype) -> float:
     """A layer's trained matrices in a compute dtype that is not their masters'."""
-    weights = [linear.weight for _, linear in _linears(layer)]
+    weights = [matrix.weight for _, matrix in _matrices(layer)]
     trained = [w for w in weights if isinstance(w, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
 
@@ -254,18 +268,21 @@ def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dic
     outputs = _probe(graph, spec, shape, dtype.name, (leaves, structure))
     residuals = {name: _nbytes(array) / _PROBE_TOKENS for name, array in outputs.items()}
     residuals["layer_output"] = residuals["layer_input"]
+    segments = segments_of(layer)
     window = min(spec.window or length, length)
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
-    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in SEGMENTS}
-    for name, linear in _linears(layer):
-        size = math.prod(linear.sizes)
-        weight = linear.stored_weight
-        of = sums[_SEGMENT_OF.get(name, "contract")]
-        of["flops"] += 2.0 * size
+    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in segments}
+    for name, matrix in _matrices(layer):
+        size = used = math.prod(matrix.sizes)
+        if isinstance(matrix, ExpertLinear):
+            used = size // shape.moe.num_experts * shape.moe.experts_per_token
+        weight = matrix.stored_weight
+        of = sums[_SEGMENT_OF[name]]
+        of["flops"] += 2.0 * used
         of["weight_bytes"] += _nbytes(weight)
         of["decoded"] += size if isinstance(weight, FourBit) else 0.0
-        of["weight_flops"] += 2.0 * size if isinstance(linear.weight, nnx.Param) else 0.0
-    for segment in SEGMENTS:
+        of["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+    for segment in segments:
         moved = sum(residuals[name] for name in (*segment.inputs, *segment.outputs))
         if segment.name == "attend":
             sums["attend"]["attention_flops"] = 4.0 * shape.query_size * seen_keys
@@ -297,7 +314,9 @@ def _probe(graph, spec, shape, dtype: str, arguments) -> dict[str, jax.ShapeDtyp
         )
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
         # Not the jitted function: what it traces here must not be found again by a run on another device.
-        return layer_forward.__wrapped__(graph, spec, RESIDUALS, trainable, frozen, x, layout, None)[1]
+        return layer_forward.__wrapped__(  # type: ignore[attr-defined]
+            graph, spec, RESIDUALS, trainable, frozen, x, layout, None
+        )[1]
 
     x = jax.ShapeDtypeStruct((1, _PROBE_TOKENS, shape.hidden_size), dtype)
     return jax.eval_shape(run, trainable, frozen, x)
@@ -325,7 +344,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 # this many times, forward and backward; recomputing takes longer than its work in the forward does.
 _PASSES_FORWARD, _PASSES_BACKWARD, _RECOMPUTE_FACTOR = 2.0, 2.2, 1.17
 # Four bits to 16: bytes moved for an element, at the speed that XLA's pass over it has.
-_DECODE_BYTES, _DECODE_SHARE = 2.5, 0.42
+_DECODE_BYTES, _DECODE_SHARE = 2.5, 0.25
 # Attention against large products, and the tokens at which it reaches half of that.
 _ATTENTION_SHARE, _ATTENTION_HALF, _ATTENTION_HALF_BACKWARD = 0.88, 2000, 1000
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
@@ -388,17 +407,27 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     return forward, backward + work.weight_flops * tokens / rate
 
 
-def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Device) -> LayerForecast:
-    """What one layer costs for `tokens` tokens of a micro-batch."""
+def layer_forecast(
+    parts: Anatomy, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
+) -> LayerForecast:
+    """What one layer costs for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
     size = {name: value * tokens for name, value in parts.residuals.items()}
-    seconds = {s.name: _segment_seconds(parts.work[s.name], tokens, parts.length, device) for s in SEGMENTS}
+    tiles = 1
+    if tile_tokens is not None and plan.gate == plan.up == "recompute" and not parts.expert_rows:
+        tiles = parts.length // tile_tokens
+    seconds = {}
+    for name, work in parts.work.items():
+        if name in ("expand", "contract"):  # the weights are read, and decoded, for every tile
+            work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
+        seconds[name] = _segment_seconds(work, tokens, parts.length, device)
     kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
+    size |= {name: size[name] / tiles for name in ("gate", "up")}
     dropped = plan.named("recompute")
     recompute = 0.0
-    for segment in SEGMENTS[:-1]:
-        missing = [name for name in segment.outputs if name in dropped]
-        if missing:
-            share = len(missing) / len(segment.outputs) if segment.name == "expand" else 1.0
+    for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS[3:-1]):  # those of layers without experts, then of layers with them
+        missing = sum(size[name] for name in segment.outputs if name in dropped)
+        if missing:  # gate and up can be computed each alone
+            share = missing / sum(size[name] for name in segment.outputs) if segment.name == "expand" else 1.0
             recompute += share * seconds[segment.name][0]
     recompute *= _RECOMPUTE_FACTOR
     forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
@@ -407,9 +436,17 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     wait = max(link - forward, 0.0) + max(link - backward, 0.0)
     forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
-    work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
+    # Of experts likewise, and their rows as they are sorted.
+    work = (
+        2 * (size["gate"] + size["up"] + size["gate_up"])
+        + 2 * parts.expert_rows * size["layer_input"]
+        + 0.6 * size["layer_input"]
+        + 0.7 * size["query"]
+    )
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
+    if tiles > 1:  # results of the tiles, and what the scheduler then keeps beside a kept attention
+        work += (2.0 if "attention_out" in dropped else 3.5) * size["layer_input"]
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
 
 
@@ -419,7 +456,7 @@ def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for layer in plan.residuals.layers:
         if layer not in cache:
-            cache[layer] = layer_forecast(parts, layer, tokens, device)
+            cache[layer] = layer_forecast(parts, layer, tokens, device, plan.residuals.tile_tokens)
     groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
     return _forecast(parts, plan, groups, _head(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
@@ -471,7 +508,8 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
 # ---- the choice
 
 # Residuals that are decided together: nothing is won by computing one of a group again and keeping another.
-_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up"))
+_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up", "gate_up"))
+_TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
@@ -511,15 +549,25 @@ def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: fl
         if fixed is not None:
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
-            table = _best_layers(parts, tokens, device)
-            found += [_best_pair(parts, table, micro, chunk, device, budget) for chunk in chunks]
+            for tile in (None, _tile_tokens(parts, config)):
+                table = _best_layers(parts, tokens, device, tile)
+                found += [_best_pair(parts, table, micro, chunk, device, budget, tile) for chunk in chunks]
     fitting = [one for one in found if one.peak_bytes <= budget]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
     return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
 
 
-def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float) -> Forecast:
+def _tile_tokens(parts: Anatomy, config: TrainConfig) -> int | None:
+    """The largest tile of at most _TILE_TOKENS that divides a long row; None for other rows, and with dropout."""
+    dropout = config.adapter is not None and config.adapter.lora_dropout > 0
+    if parts.length < 2 * _TILE_TOKENS or parts.expert_rows or dropout:
+        return None
+    tile = next(size for size in range(_TILE_TOKENS, 0, -1) if parts.length % size == 0)
+    return tile if tile >= _TILE_TOKENS // 8 else None
+
+
+def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None) -> Forecast:
     """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
     longest, and one for the rest; the smallest mixture where none fits."""
     count = parts.num_layers
@@ -552,12 +600,12 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     first, last = np.unravel_index(int(np.argmin(order)), order.shape)
     first_layers = int(number[first, last])
     layers = (table[first][0],) * first_layers + (table[last][0],) * (count - first_layers)
-    return forecast(parts, StepPlan(ResidualPlan(layers), micro, chunk_tokens), device)
+    return forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
 
 
-def _best_layers(parts, tokens, device) -> list[tuple[LayerPlan, LayerForecast]]:
+def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
     """The layer plans that no other beats in memory kept, memory at work and time at once."""
-    table = [(plan, layer_forecast(parts, plan, tokens, device)) for plan in _layer_plans(device.link > 0)]
+    table = [(plan, layer_forecast(parts, plan, tokens, device, tile)) for plan in _layer_plans(device.link > 0)]
     figures = [(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]
     return [
         entry

@@ -1,10 +1,11 @@
 """The plan of a step as a value, and as the text that configs, checkpoints and reports hold.
 
-keep                                    every residual stays in device memory
-recompute                               only each layer's input stays
-gate=offload, up=offload                what is not named is kept
-recompute, layer_input=offload          a word for all, then exceptions
-0-11: recompute; 12-31: gate=recompute, up=recompute        by layers, all of them named
+- `keep`: every residual stays in device memory;
+- `recompute`: only each layer's input stays;
+- `gate=offload, up=offload`: what is not named is kept; where there are experts, gate_up goes as both do;
+- `recompute, layer_input=offload`: a word for all, then exceptions;
+- `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layers, all of them named;
+- `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def layer_text(plan: LayerPlan) -> str:
     options = []
     for word, base in _WORDS.items():
         other = [f"{name}={getattr(plan, name)}" for name in RESIDUALS if getattr(plan, name) != getattr(base, name)]
+        if plan.gate == plan.up == plan.gate_up:  # a layer has gate and up, or gate_up: said once
+            other = [item for item in other if not item.startswith("gate_up=")]
         options.append(([word] if word == "recompute" or not other else []) + other)
     return ", ".join(min(options, key=len))
 
@@ -59,9 +62,10 @@ def residuals_text(plan: ResidualPlan) -> str:
             groups[-1] = (groups[-1][0], index, layer)
         else:
             groups.append((index, index, layer))
+    tile = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
     if len(groups) == 1:
-        return layer_text(groups[0][2])
-    return "; ".join(f"{first}-{last}: {layer_text(layer)}" for first, last, layer in groups)
+        return "; ".join([layer_text(groups[0][2]), *tile])
+    return "; ".join([*(f"{first}-{last}: {layer_text(layer)}" for first, last, layer in groups), *tile])
 
 
 def parse_residuals(text: str, num_layers: int) -> ResidualPlan:
@@ -71,7 +75,9 @@ def parse_residuals(text: str, num_layers: int) -> ResidualPlan:
       ValueError: an unknown word, residual or fate; layers that are named twice, not at all, or not there.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
-    for part in text.split(";"):
+    *parts, last_part = text.split(";")
+    tile = re.fullmatch(r"\s*tile\s*=\s*([1-9]\d*)\s*", last_part) if parts else None
+    for part in parts if tile else [*parts, last_part]:
         match = re.fullmatch(r"\s*(?:(\d+)(?:-(\d+))?\s*:)?(.*)", part, re.DOTALL)
         assert match is not None
         first = int(match[1]) if match[1] else 0
@@ -85,7 +91,7 @@ def parse_residuals(text: str, num_layers: int) -> ResidualPlan:
             layers[index] = plan
     if None in layers:
         raise _error(text, f"layer {layers.index(None)} is not named; the model has layers 0-{num_layers - 1}")
-    return ResidualPlan(tuple(layer for layer in layers if layer is not None))
+    return ResidualPlan(tuple(layer for layer in layers if layer is not None), int(tile[1]) if tile else None)
 
 
 def _parse_layer(text: str, whole: str) -> LayerPlan:
@@ -100,6 +106,8 @@ def _parse_layer(text: str, whole: str) -> LayerPlan:
             raise _error(whole, f"cannot read {item.strip()!r}{hint}; write keep, recompute, or residual=fate")
         else:
             fates[name] = fate
+    if "gate" in fates and fates["gate"] == fates.get("up"):
+        fates.setdefault("gate_up", fates["gate"])
     try:
         return dataclasses.replace(plan, **fates)
     except ValueError as error:

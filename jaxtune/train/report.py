@@ -104,7 +104,8 @@ def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes:
         return lines
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for fate, words in _FATES.items():
-        counts = collections.Counter(name for layer in plan.residuals.layers for name in layer.named(fate))
+        named = (name for layer in plan.residuals.layers for name in layer.named(fate))
+        counts = collections.Counter(name for name in named if parts.residuals[name])
         if not counts:
             continue
         size = sum(parts.residuals[name] * tokens * count for name, count in counts.items())

@@ -23,12 +23,38 @@ GOLDEN_CASES = {
         "qwen2", dict(r=2, target_modules=["k_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     ),
     "saved_untied": ("olmo2", dict(r=2, target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head"])),
+    # Both matrices, nested one in the other, [in, out] and square; one alone, [out, in], with a rank of its own.
+    "experts_both": (
+        "gpt_oss",
+        dict(
+            r=2, lora_alpha=6, target_modules=["q_proj"],
+            target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
+            rank_pattern={"experts.down_proj": 3},
+        ),
+    ),
+    "experts_one": (
+        "qwen3_moe",
+        dict(r=3, use_rslora=True, target_modules=["o_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
+    ),
     "saved_head": ("llama_yarn", dict(r=2, target_modules="all-linear", modules_to_save=["lm_head"])),
 }  # fmt: skip
 
 # Live, also: every family with every linear adapted.
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def _linears(name):
+    """For PEFT "all-linear" includes the router, which has no adapter here."""
+    return _ATTENTION if {"num_experts", "num_local_experts"} & set(CONFIGS[name]) else "all-linear"
+
+
 LIVE_CASES = (
     GOLDEN_CASES
-    | {f"{name}_lora": (name, dict(r=4, lora_alpha=8, target_modules="all-linear")) for name in CONFIGS}
+    | {
+        f"{name}_experts": (name, dict(r=4, lora_alpha=8, target_modules=_ATTENTION, target_parameters=_EXPERTS))
+        for name in ("mixtral", "qwen3_moe", "gpt_oss")
+    }
+    | {f"{name}_lora": (name, dict(r=4, lora_alpha=8, target_modules=_linears(name))) for name in CONFIGS}
     | {f"{name}_dora": (name, dict(r=4, target_modules="all-linear", use_dora=True)) for name in ("phi3", "gemma2")}
 )

@@ -12,12 +12,12 @@ from jaxtune.models import shards
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """float32: matrices normal with 1 / sqrt(columns), biases with 0.3, norms around 1."""
+    """float32: matrices normal with 1 / sqrt(columns), biases and sinks with 0.3, norms around 1."""
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     normal = generator.standard_normal(shape, np.float32)
     if name.endswith("norm.weight"):
         return (0.2 * normal + 1).astype(np.float32)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias", ".sinks")):
         return 0.3 * normal
     return normal / np.float32(np.sqrt(shape[-1]))
 

@@ -197,7 +197,7 @@ def test_published_parameter_counts_of_real_configs(test_data):
 
 
 _REFUSED = {
-    "model_type": ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama.*smollm3"),
+    "model_type": ({"model_type": "mamba"}, "model_type 'mamba' is not supported.*llama.*gpt_oss"),
     "no model_type": ({"model_type": None}, "model_type None is not supported"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu"),
     "rope_type": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),

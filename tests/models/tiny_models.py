@@ -13,7 +13,7 @@ from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.hf import model_from_config
-from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.models.registry import family
 
 
@@ -42,7 +42,7 @@ def shaken(model: Decoder, seed: int = 1) -> Decoder:
         value = variable.get_value()
         variable.set_value(value + size * draw.standard_normal(value.shape).astype(np.float32))
 
-    for _, linear in linears(model):
+    for _, linear in matrices(model):
         if linear.lora is not None:
             shake(linear.lora.b, 0.1)
             if linear.lora.magnitude is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import checks
 import jax.numpy as jnp
 import numpy as np
 import peft_reference
@@ -40,7 +41,7 @@ def test_adapter_made_by_peft(tmp_path, config, settings):
 
     # Merged: weight by weight, and as a model that transformers loads.
     save_pretrained(jaxtune.merge_adapter(model), tmp_path / "merged")
-    ours = load_file(tmp_path / "merged" / "model.safetensors")
+    ours = checks.tensors(checks.load(tmp_path / "merged"))
     weights = peft_reference.merged_weights(theirs)
     for name, value in ours.items():
         np.testing.assert_allclose(value, weights[name], atol=1e-5, rtol=0, err_msg=name)
@@ -59,6 +60,15 @@ OURS = {
         dict(r=4, rank_pattern={"q_proj": 2, "layers.1.mlp.*": 3}, alpha_pattern={"layers.0.*": 5, "up_proj": 2.5}),
     ),
     "part": ("gemma2", dict(r=2, target_modules=r".*layers\.1\..*|.*\.2\.mlp\.up_proj")),
+    "experts": ("gpt_oss", dict(r=4, lora_alpha=6, target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
+    "experts_alone": (
+        "mixtral",
+        dict(r=2, use_rslora=True, target_modules=(), target_parameters=["mlp.experts.down_proj"]),
+    ),
+    "experts_of_one_layer": (
+        "qwen3_moe",
+        dict(r=2, target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"]),
+    ),
     "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
     "saved_untied": ("olmo2", dict(r=2, modules_to_save=["embed_tokens", "lm_head"])),
 }

@@ -4,13 +4,15 @@ A family module has
 
   from_hf(hf: dict) -> DecoderConfig     from a config.json, in the spelling of transformers 4 or 5
   to_hf(config) -> dict                  what transformers needs to load the model
-  NORMS: dict[str, str]                  name of a Block's norm -> its name in the checkpoint
+  NORMS: dict[str, str]                  name of a Block's norm (or router) -> its name in the checkpoint
+  EXPERT_FILES: ExpertFiles              where checkpoints hold a linear for each expert and matrix
 
 Our weights are stored as Hugging Face stores them ([out, in]), so tensors map one to one without a transpose.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +23,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 _HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
 _ROPE_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 # Present and true, each changes the mathematics in a way that no family here speaks.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _UNSUPPORTED = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
     "use_mrope",
     "use_bidirectional_attention",
     "is_encoder_decoder",
@@ -39,6 +39,23 @@ GEMMA_NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFiles:
+    """Names in a checkpoint: model.layers.N.<module>.experts.<expert>.<gate, up or down>.weight"""
+
+    module: str
+    gate: str
+    up: str
+    down: str
+
+
+def refuse(hf: Mapping[str, Any], *keys: str) -> None:
+    """Raises ValueError where one of the keys is there and set."""
+    for key in keys:
+        if hf.get(key):
+            raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported (model_type {hf.get('model_type')!r})")
 
 
 def require(hf: Mapping[str, Any], key: str) -> Any:
@@ -147,9 +164,7 @@ def head_dim(hf: Mapping[str, Any]) -> int:
 
 def decoder_config(hf: Mapping[str, Any], **features) -> DecoderConfig:
     """The part of from_hf that all families share; `features` are the family's own fields of DecoderConfig."""
-    for key in _UNSUPPORTED:
-        if hf.get(key):
-            raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported (model_type {hf.get('model_type')!r})")
+    refuse(hf, *_UNSUPPORTED, *(() if "moe" in features else _EXPERTS))
     heads, dim = require(hf, "num_attention_heads"), head_dim(hf)
     layers = features.pop("layers", None) or (LayerSpec(),) * require(hf, "num_hidden_layers")
     fields = {
@@ -276,5 +291,9 @@ def tensor_name(path: Sequence[Any], norms: Mapping[str, str]) -> str:
     if path[0] == "layers":
         _, index, part, *rest = path
         part = {"attention": "self_attn", "mlp": "mlp", **norms}[str(part)]
+        if rest[0] == "experts":  # all experts' matrices are tensors of one module, not modules
+            return f"model.layers.{index}.{part}.experts.{rest[1]}" + ("_bias" if rest[2] == "bias" else "")
+        if rest[0] == "router":
+            rest[0] = norms.get("router", "router")
         return ".".join(("model.layers", str(index), part, *map(str, rest)))
     return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[str(path[0])] + f".{path[1]}"

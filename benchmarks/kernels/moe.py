@@ -1,0 +1,512 @@
+"""The mixture of experts, beside the best known alternatives in one run on one GPU.
+
+    python benchmarks/kernels/moe.py --output FILE.json
+
+gpt-oss-20b (32 experts, 4 a token, 2,880 x 2,880) and Qwen3-30B-A3B (128 experts, 8 a token, 2,048 x 768) at 16,384
+tokens in bf16, with a balanced router and with one after Zipf (expert e is as likely as 1 / (e + 1)). A grouped
+product is measured beside a dense product of the vendor's with as many rows as there are pairs, `jax.lax.ragged_dot`
+and `torch._grouped_mm` over rows without gaps. TFLOP/s count pairs, not the rows of filled-up tiles. Everything is
+checked first: errors against fp32, and 40 runs of a layer and its gradients bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.7")  # the rest is torch's
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.record import environment, write
+from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
+from jaxtune.models.moe import ExpertLora, MoE
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic, reference
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
+from jaxtune.pallas.quant_matmul import NF4
+from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
+
+TOKENS = 16_384
+RANK = 16
+RUNS = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model's experts. products: {name: (in, out)}"""
+
+    name: str
+    experts: int
+    k: int
+    hidden: int
+    inner: int
+    gpt_oss: bool
+
+    @property
+    def products(self):
+        return {"gate_up": (self.hidden, 2 * self.inner), "down": (self.inner, self.hidden)}
+
+
+SHAPES = (Shape("gpt-oss-20b", 32, 4, 2880, 2880, True), Shape("qwen3-30b-a3b", 128, 8, 2048, 768, False))
+
+
+def choices(shape: Shape, zipf: bool, tokens: int, seed: int = 0) -> jax.Array:
+    """int32[tokens, k]: without replacement, by the Gumbel trick."""
+    noise = jax.random.gumbel(jax.random.key(seed), (tokens, shape.experts))
+    if zipf:
+        noise = noise - jnp.log(jnp.arange(1, shape.experts + 1))
+    return choose_experts(noise, shape.k)
+
+
+def milliseconds(function, *arguments, repeats: int = 5, inner: int = 5, **options) -> float:
+    """Median over `repeats` of the mean of `inner` runs queued together."""
+    function = functools.partial(function, **options)
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        for _ in range(inner):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - begun) / inner * 1e3)
+    return statistics.median(times)
+
+
+def normal(seed: int, *shape: int, size: float = 1.0) -> jax.Array:
+    return _normal(jax.random.key(seed), shape, size)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key, shape, size):
+    return (size * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16)
+
+
+def held(groups: Groups) -> jax.Array:
+    """bool[rows]: rows that hold something."""
+    row = jnp.arange(groups.rows)
+    start = reference.per_tile(groups.starts(), groups)
+    size = jnp.where(groups.tile_expert < groups.num_experts, reference.per_tile(groups.sizes, groups), 0)
+    return row - jnp.repeat(start, TILE_ROWS) < jnp.repeat(size, TILE_ROWS)
+
+
+# ---- checks
+
+
+def errors(shape: Shape) -> dict:
+    """Relative errors of out, dx, da, db at 1,024 tokens after Zipf, of the kernel and of XLA's bf16, against fp32."""
+    in_size, out_size = shape.products["gate_up"]
+    groups = route(choices(shape, True, 1024), shape.experts).groups
+    mask = held(groups)[:, None]
+    x, dout = normal(1, groups.rows, in_size) * mask, normal(2, groups.rows, out_size) * mask
+    pair = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
+    weight = normal(3, shape.experts, *pair, size=in_size**-0.5)
+    a, b = normal(4, shape.experts, RANK, in_size, size=in_size**-0.5), normal(5, shape.experts, out_size, RANK)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def run(implementation, dtype, *arrays):
+        x, weight, a, b, dout = (array.astype(dtype) for array in arrays)
+
+        def product(x, a, b):
+            options = dict(transposed=shape.gpt_oss, implementation=implementation)
+            return grouped_matmul(x, weight, groups, GroupedLora(a, b, 0.5), **options)
+
+        out, pullback = jax.vjp(product, x, a, b)
+        return (out, *pullback(dout))
+
+    arrays = (x, weight, a, b, dout)
+    exact = run("reference", jnp.float32, *arrays)
+
+    def distances(got):
+        return [
+            float(jnp.linalg.norm(g.astype(jnp.float32) - e) / jnp.linalg.norm(e))
+            for g, e in zip(got, exact, strict=True)
+        ]
+
+    mine = distances(run(None, jnp.bfloat16, *arrays))
+    theirs = distances(run("reference", jnp.bfloat16, *arrays))
+    return {"ours": mine, "xla_bf16": theirs, "ok": all(m <= 2 * t for m, t in zip(mine, theirs, strict=True))}
+
+
+# ---- grouped products
+
+
+# Jitted here, once: balanced and uneven groups have the same shapes, and are the same programs.
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _product(x, weight, groups, contract, blocks=None):
+    return mosaic.product(x, weight, groups, contract, blocks=blocks)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _dense(x, weight, contract):
+    return jax.lax.dot_general(x, weight, (((1,), (contract - 1,)), ((), ())))
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _adapted(x, weight, groups, a, b, transposed):
+    return grouped_matmul(x, weight, groups, GroupedLora(a, b, 0.5), transposed=transposed)
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _adapted_step(x, weight, groups, a, b, dout, transposed):
+    out, pullback = jax.vjp(lambda x, a, b: _adapted(x, weight, groups, a, b, transposed=transposed), x, a, b)
+    return (out, *pullback(dout))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _groups(choice, experts):
+    return route(choice, experts).groups
+
+
+def products(shape: Shape, name: str, zipf: bool, tokens: int) -> dict:
+    """Milliseconds of forward and dx, alone and with adapters, and of a dense product with as many rows as pairs."""
+    in_size, out_size = shape.products[name]
+    groups = _groups(choices(shape, zipf, tokens), shape.experts)
+    pairs = tokens * shape.k
+    flop = 2 * pairs * in_size * out_size
+    x, dout, weight = sides(shape, name, groups.rows)
+    forward, back = (1, 2) if shape.gpt_oss else (2, 1)
+    result: dict = {"rows": groups.rows, "pairs": pairs, "tiles_in_use": int(groups.count), "flop": flop}
+    times = {
+        "dense_forward": milliseconds(_dense, x[:pairs], weight[0], forward),
+        "forward": milliseconds(_product, x, weight, groups, forward),
+        "dense_dx": milliseconds(_dense, dout[:pairs], weight[0], back),
+        "dx": milliseconds(_product, dout, weight, groups, back),
+    }
+    for what, took in times.items():
+        result |= {f"{what}_ms": took, f"{what}_tflops": flop / took / 1e9}
+    for what in ("forward", "dx"):
+        result[f"{what}_of_dense"] = times[f"dense_{what}"] / times[what]
+    return result
+
+
+def adapters(shape: Shape, name: str, tokens: int) -> dict:
+    """What adapters of rank 16 add to a product forward, and to forward, dx, da and db."""
+    in_size, out_size = shape.products[name]
+    groups = _groups(choices(shape, False, tokens), shape.experts)
+    x, dout, weight = sides(shape, name, groups.rows)
+    a, b = normal(4, shape.experts, RANK, in_size), normal(5, shape.experts, out_size, RANK)
+    return {
+        "forward_ms": milliseconds(_adapted, x, weight, groups, a, b, transposed=shape.gpt_oss),
+        "step_ms": milliseconds(_adapted_step, x, weight, groups, a, b, dout, transposed=shape.gpt_oss),
+    }
+
+
+def variants(shape: Shape, name: str, tokens: int) -> dict:
+    """TFLOP/s of the forward by how the kernel cuts its work."""
+    in_size, out_size = shape.products[name]
+    groups = _groups(choices(shape, False, tokens), shape.experts)
+    x, _, weight = sides(shape, name, groups.rows)
+    flop = 2 * tokens * shape.k * in_size * out_size
+    result = {}
+    for blocks in VARIANTS:
+        if out_size % blocks.columns == 0:
+            took = milliseconds(_product, x, weight, groups, 1 if shape.gpt_oss else 2, blocks, repeats=3)
+            result[f"{blocks.columns} columns, {blocks.stages} stages, band {blocks.band}"] = flop / took / 1e9
+    return result
+
+
+def sides(shape: Shape, name: str, rows: int):
+    """x [rows, in], dout [rows, out] and weight of a product."""
+    in_size, out_size = shape.products[name]
+    pair = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
+    return normal(1, rows, in_size), normal(2, rows, out_size), normal(3, shape.experts, *pair, size=in_size**-0.5)
+
+
+VARIANTS = (
+    mosaic.Blocks(256, 3, 8), mosaic.Blocks(192, 4, 8), mosaic.Blocks(192, 4, 16), mosaic.Blocks(192, 4, 32),
+    mosaic.Blocks(128, 5, 16),
+)  # fmt: skip
+
+
+def four_bits(shape: Shape, name: str, tokens: int) -> dict:
+    """NF4 experts, decoded by XLA for each product, beside bf16 ones: forward and dx together."""
+    groups = _groups(choices(shape, False, tokens), shape.experts)
+    x, dout, weight = sides(shape, name, groups.rows)
+
+    @jax.jit
+    def step(x, weight, groups, dout):
+        out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, transposed=shape.gpt_oss), x)
+        return out, *pullback(dout)
+
+    bf16 = milliseconds(step, x, weight, groups, dout)
+    nf4 = milliseconds(step, x, NF4.encode(weight), groups, dout)
+    return {"bf16_ms": bf16, "nf4_ms": nf4, "nf4_of_bf16": bf16 / nf4}
+
+
+def ragged_dot(shape: Shape, name: str, tokens: int) -> dict:
+    in_size, out_size = shape.products[name]
+    choice = choices(shape, False, tokens)
+    sizes = _groups(choice, shape.experts).sizes
+    x, dout = normal(1, choice.size, in_size), normal(2, choice.size, out_size)
+    weight = normal(3, shape.experts, in_size, out_size)
+    run = jax.jit(jax.lax.ragged_dot)
+    forward = milliseconds(run, x, weight, sizes, repeats=2, inner=1)
+    dx = milliseconds(run, dout, weight.mT, sizes, repeats=2, inner=1)
+    return {"forward_ms": forward, "dx_ms": dx}
+
+
+def torch_grouped(tokens: int) -> dict:
+    """torch._grouped_mm over rows sorted without gaps, forward and dx, both layouts of the weight."""
+    import torch
+
+    result: dict = {}
+    for shape in SHAPES:
+        for zipf in (False, True):
+            counts = np.bincount(np.asarray(choices(shape, zipf, tokens)).reshape(-1), minlength=shape.experts)
+            offsets = torch.tensor(np.cumsum(counts), dtype=torch.int32, device="cuda")
+            for name, (in_size, out_size) in shape.products.items():
+                options = dict(device="cuda", dtype=torch.bfloat16)
+                x, dout = (torch.randn(counts.sum(), size, **options) for size in (in_size, out_size))
+                first, second = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
+                weight = torch.randn(shape.experts, first, second, **options)
+                forward, back = (weight, weight.mT) if shape.gpt_oss else (weight.mT, weight)
+                times = {}
+                for direction, (left, right) in {"forward": (x, forward), "dx": (dout, back)}.items():
+                    try:
+                        times[f"{direction}_ms"] = _torch_time(
+                            lambda left=left, right=right, offs=offsets: torch._grouped_mm(left, right, offs=offs)
+                        )
+                    except RuntimeError as error:
+                        times[direction] = str(error)[:200]
+                result[f"{shape.name} {name} {'zipf' if zipf else 'balanced'}"] = times
+    return result
+
+
+def _torch_time(function) -> float:
+    import torch
+
+    function()
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(5):
+            function()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) / 5 * 1e3)
+    return statistics.median(times)
+
+
+# ---- the layer
+
+
+def layer(shape: Shape) -> MoE:
+    """The MoE of one layer with adapters on both matrices, the rest frozen."""
+    moe = MoEConfig(
+        shape.experts, shape.k, shape.inner, router_bias=shape.gpt_oss, expert_bias=shape.gpt_oss,
+        transposed=shape.gpt_oss, interleaved=shape.gpt_oss, swiglu_limit=7.0 if shape.gpt_oss else None,
+    )  # fmt: skip
+    config = DecoderConfig(
+        family="llama", vocab_size=8, hidden_size=shape.hidden, intermediate_size=shape.inner, num_heads=1,
+        num_kv_heads=1, head_dim=64, layers=(LayerSpec(),), max_position_embeddings=8, attention_scale=1.0, moe=moe,
+    )  # fmt: skip
+    module = MoE(config, jax.random.key(0), jnp.bfloat16)
+    for seed, matrix in enumerate((module.experts.gate_up_proj, module.experts.down_proj)):
+        lora = ExpertLora(*matrix.sizes[::2], matrix.sizes[1], RANK, 16.0, jax.random.key(seed))
+        lora.b.set_value(0.01 * jax.random.normal(jax.random.key(seed + 5), lora.b.shape))
+        matrix.lora = lora
+    return module
+
+
+def only_adapters(path, value) -> bool:
+    return "lora" in path
+
+
+def _mixture(module: MoE, x, choice):
+    return module.down(module.gate_up(x, choice), choice, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_forward(graph, trained, frozen, x, choice):
+    return _mixture(nnx.merge(graph, trained, frozen), x, choice)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_step(graph, trained, frozen, x, choice, dout):
+    out, pullback = jax.vjp(lambda trained, x: _mixture(nnx.merge(graph, trained, frozen), x, choice), trained, x)
+    return out, pullback(dout)
+
+
+def _around_products(x, choice, logits, rows):
+    """All that a layer's forward does beside its products and activation."""
+    routing = route(choice, logits.shape[1])
+    weights = row_weights(expert_weights(logits, choice, renormalize=True), routing)
+    return permute(x[0], routing), weights, unpermute(rows, routing)
+
+
+@jax.jit
+def _routing_forward(x, choice, logits, rows):
+    return choose_experts(logits, choice.shape[1]), _around_products(x, choice, logits, rows)
+
+
+@jax.jit
+def _routing_step(x, choice, logits, rows, drows, dout):
+    chosen = choose_experts(logits, choice.shape[1])
+    out, pullback = jax.vjp(lambda *a: _around_products(a[0], choice, *a[1:]), x, logits, rows)
+    return chosen, out, pullback((drows, jnp.ones(drows.shape[0]), dout[0]))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _route_each(many, experts, by_sorting):
+    return [(route_by_sorting if by_sorting else route)(choice, experts) for choice in many]
+
+
+_permute, _unpermute, _route = jax.jit(permute), jax.jit(unpermute), jax.jit(route, static_argnums=1)
+
+
+def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
+    """Milliseconds of a layer, of what routing takes in it, and whether 40 runs are bitwise one."""
+    graph, trained, frozen = nnx.split(layer(shape), only_adapters, ...)
+    x, dout = normal(1, 1, tokens, shape.hidden), normal(2, 1, tokens, shape.hidden)
+    choice = choices(shape, zipf, tokens)
+    routing = _route(choice, shape.experts)
+    logits = normal(3, tokens, shape.experts).astype(jnp.float32)
+    rows, drows = (normal(seed, routing.groups.rows, shape.hidden) for seed in (4, 5))
+    many = jnp.stack([choices(shape, zipf, tokens, seed) for seed in range(8)])
+    result: dict = {
+        "forward_ms": milliseconds(_layer_forward, graph, trained, frozen, x, choice),
+        "step_ms": milliseconds(_layer_step, graph, trained, frozen, x, choice, dout),
+        "routing_forward_ms": milliseconds(_routing_forward, x, choice, logits, rows),
+        "routing_step_ms": milliseconds(_routing_step, x, choice, logits, rows, drows, dout),
+        "route_by_counting_ms": milliseconds(_route_each, many, shape.experts, False) / 8,
+        "route_by_sorting_ms": milliseconds(_route_each, many, shape.experts, True) / 8,
+        "permute_ms": milliseconds(_permute, x[0], routing),
+        "unpermute_ms": milliseconds(_unpermute, rows, routing),
+    }
+    result["routing_share_of_forward"] = result["routing_forward_ms"] / result["forward_ms"]
+    result["routing_share_of_step"] = result["routing_step_ms"] / result["step_ms"]
+    checksums = jax.jit(lambda tree: [_checksum(array) for array in jax.tree.leaves(tree)])
+    runs = [checksums(_layer_step(graph, trained, frozen, x, choice, dout)) for _ in range(RUNS)]
+    result["bitwise_over_40_runs"] = len({tuple(map(int, run)) for run in jax.device_get(runs)}) == 1
+    return result
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    """uint32: of all bits, each weighed by its place."""
+    width = {2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(array, width).reshape(-1).astype(jnp.uint32)
+    return (bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1)).sum(dtype=jnp.uint32)
+
+
+def route_by_sorting(choice: jax.Array, num_experts: int):
+    """The same layout by XLA's sort of (expert, pair) in one key; to see which is faster."""
+    flat = choice.reshape(-1)
+    pairs = flat.size
+    order = jax.lax.sort(flat * pairs + jnp.arange(pairs, dtype=jnp.int32), is_stable=False)
+    starts = jnp.searchsorted(order, jnp.arange(num_experts + 1, dtype=jnp.int32) * pairs).astype(jnp.int32)
+    groups = groups_of(jnp.diff(starts), pairs)
+    row = jnp.arange(groups.rows, dtype=jnp.int32)
+    expert = jnp.repeat(jnp.minimum(groups.tile_expert, num_experts - 1), TILE_ROWS)
+    at = row - groups.starts()[expert]
+    source = jnp.where(at < groups.sizes[expert], (order % pairs)[jnp.minimum(starts[expert] + at, pairs - 1)], pairs)
+    slots = jnp.zeros(pairs, jnp.int32).at[source].set(row, mode="drop", unique_indices=True)
+    return slots.reshape(choice.shape), source, groups
+
+
+def ways_to_run(shape: Shape, tokens: int) -> dict:
+    """A layer without adapters as sorted segments, as a loop over experts with masks, and over ragged_dot."""
+    module = layer(shape)
+    x, dout = normal(1, 1, tokens, shape.hidden), normal(2, 1, tokens, shape.hidden)
+    choice = choices(shape, False, tokens)
+    logits = normal(3, tokens, shape.experts).astype(jnp.float32)
+    gate_up, down = (m.stored_weight for m in (module.experts.gate_up_proj, module.experts.down_proj))
+    gate_up, down = (w if shape.gpt_oss else w.mT for w in (gate_up, down))
+    weights = expert_weights(logits, choice, renormalize=True)
+
+    def loop(x):
+        def add(total, expert):
+            up_weight, down_weight, index = expert
+            weight = jnp.where(choice == index, weights, 0.0).sum(1)
+            inner = module._activated(x[0] @ up_weight) * weight[:, None]
+            return total + (inner.astype(x.dtype) @ down_weight).astype(jnp.float32), None
+
+        start = jnp.zeros(x.shape[1:], jnp.float32)
+        each = (gate_up, down, jnp.arange(shape.experts))
+        return jax.lax.scan(jax.checkpoint(add), start, each)[0].astype(x.dtype)
+
+    def ragged(x):
+        order = jnp.argsort(choice.reshape(-1), stable=True)
+        sizes = route(choice, shape.experts).groups.sizes
+        rows = x[0][order // shape.k]
+        inner = module._activated(jax.lax.ragged_dot(rows, gate_up, sizes)) * weights.reshape(-1)[order][:, None]
+        out = jax.lax.ragged_dot(inner.astype(x.dtype), down, sizes)
+        return out[jnp.argsort(order)].reshape(x.shape[1], shape.k, -1).sum(1)
+
+    def segments(x):
+        routing = route(choice, shape.experts)
+        rows = grouped_matmul(permute(x[0], routing), gate_up, routing.groups, transposed=True)
+        inner = (module._activated(rows) * row_weights(weights, routing)[:, None]).astype(x.dtype)
+        return unpermute(grouped_matmul(inner, down, routing.groups, transposed=True), routing)
+
+    result = {}
+    for name, function in {"sorted": segments, "loop": loop, "ragged_dot": ragged}.items():
+
+        def both(x, dout, function=function):
+            out, pullback = jax.vjp(function, x)
+            return out, pullback(dout[0])
+
+        result[f"{name}_forward_ms"] = milliseconds(jax.jit(function), x, repeats=2, inner=1)
+        result[f"{name}_step_ms"] = milliseconds(jax.jit(both), x, dout, repeats=2, inner=1)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--parts", default="errors,products,layer,torch,variants,adapters,ways,ragged_dot,nf4")
+    options = parser.parse_args()
+    parts, tokens = options.parts.split(","), options.tokens
+    record: dict = {"benchmark": "moe", **environment(), "tokens": tokens}
+    begun = time.perf_counter()
+
+    def note(key, function, *arguments):
+        try:
+            record[key] = function(*arguments)
+        except Exception as error:  # one part must not take the others with it
+            record[key] = {"error": f"{type(error).__name__}: {error}"[:600]}
+        write(options.output, record)
+        print(f"{time.perf_counter() - begun:6.1f} s  {key}: {json.dumps(record[key], default=str)}", flush=True)
+
+    def selected():
+        """(key, function, arguments) of all parts, the most telling first."""
+        gpt_oss, qwen3 = SHAPES
+        modes = {False: "balanced", True: "zipf"}
+        yield "errors", f"errors {gpt_oss.name}", errors, (gpt_oss,)
+        for name in ("gate_up", "down"):
+            for shape in SHAPES:
+                for zipf, mode in modes.items():
+                    yield "products", f"{shape.name} {name} {mode}", products, (shape, name, zipf, tokens)
+        for zipf, mode in modes.items():
+            yield "layer", f"layer {gpt_oss.name} {mode}", layer_times, (gpt_oss, zipf, tokens)
+        yield "torch", "torch", torch_grouped, (tokens,)
+        for shape in SHAPES:
+            yield "variants", f"variants {shape.name} gate_up", variants, (shape, "gate_up", tokens)
+        yield "adapters", f"adapters {gpt_oss.name} gate_up", adapters, (gpt_oss, "gate_up", tokens)
+        for zipf, mode in modes.items():
+            yield "layer", f"layer {qwen3.name} {mode}", layer_times, (qwen3, zipf, tokens)
+        yield "ways", f"ways {gpt_oss.name}", ways_to_run, (gpt_oss, tokens)
+        yield "ragged_dot", f"ragged_dot {gpt_oss.name} gate_up", ragged_dot, (gpt_oss, "gate_up", tokens)
+        yield "nf4", f"nf4 {gpt_oss.name} gate_up", four_bits, (gpt_oss, "gate_up", tokens)
+        yield "errors", f"errors {qwen3.name}", errors, (qwen3,)
+
+    for part, key, function, arguments in selected():
+        if part in parts:
+            note(key, function, *arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""How checkpoints store the matrices of a layer's experts.
+
+Here, and in transformers 5's classes, gate_up_proj and down_proj hold those of all experts. Checkpoints on the hub
+hold a linear for each expert and matrix (Qwen3-MoE, Mixtral under names of its own), or all experts in MXFP4 (gpt-oss
+as published): 32 numbers of four bits along the input dimension share a scale, a power of two (OCP Microscaling Formats
+v1.0; e2m1 numbers, e8m0 scales, two numbers a byte, the first in the low nibble).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.models import shards
+from jaxtune.models.families.common import ExpertFiles
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_MX_BLOCK = 32
+_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedEntry(shards.TensorEntry):
+    """A tensor that lies in pieces, one after the other: `file` and `offset` are the first one's."""
+
+    parts: tuple[shards.TensorEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP4Entry(shards.TensorEntry):
+    """A tensor [E, in, out] that lies in MXFP4 as [E, out, in]; `size_bytes` is the sum of its parts'."""
+
+    blocks: shards.TensorEntry  # uint8[E, out, in / 32, 16]
+    scales: shards.TensorEntry  # uint8[E, out, in / 32]
+
+
+def gather_experts(
+    entries: Mapping[str, shards.TensorEntry], files: ExpertFiles | None, num_experts: int
+) -> dict[str, shards.TensorEntry]:
+    """The entries, with the pieces of each experts' matrix in one entry under the name that it has here.
+
+    Raises:
+      ValueError: a piece that is missing or does not fit the others.
+    """
+    if files is None:
+        return _gather_mxfp4(entries)
+    renamed = {name.replace(f".{files.module}.", ".mlp."): entry for name, entry in entries.items()}
+    pattern = re.compile(rf"(.+\.mlp\.experts)\.(\d+)\.({files.gate}|{files.up}|{files.down})\.weight")
+    groups: dict[str, dict[tuple[int, str], shards.TensorEntry]] = {}
+    whole = dict(renamed)
+    for name in renamed:
+        if match := pattern.fullmatch(name):
+            kind = "down_proj" if match[3] == files.down else "gate_up_proj"
+            groups.setdefault(f"{match[1]}.{kind}", {})[int(match[2]), match[3]] = whole.pop(name)
+    for name, pieces in groups.items():
+        matrices = (files.down,) if name.endswith("down_proj") else (files.gate, files.up)
+        wanted = [(expert, matrix) for expert in range(num_experts) for matrix in matrices]
+        first = next(iter(pieces.values()))
+        if set(pieces) != set(wanted):
+            odd = sorted(set(pieces) ^ set(wanted))
+            raise ValueError(
+                f"{first.file}: {name} of {num_experts} experts: pieces missing or too many: "
+                + ", ".join(f"{expert}.{matrix}" for expert, matrix in odd[:8])
+            )
+        parts = tuple(pieces[key] for key in wanted)
+        for part in parts:
+            shards.check_entry(part)
+            if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
+                raise ValueError(
+                    f"{part.file}: {part.name} is {part.dtype}{list(part.shape)}, "
+                    f"{first.name} {first.dtype}{list(first.shape)}"
+                )
+        rows, columns = first.shape
+        whole[name] = StackedEntry(
+            name, first.dtype, (num_experts, len(matrices) * rows, columns), parts[0].file, parts[0].offset,
+            sum(part.size_bytes for part in parts), parts,
+        )  # fmt: skip
+    return whole
+
+
+def _gather_mxfp4(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.TensorEntry]:
+    whole = dict(entries)
+    for key, blocks in entries.items():
+        name = key.removesuffix("_blocks")
+        if name == key or not _FUSED.fullmatch(name):
+            continue
+        scales = entries.get(f"{name}_scales")
+        where = f"{blocks.file}: {name}"
+        if scales is None:
+            raise ValueError(f"{where}_blocks is there, but {name}_scales is missing")
+        if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, _MX_BLOCK // 2):
+            shapes = f"blocks {blocks.dtype}{list(blocks.shape)} do not fit scales {scales.dtype}{list(scales.shape)}"
+            raise ValueError(f"{where}: {shapes}")
+        for part in (blocks, scales):
+            if part.size_bytes != np.prod(part.shape, dtype=np.int64):
+                raise ValueError(f"{part.file}: {part.name} {list(part.shape)} has {part.size_bytes} bytes")
+        experts, out_size, groups = scales.shape
+        shape = (experts, groups * _MX_BLOCK, out_size)
+        size = blocks.size_bytes + scales.size_bytes
+        del whole[f"{name}_blocks"], whole[f"{name}_scales"]
+        whole[name] = MXFP4Entry(name, "U8", shape, blocks.file, blocks.offset, size, blocks, scales)
+    return whole
+
+
+def read_stacked(entry: StackedEntry) -> np.ndarray:
+    """The whole tensor in its stored dtype."""
+    host = np.empty(entry.shape, shards.DTYPES[entry.dtype])
+    flat, at = host.reshape(-1).view(np.uint8), 0
+    for part in entry.parts:
+        flat[at : at + part.size_bytes] = shards.read_bytes(part)
+        at += part.size_bytes
+    return host
+
+
+def read_mxfp4(entry: MXFP4Entry, dtype) -> tuple[jax.Array, bytes]:
+    """([E, in, out] in dtype, a digest as shards.tensor_digest). Exact in every dtype that holds the scales."""
+    blocks, scales = (shards.read_bytes(part).reshape(part.shape) for part in (entry.blocks, entry.scales))
+    digest = hashlib.sha256(shards.tensor_digest(entry.name, blocks) + shards.tensor_digest("scales", scales))
+    return _decode_mxfp4(blocks, scales, jnp.dtype(dtype).name), digest.digest()
+
+
+def decode_mxfp4(blocks: jax.Array, scales: jax.Array, dtype) -> jax.Array:
+    """blocks uint8[E, out, in / 32, 16], scales uint8[E, out, in / 32] -> [E, in, out] in dtype."""
+    nibbles = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, _MX_BLOCK)
+    values = jnp.asarray(_E2M1).at[nibbles].get(mode="promise_in_bounds")
+    wide = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
+    return wide.astype(dtype).reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+_decode_mxfp4 = jax.jit(decode_mxfp4, static_argnums=2)
+
+
+def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> dict[str, tuple]:
+    """{tensor name: (shape, dtype, function that gives it)} of what a checkpoint stores for an experts' matrix."""
+    match = _FUSED.fullmatch(name)
+    assert match is not None
+    prefix = match[1].replace(".mlp.", f".{files.module}.")
+    matrices = (files.down,) if match[2] == "down_proj" else (files.gate, files.up)
+    experts, rows, columns = value.shape
+    rows //= len(matrices)
+    return {
+        f"{prefix}.{expert}.{matrix}.weight": (
+            (rows, columns),
+            dtype,
+            lambda expert=expert, at=index * rows: value[expert, at : at + rows].astype(dtype),
+        )
+        for expert in range(experts)
+        for index, matrix in enumerate(matrices)
+    }

@@ -1,0 +1,193 @@
+"""The mixture of experts of a block: a router, and experts whose tokens are sorted into segments.
+
+A token's weight for an expert is applied before the down projection, where the rows are narrow: the router's gradient
+then needs no second look at the experts' outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtune.models.config import DecoderConfig, MoEConfig
+from jaxtune.models.mlp import ACTIVATIONS
+from jaxtune.pallas.grouped_matmul import GroupedLora, Groups, grouped_bias, grouped_matmul
+from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
+
+
+class ExpertLora(nnx.Module):
+    """Adapters of one matrix of every expert: a [E, r, in], b [E, out, r] (zero at the start), float32.
+
+    alpha, rslora: what scale comes from. rate is 0: PEFT has no dropout on experts.
+    """
+
+    rate = 0.0
+    magnitude = None  # PEFT has no DoRA on experts
+
+    def __init__(
+        self,
+        experts: int,
+        in_size: int,
+        out_size: int,
+        rank: int,
+        alpha: float,
+        key: jax.Array,
+        *,
+        rslora: bool = False,
+    ):
+        # PEFT draws all experts' A as one matrix [E r, in]: uniform in +-1 / sqrt(in), as for a linear.
+        bound = 1.0 / math.sqrt(in_size)
+        self.a = nnx.Param(jax.random.uniform(key, (experts, rank, in_size), jnp.float32, -bound, bound))
+        self.b = nnx.Param(jnp.zeros((experts, out_size, rank), jnp.float32))
+        self.alpha = alpha
+        self.rslora = rslora
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def weights(self) -> GroupedLora:
+        return GroupedLora(self.a[...], self.b[...], self.scale)
+
+
+class ExpertLinear(nnx.Module):
+    """One matrix of every expert: weight [E, out, in], or [E, in, out] if transposed (as in Hugging Face's class), or
+    that in four bits; optional bias [E, out], optional adapter."""
+
+    def __init__(
+        self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
+    ):
+        shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
+        self.weight: nnx.Variable = nnx.Param((jax.random.normal(key, shape, jnp.float32) * std).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
+        self.lora: ExpertLora | None = nnx.data(None)  # an ExpertLora, once the model has adapters
+        self.transposed = transposed
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(experts, out, in)"""
+        experts, first, second = self.weight.shape
+        return (experts, second, first) if self.transposed else (experts, first, second)
+
+    @property
+    def stored_weight(self) -> jax.Array | FourBit:
+        return self.weight.get_value()
+
+    def __call__(self, rows: jax.Array, groups: Groups, weights: jax.Array | None = None) -> jax.Array:
+        """[rows, in] -> [rows, out]; weights float32[rows] multiply the bias, where there is one."""
+        lora = None if self.lora is None else self.lora.weights()
+        out = grouped_matmul(rows, self.stored_weight, groups, lora, transposed=self.transposed)
+        if self.bias is None:
+            return out
+        return grouped_bias(out, self.bias[...], jnp.ones(groups.rows) if weights is None else weights, groups)
+
+
+class Experts(nnx.Module):
+    """gate_up_proj and down_proj of all experts."""
+
+    def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
+        keys = jax.random.split(key)
+        options: dict[str, Any] = dict(
+            transposed=moe.transposed, bias=moe.expert_bias, std=config.initializer_range, dtype=dtype
+        )
+        hidden, inner = config.hidden_size, moe.expert_size
+        self.gate_up_proj = ExpertLinear(moe.num_experts, hidden, 2 * inner, key=keys[0], **options)
+        self.down_proj = ExpertLinear(moe.num_experts, inner, hidden, key=keys[1], **options)
+
+
+class Router(nnx.Module):
+    """weight [E, hidden], optional bias [E]."""
+
+    def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
+        shape = (moe.num_experts, config.hidden_size)
+        self.weight = nnx.Param((jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros((moe.num_experts,), dtype)) if moe.router_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, hidden] -> float32[T, E]"""
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        weight = self.weight[...].astype(x.dtype)
+        logits = jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32, precision=precision)
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+
+def _on_each_device(function):
+    """Runs a method of MoE on each device's own tokens: sorting is of those, and kernels have no partitioning rule.
+
+    Tokens are divided over the mesh axis `data`, if the mesh in force has one; rows sorted by expert are then those of
+    the first device, of the second, and so on.
+    """
+
+    @functools.wraps(function)
+    def run(module, *arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes:
+            return function(module, *arrays)
+        graph, state = nnx.split(module)
+        return jax.shard_map(
+            lambda state, *arrays: function(nnx.merge(graph, state), *arrays),
+            in_specs=(P(), *(P("data") for _ in arrays)),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=False,
+        )(state, *arrays)
+
+    return run
+
+
+class MoE(nnx.Module):
+    """Router and experts. x is [B, T, hidden] throughout; choice int32[B * T, k], as from `choose`."""
+
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
+        assert config.moe is not None
+        self.config = config
+        self.moe = config.moe
+        keys = jax.random.split(key)
+        self.router = Router(config, self.moe, keys[0], dtype)
+        self.experts = Experts(config, self.moe, keys[1], dtype)
+
+    @_on_each_device
+    def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
+        """Each token's experts; E for tokens that are not real [B, T] (padding), which are routed nowhere."""
+        logits = self.router(x.reshape(-1, x.shape[-1]))
+        return choose_experts(logits, self.moe.experts_per_token, None if real is None else real.reshape(-1))
+
+    @_on_each_device
+    def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
+        """-> [rows, 2 * expert_size], rows sorted by expert."""
+        routing = route(choice, self.moe.num_experts)
+        return self.experts.gate_up_proj(permute(x.reshape(-1, x.shape[-1]), routing), routing.groups)
+
+    @_on_each_device
+    def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
+        """-> [B, T, hidden], summed over each token's experts by their weights."""
+        weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)
+        routing = route(choice, self.moe.num_experts)
+        weights = row_weights(weights, routing)
+        inner = (self._activated(gate_up) * weights[:, None]).astype(x.dtype)
+        return unpermute(self.experts.down_proj(inner, routing.groups, weights), routing).reshape(x.shape)
+
+    def _activated(self, gate_up: jax.Array) -> jax.Array:
+        """float32[rows, expert_size]"""
+        gate_up = gate_up.astype(jnp.float32)
+        if self.moe.interleaved:
+            gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
+        else:
+            gate, up = gate_up[:, : self.moe.expert_size], gate_up[:, self.moe.expert_size :]
+        if self.moe.swiglu_limit is None:
+            return ACTIVATIONS[self.config.activation](gate) * up
+        limit = self.moe.swiglu_limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)

@@ -1,0 +1,6 @@
+"""Products of rows sorted by expert with the experts' weights, with their adapters."""
+
+from jaxtune.pallas.grouped_matmul.api import GroupedLora, grouped_bias, grouped_matmul, implementations
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
+
+__all__ = ["TILE_ROWS", "GroupedLora", "Groups", "grouped_bias", "grouped_matmul", "implementations"]

@@ -1,0 +1,224 @@
+"""The grouped product as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA, warp specialisation).
+
+Persistent: a program for each SM takes every n-th item, an item being a tile of rows times a tile of columns. One
+warpgroup brings blocks of 64 along K, as many ahead as fit, and goes on to the next item while the two others, each
+with 64 of the 128 rows, store the last one. Since a tile of rows has one expert, all items cost the same, and the work
+is even over SMs whatever the sizes of the groups. Items go by bands of rows, so that what runs at a time shares rows
+and weights in L2. An adapter's product is a few more steps along K, of its own two operands.
+"""
+
+# Pallas' annotations know neither its own transforms nor barriers.
+# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
+
+_WARPGROUPS = 2  # that compute
+_OWN = TILE_ROWS // _WARPGROUPS  # rows of each
+_STEP = 64  # along K: 128 bytes, a row of the swizzle
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """columns: of a tile of the output. stages: blocks of K on their way. band: tiles of rows that go together."""
+
+    columns: int
+    stages: int
+    band: int = 16
+
+
+# By columns, the first that divides the output; stages are what shared memory holds beside the tile that is stored.
+BLOCKS = (Blocks(256, 3), Blocks(192, 4), Blocks(128, 5), Blocks(64, 6))
+
+_interpret: Any = None
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Runs the kernel's body in Pallas' GPU interpreter, on any machine: for tests."""
+    global _interpret
+    before, _interpret = _interpret, plgpu.InterpretGPUParams()
+    try:
+        yield
+    finally:
+        _interpret = before
+
+
+def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
+    """Why this kernel cannot serve this call, or None."""
+    from jaxtune.pallas.dispatch import compute_capability
+
+    if _interpret is None and compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype}"
+    if tile_rows != TILE_ROWS:
+        return f"tiles of {tile_rows} rows, not {TILE_ROWS}"
+    for size in (in_size, out_size):  # the other direction is the backward's
+        if size % _STEP:
+            return f"size {size} is not a multiple of {_STEP}"
+    return None
+
+
+def _cores() -> int:
+    """SMs of the device that is compiled for."""
+    if _interpret is not None:
+        return 3
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.num_cores if device is not None else jax.local_devices()[0].core_count
+
+
+def blocks_for(columns: int) -> Blocks:
+    return next(blocks for blocks in BLOCKS if columns % blocks.columns == 0)
+
+
+def _kernel(
+    x_ref, w_ref, expert_ref, count_ref, *rest, blocks: Blocks, contract: int, programs: int, with_extra: bool
+):  # fmt: skip
+    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N]."""
+    if with_extra:
+        u_ref, l_ref, *rest = rest
+    out_ref, x_smem, w_smem, out_smem, full, free = rest
+    columns, stages = blocks.columns, blocks.stages
+    wg, program = lax.axis_index("wg"), lax.axis_index("sm")
+    row_tiles, column_tiles = x_ref.shape[0] // TILE_ROWS, out_ref.shape[1] // columns
+    items = row_tiles * column_tiles
+    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+    main_steps = x_ref.shape[1] // _STEP
+    all_steps = main_steps + (u_ref.shape[1] // _STEP if with_extra else 0)
+    count = count_ref[0]
+
+    def place(index):
+        """(tile of rows, tile of columns) of the index-th item of this program."""
+        item = program + index * programs
+        band = lax.div(item, jnp.int32(blocks.band * column_tiles))
+        within = item - band * (blocks.band * column_tiles)
+        height = jnp.minimum(blocks.band, row_tiles - band * blocks.band)
+        column = lax.div(within, height)
+        return band * blocks.band + within - column * height, column
+
+    def steps(row_tile):
+        """Tiles that hold nothing take no step, and are stored as zeros."""
+        return jnp.where(row_tile < count, all_steps, 0)
+
+    def bring():
+        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+        def item(index, at):
+            row_tile, column_tile = place(index)
+            expert = expert_ref[row_tile]
+            rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
+
+            def copy(slot, x, w, step):
+                along = pl.ds(step * _STEP, _STEP)
+                plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
+                side = w.at[expert, here, along] if contract == 2 else w.at[expert, along, here]
+                plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
+
+            def step(number, at):
+                slot = lax.rem(at, jnp.int32(stages))
+                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                if with_extra:
+                    pl.when(number < main_steps)(lambda: copy(slot, x_ref, w_ref, number))
+                    pl.when(number >= main_steps)(lambda: copy(slot, u_ref, l_ref, number - main_steps))
+                else:
+                    copy(slot, x_ref, w_ref, number)
+                return at + 1
+
+            return lax.fori_loop(0, steps(row_tile), step, at)
+
+        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        # Every arrival is waited for: a barrier must not be left halfway.
+        last = jnp.maximum(total - stages, 0)
+        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[lax.rem(at, jnp.int32(stages))]), None)
+
+    def compute():
+        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+
+        def release(at):
+            plgpu.barrier_arrive(free.at[lax.rem(at, jnp.int32(stages))])
+
+        def item(index, at):
+            row_tile, column_tile = place(index)
+            own = steps(row_tile)
+
+            def accumulate(acc):
+                def step(number, at):
+                    slot = lax.rem(at, jnp.int32(stages))
+                    plgpu.barrier_wait(full.at[slot])
+                    side = w_smem.at[slot]
+                    plgpu.wgmma(
+                        acc, x_smem.at[slot, pl.ds(wg * _OWN, _OWN)], side.transpose((1, 0)) if contract == 2 else side
+                    )
+                    plgpu.wgmma_wait(1)  # the one before is done
+                    pl.when(number > 0)(lambda: release(at - 1))
+                    return at + 1
+
+                lax.fori_loop(0, own, step, at)
+                plgpu.wgmma_wait(0)
+                return acc[...]
+
+            total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
+            at = at + own
+            pl.when(own > 0)(lambda: release(at - 1))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_smem.at[wg][...] = total.astype(out_ref.dtype)
+            plgpu.commit_smem()
+            rows = pl.ds(row_tile * TILE_ROWS + wg * _OWN, _OWN)
+            plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, pl.ds(column_tile * columns, columns)])
+            return at
+
+        lax.fori_loop(0, mine, item, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.cond(wg < _WARPGROUPS, compute, bring)
+
+
+def _smem(shape, dtype):
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blocks | None = None):
+    """See reference.product; weight in x's dtype."""
+    columns = weight.shape[3 - contract]
+    blocks = blocks or blocks_for(columns)
+    operands = [x, weight, groups.tile_expert, groups.count[None]]
+    if extra is not None:
+        u, side = extra
+        short = -u.shape[1] % _STEP
+        widths = [(0, 0)] * 3
+        widths[contract] = (0, short)
+        operands += [jnp.pad(u, ((0, 0), (0, short))), jnp.pad(side.astype(x.dtype), widths)]
+    programs = _cores()
+    side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
+    return plgpu.kernel(
+        functools.partial(
+            _kernel, blocks=blocks, contract=contract, programs=programs, with_extra=extra is not None
+        ),
+        out_type=jax.ShapeDtypeStruct((groups.rows, columns), x.dtype),
+        grid=(programs,),
+        grid_names=("sm",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=[
+            _smem((blocks.stages, TILE_ROWS, _STEP), x.dtype),
+            _smem((blocks.stages, *side_shape), x.dtype),
+            _smem((_WARPGROUPS, _OWN, blocks.columns), x.dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
+        ],
+        **({} if _interpret is None else {"interpret": _interpret}),
+    )(*operands)  # fmt: skip

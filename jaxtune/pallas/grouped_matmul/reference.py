@@ -1,0 +1,85 @@
+"""Grouped products in plain jnp: tile by tile, with a tile's rows and its expert's weight. fp32 accumulation; fp32
+operands are multiplied in full fp32.
+
+Thin products, those with an adapter's A or B, are one batched product over the tiles: every implementation uses them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas.grouped_matmul.layout import Groups
+
+_THIN = 256  # at most this wide, per-tile results are kept and then summed by expert
+
+
+def _precision(dtype):
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
+    """[rows, n] -> [tiles, tile_rows, n]"""
+    return rows.reshape(groups.tiles, groups.tile_rows, -1)
+
+
+def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
+    """values [E, ...] -> [tiles, ...]: each tile's expert's; of any expert for tiles that hold nothing."""
+    return values.at[groups.tile_expert].get(mode="clip")
+
+
+def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
+    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles, as a product: in one order."""
+    experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
+    member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
+    return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.Array:
+    """x [rows, K] times weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype."""
+    weight = per_tile(weight.astype(x.dtype), groups)
+    out = jax.lax.dot_general(
+        tiled(x, groups), weight, (((2,), (contract,)), ((0,), (0,))),
+        precision=_precision(x.dtype), preferred_element_type=x.dtype,
+    )  # fmt: skip
+    return out.reshape(groups.rows, -1)
+
+
+def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
+    """As thin, for wide weights; extra: (u [rows, r], l), whose thin product is added."""
+
+    def one(tile):
+        rows, expert = tile
+        return jax.lax.dot_general(
+            rows, weight.at[expert].get(mode="clip"), (((1,), (contract - 1,)), ((), ())),
+            precision=_precision(x.dtype), preferred_element_type=x.dtype,
+        )  # fmt: skip
+
+    out = jax.lax.map(one, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
+    if extra is None:
+        return out
+    u, side = extra
+    return out + thin(u, side, groups, contract)
+
+
+def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
+    """left [rows, p], right [rows, q] -> [E, p, q]: left_e^T right_e over the rows of each expert.
+
+    Rows that hold nothing must be zero on one side and finite on the other.
+    """
+    left, right = tiled(left, groups), tiled(right, groups)
+
+    def one(a, b):
+        return jax.lax.dot_general(
+            a, b, (((0,), (0,)), ((), ())), precision=_precision(a.dtype), preferred_element_type=jnp.float32
+        )
+
+    if min(left.shape[2], right.shape[2]) <= _THIN:
+        return per_expert(jax.vmap(one)(left, right), groups).astype(dtype)
+
+    def add(total, tile):
+        a, b, expert = tile
+        return total.at[expert].add(one(a, b), mode="drop"), None
+
+    start = jnp.zeros((groups.num_experts, left.shape[2], right.shape[2]), jnp.float32)
+    return jax.lax.scan(add, start, (left, right, groups.tile_expert))[0].astype(dtype)

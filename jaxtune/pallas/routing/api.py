@@ -1,0 +1,159 @@
+"""Routing of tokens to experts: the public functions.
+
+A pair is a token with one of its k experts; pair t * k + j is token t with its j-th choice. Sorting puts the pairs into
+a buffer of rows, expert by expert, in the order of the tokens within an expert. Every sum has one order and nothing is
+added by atomics, in the backward as in the forward: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
+from jaxtune.pallas.routing import reference
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where every pair lies in the sorted buffer.
+
+    Attributes:
+      slots: int32[T, k], the row of each pair; the number of rows for pairs that are routed nowhere.
+      source: int32[rows], the pair of each row; T * k for rows that hold nothing.
+      groups: the rows' experts.
+    """
+
+    slots: jax.Array
+    source: jax.Array
+    groups: Groups
+
+
+def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
+    """int32[T, k]: the k largest of logits [T, E], the largest first, the lower index first among equals.
+
+    real: bool[T], or None for all; a token that is not real (padding) gets E, no expert.
+    """
+    experts = logits.shape[1]
+    if not 0 < k <= experts:
+        raise ValueError(f"choose_experts: k = {k} of {experts} experts")
+    choice = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1].astype(jnp.int32)
+    return choice if real is None else jnp.where(real[:, None], choice, experts)
+
+
+def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
+    """float32[T, k]: what each token's experts count for; 0 where there is no expert. Differentiable by logits.
+
+    Args:
+      logits: [T, E]. choice: int32[T, k], as from choose_experts.
+      renormalize: the weights of a token sum to one: the softmax over its chosen logits, which is the softmax over all,
+        divided by the chosen ones' sum (gpt-oss, Mixtral, Qwen3-MoE's norm_topk_prob). Otherwise the softmax over all.
+    """
+    logits = logits.astype(jnp.float32)
+    weights = reference.chosen(logits if renormalize else jax.nn.softmax(logits, axis=-1), choice)
+    if renormalize:
+        weights = jax.nn.softmax(weights, axis=-1)
+    return jnp.where(choice < logits.shape[1], weights, 0.0)
+
+
+def route(choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS) -> Routing:
+    """Sorts the pairs of choice int32[T, k] by expert, stably; those with `num_experts` or more go nowhere."""
+    tokens, k = choice.shape
+    slots, source, groups = reference.sort_pairs(choice.reshape(-1), num_experts, tile_rows)
+    return Routing(slots.reshape(tokens, k), source, groups)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _permute(x, routing, tokens):
+    k = routing.slots.shape[1]
+    return reference.rows_of(x, jnp.where(routing.source < tokens * k, routing.source // k, tokens))
+
+
+def _permute_fwd(x, routing, tokens):
+    return _permute(x, routing, tokens), routing
+
+
+def _permute_bwd(tokens, routing, drows):
+    return reference.summed(drows, routing.slots), None
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+def permute(x: jax.Array, routing: Routing) -> jax.Array:
+    """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero. Gradients are summed over a
+    token's pairs in float32, in the order of its choices."""
+    if x.shape[0] != routing.slots.shape[0]:
+        raise ValueError(f"permute: x has {x.shape[0]} rows, the routing is of {routing.slots.shape[0]} tokens")
+    return _permute(x, routing, x.shape[0])
+
+
+@jax.custom_vjp
+def _unpermute(rows, routing):
+    return reference.summed(rows, routing.slots)
+
+
+def _unpermute_fwd(rows, routing):
+    return _unpermute(rows, routing), routing
+
+
+def _unpermute_bwd(routing, dx):
+    tokens, k = routing.slots.shape
+    return reference.rows_of(dx, jnp.where(routing.source < tokens * k, routing.source // k, tokens)), None
+
+
+_unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
+
+
+def unpermute(rows: jax.Array, routing: Routing) -> jax.Array:
+    """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype."""
+    if rows.shape[0] != routing.groups.rows:
+        raise ValueError(f"unpermute: {rows.shape[0]} rows, the routing has {routing.groups.rows}")
+    return _unpermute(rows, routing)
+
+
+@jax.custom_vjp
+def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
+    """weights [T, k] -> [rows]: each pair's in its row; 0 in rows that hold nothing."""
+    return reference.rows_of(weights.reshape(-1), routing.source)
+
+
+def _row_weights_fwd(weights, routing):
+    return row_weights(weights, routing), routing
+
+
+def _row_weights_bwd(routing, drows):
+    return reference.rows_of(drows, routing.slots), None
+
+
+row_weights.defvjp(_row_weights_fwd, _row_weights_bwd)
+
+
+def load_balancing_loss(logits: jax.Array, choice: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """float32[]: E * sum_e f_e p_e, f_e the pairs that go to expert e for each token, p_e its mean probability.
+
+    As transformers' load_balancing_loss_func (Switch Transformers, arXiv 2101.03961, equations 4 to 6).
+
+    Args:
+      logits: [N, E], of all tokens of all layers. choice: int32[N, k]. mask: [N], 0 for tokens that do not count.
+    """
+    experts = logits.shape[1]
+    mask = jnp.ones(logits.shape[0], jnp.float32) if mask is None else mask.astype(jnp.float32)
+    total = jnp.maximum(mask.sum(), 1.0)
+    share = reference.expert_counts(choice, experts, mask) / total
+    probability = (jax.nn.softmax(logits.astype(jnp.float32), axis=-1) * mask[:, None]).sum(0) / total
+    return experts * (share * probability).sum()
+
+
+def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """float32[]: the mean square of each token's log-sum-exp, as transformers' router_z_loss_func (ST-MoE, arXiv
+    2202.08906, equation 5). logits: [N, E]. mask: [N], 0 for tokens that do not count."""
+    square = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
+    if mask is None:
+        return square.mean()
+    mask = mask.astype(jnp.float32)
+    return (square * mask).sum() / jnp.maximum(mask.sum(), 1.0)

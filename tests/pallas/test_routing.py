@@ -1,0 +1,143 @@
+"""Routing against a loop over tokens and experts: every size that a group can have, forward and gradient."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.pallas.routing import (
+    choose_experts,
+    expert_weights,
+    load_balancing_loss,
+    permute,
+    route,
+    router_z_loss,
+    row_weights,
+    unpermute,
+)
+
+TILE = 8
+HIDDEN = 5
+rng = np.random.default_rng(0)
+
+# name -> (choice int32[T, k], number of experts)
+CASES = {
+    "random": (np.stack([rng.permutation(6)[:3] for _ in range(70)]), 6),
+    "one token": (np.array([[3, 0]]), 5),
+    "all in one expert": (np.full((37, 1), 2), 4),
+    "whole tiles": (np.repeat(np.arange(4), 2 * TILE)[:, None], 4),
+    "one over a tile": (np.array([[0]] * (TILE + 1) + [[2]] * (2 * TILE - 1)), 3),
+    "one expert": (np.zeros((9, 1), int), 1),
+    "many experts": (np.stack([rng.permutation(256)[:8] for _ in range(40)]), 256),
+    "more pairs than a block counts": (np.stack([rng.permutation(3)[:2] for _ in range(400)]), 3),
+    "padding": (np.where(rng.random((50, 1)) < 0.4, 6, np.stack([rng.permutation(6)[:2] for _ in range(50)])), 6),
+    "nothing but padding": (np.full((11, 2), 4), 4),
+}
+CASES = {name: (choice.astype(np.int32), experts) for name, (choice, experts) in CASES.items()}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+@cases
+def test_pairs_are_sorted_stably_into_whole_tiles(case):
+    choice, experts = CASES[case]
+    routing = jax.jit(route, static_argnums=(1, 2))(choice, experts, TILE)
+    slots, source, groups = np.asarray(routing.slots), np.asarray(routing.source), routing.groups
+    flat = choice.reshape(-1)
+    want_source, tile_expert = [], []
+    for expert in range(experts):
+        pairs = np.flatnonzero(flat == expert)
+        tiles = -(-len(pairs) // TILE)
+        want_source += [*pairs, *[flat.size] * (tiles * TILE - len(pairs))]
+        tile_expert += [expert] * tiles
+    assert int(groups.count) == len(tile_expert) <= groups.tiles
+    np.testing.assert_array_equal(groups.sizes, [(flat == e).sum() for e in range(experts)])
+    np.testing.assert_array_equal(groups.tile_expert, tile_expert + [experts] * (groups.tiles - len(tile_expert)))
+    np.testing.assert_array_equal(source, want_source + [flat.size] * (groups.rows - len(want_source)))
+    for pair, slot in enumerate(slots.reshape(-1)):
+        assert source[slot] == pair if flat[pair] < experts else slot == groups.rows
+
+
+@cases
+def test_permute_weigh_and_back_against_a_loop(case):
+    choice, experts = CASES[case]
+    tokens, k = choice.shape
+    routing = route(jnp.asarray(choice), experts, TILE)
+    x = jnp.asarray(rng.standard_normal((tokens, HIDDEN)), jnp.float32)
+    weights = jnp.asarray(rng.random((tokens, k)), jnp.float32)
+    factor = np.append(rng.standard_normal(experts), 0).astype(np.float32)  # what each expert multiplies by
+    dout = jnp.asarray(rng.standard_normal((tokens, HIDDEN)), jnp.float32)
+
+    def mixture(x, weights):
+        rows = permute(x, routing) * row_weights(weights, routing)[:, None]
+        each = jnp.asarray(factor)[routing.groups.tile_expert]
+        return unpermute(rows * jnp.repeat(each, TILE)[:, None], routing)
+
+    def loop(x, weights):
+        return sum(x * weights[:, j : j + 1] * factor[choice[:, j]][:, None] for j in range(k))
+
+    got, pullback = jax.vjp(mixture, x, weights)
+    want, want_pullback = jax.vjp(loop, x, weights)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    for mine, theirs in zip(pullback(dout), want_pullback(dout), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_sums_are_in_float32_and_in_one_order():
+    """1 + 2^-8 + 2^-8 is 1 where every sum is rounded to bfloat16, and 1 + 2^-7 where only the last is."""
+    routing = route(jnp.array([[0, 1, 2]]), 3, TILE)
+    rows = jnp.zeros((routing.groups.rows, 1), jnp.bfloat16)
+    rows = rows.at[routing.slots[0]].set(jnp.array([[1.0], [2**-8], [2**-8]], jnp.bfloat16))
+    assert float(unpermute(rows, routing)[0, 0]) == 1 + 2**-7
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_weights_and_their_gradient(renormalize):
+    logits = rng.standard_normal((20, 7)).astype(np.float32)
+    choice = choose_experts(jnp.asarray(logits), 3)
+    np.testing.assert_array_equal(choice, np.argsort(-logits, axis=1, kind="stable")[:, :3])
+
+    def plain(logits):
+        weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), choice, axis=1)
+        return weights / weights.sum(1, keepdims=True) if renormalize else weights
+
+    dout = rng.standard_normal((20, 3)).astype(np.float32)
+    got, pullback = jax.vjp(lambda logits: expert_weights(logits, choice, renormalize=renormalize), logits)
+    want, want_pullback = jax.vjp(plain, logits)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_allclose(pullback(dout)[0], want_pullback(dout)[0], atol=1e-6)
+
+
+def test_padding_is_routed_nowhere_and_equals_take_the_first():
+    logits = jnp.zeros((4, 6))  # all equal: the lower index first
+    real = jnp.array([True, False, True, True])
+    choice = choose_experts(logits, 2, real)
+    np.testing.assert_array_equal(choice, [[0, 1], [6, 6], [0, 1], [0, 1]])
+    assert not np.asarray(expert_weights(logits, choice, renormalize=True))[1].any()
+    np.testing.assert_array_equal(route(choice, 6).groups.sizes, [3, 3, 0, 0, 0, 0])
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="k = 7 of 6 experts"):
+        choose_experts(jnp.zeros((4, 6)), 7)
+    routing = route(jnp.zeros((4, 1), jnp.int32), 2, TILE)
+    with pytest.raises(ValueError, match="permute: x has 3 rows, the routing is of 4 tokens"):
+        permute(jnp.zeros((3, 2)), routing)
+    with pytest.raises(ValueError, match="unpermute: 5 rows, the routing has"):
+        unpermute(jnp.zeros((5, 2)), routing)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_load_balancing_and_z_loss_against_their_definition(masked):
+    logits = rng.standard_normal((30, 5)).astype(np.float64)
+    mask = (rng.random(30) < 0.6) if masked else np.ones(30, bool)
+    choice = np.argsort(-logits, axis=1)[:, :2]
+    probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    share = np.stack([(choice[mask] == e).sum(1).mean() for e in range(5)])
+    want = 5 * (share * probability[mask].mean(0)).sum()
+    given = jnp.asarray(mask) if masked else None
+    got = load_balancing_loss(jnp.asarray(logits, jnp.float32), jnp.asarray(choice, jnp.int32), given)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    square = np.log(np.exp(logits).sum(1))[mask] ** 2
+    np.testing.assert_allclose(router_z_loss(jnp.asarray(logits, jnp.float32), given), square.mean(), rtol=1e-5)
