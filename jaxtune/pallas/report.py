@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def kernel_choices() -> list[KernelChoice]:
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
     whole = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
-    array = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
+    array: Any = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
     nf4 = jax.eval_shape(NF4.encode, array)
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)

@@ -65,18 +65,24 @@ def _product(x, weight, contract, dtype=None):
     )
 
 
-def _times(x, weight, contract, kernels: ModuleType):
-    """The product of x and a weight over one axis of each.
+def decoded(weight, x, kernels: ModuleType):
+    """(weight as an array, x); weights in four bits in x's dtype.
 
     Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
     or takes it out of a loop over tokens.
     """
     if isinstance(weight, FourBit):
         weight, x = optimization_barrier((weight, x))
-        if contract == (1, 1) and kernels.small_refusal(weight, x.dtype, x.shape[0]) is None:
+        weight = _on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
+    return weight, x
+
+
+def _times(x, weight, contract, kernels: ModuleType):
+    """The product of x and a weight over one axis of each."""
+    if isinstance(weight, FourBit) and contract == (1, 1):
+        if kernels.small_refusal(weight, x.dtype, x.shape[0]) is None:
             return _on_every_device(kernels.small_matmul, x, weight)
-        dtype = x.dtype
-        weight = _on_every_device(lambda weight: kernels.dequantize(weight, dtype), weight)
+    weight, x = decoded(weight, x, kernels)
     return _product(x, weight, contract)
 
 

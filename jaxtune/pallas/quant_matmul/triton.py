@@ -48,12 +48,13 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     return None
 
 
-def _parts(weight: FourBit):
+def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
     """The arrays of a weight as the kernels take them, and whether its scales are quantised."""
-    nested = weight.nested_absmax is not None
-    unused = weight.absmax
-    scales = (weight.nested_absmax, weight.nested_map, weight.offset) if nested else (unused,) * 3
-    return (weight.codes, weight.absmax, *scales, jnp.asarray(weight.table)), int(nested)
+    scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
+    nested = len(scales) == 3
+    return [weight.codes, weight.absmax, *(scales if nested else [weight.absmax] * 3), jnp.asarray(weight.table)], int(
+        nested
+    )
 
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:
