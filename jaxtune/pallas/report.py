@@ -69,9 +69,15 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def tune() -> str:
-    """Measures the blocks of the kernels that have a choice, keeps them for this GPU, and says which they are."""
+    """Measures the blocks of the kernels that have a choice, keeps them for this GPU, and says which they are.
+
+    Raises:
+      ValueError: this machine's GPU runs none of them.
+    """
     from jaxtune.pallas.attention.tune import tune
 
+    if dispatch.compute_capability() != (9, 0):
+        raise ValueError("--tune: only the attention kernels for Hopper GPUs have blocks to measure, and there is none")
     lines = []
     for head_dim in (64, 128):
         for kernel, entry in tune(head_dim).items():

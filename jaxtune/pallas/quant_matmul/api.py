@@ -69,8 +69,8 @@ def quant_matmul(
 
 
 def decoded(weight: jax.Array | FourBit, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weight as an array, x), for a product of the two: a weight in four bits, of any shape, is decoded to x's dtype, at
-    the time that x is there and not before."""
+    """(weight as an array, x), for a product of the two: a weight in four bits, of any shape, is decoded to x's dtype
+    when x is there, and not before."""
     if not isinstance(weight, FourBit):
         return weight, x
     name = dispatch.choose("quant_matmul", implementations([weight], x.dtype), None)
