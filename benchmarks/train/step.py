@@ -147,7 +147,9 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--documents", default="full", choices=["full", "packed"])
-    parser.add_argument("--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning")
+    parser.add_argument(
+        "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"
+    )
     parser.add_argument("--residuals", default="keep", choices=["keep", "recompute"])
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 from tiny_models import tiny_model
-from tests.train.tiny_runs import dataset, documents, make_config
 
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.lora import experts, get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.train.config import MeshConfig, OptimConfig
 from jaxtune.train.loop import Trainer
+from tests.train.tiny_runs import dataset, documents, make_config
 
 SGD = OptimConfig(name="sgd", learning_rate=1.0)
 MOE = MoEConfig(4, 2, 64, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=7.0)
