@@ -149,17 +149,18 @@ def arm(name: str, model: Decoder):
         layout = once(self, shape, segment_ids, positions, max_documents)
         return PackedLayout(layout.doc_start, layout.doc_end, (*layout.rotary, (segment_ids, segment_ids)))
 
-    def build_and_run(graph, spec, wanted, trainable, frozen, x, layout, key):
+    def build_and_run(graph, spec, wanted, trainable, frozen, x, layout, *rest, **options):
         x, own = bounds(x, layout.rotary[-1][0])
         tables = tuple(
             rotary_table(rope, config.head_dim, config.max_position_embeddings, own.positions())
             for rope in config.rotary
         )
-        return forward(graph, spec, wanted, trainable, frozen, x, PackedLayout(own.doc_start, own.doc_end, tables), key)
+        own = PackedLayout(own.doc_start, own.doc_end, tables)
+        return forward(graph, spec, wanted, trainable, frozen, x, own, *rest, **options)
 
-    def run_back(graph, spec, trainable, frozen, saved, doutput, layout, key):
+    def run_back(graph, spec, trainable, frozen, saved, doutput, layout, *rest, **options):
         saved_layout = PackedLayout(layout.doc_start, layout.doc_end, layout.rotary[:-1])
-        return backward(graph, spec, trainable, frozen, saved, doutput, saved_layout, key)
+        return backward(graph, spec, trainable, frozen, saved, doutput, saved_layout, *rest, **options)
 
     with (
         mock.patch.object(Decoder, "layout", with_ids),
