@@ -4,9 +4,10 @@
                                             [--checkpointing auto|on|off] [--limit-layers N]
 
 Ours is recorded with jaxtune.profile.capture, theirs with torch.profiler; both train LoRA (rank 16) on all seven
-linears of random bf16 weights made on the device. FOLDER gets ours/, hf.json.gz, and the comparison as compare.json and
-compare.html. Each side runs in a process of its own, so that each has the whole memory. `--checkpointing auto` turns
-gradient checkpointing on for theirs only if the step does not fit without; hf_run.json says which it was.
+linears of random bf16 weights made on the device. FOLDER gets ours/, hf.json.gz, the comparison as compare.json and
+compare.html, and the times as pair.json. Each side runs in a process of its own, so that each has the whole memory.
+`--checkpointing auto` turns gradient checkpointing on for theirs only if the step does not fit without; pair.json says
+which it was.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.record import environment, write
 from benchmarks.shapes import SHAPES
 
 RANK = 16
@@ -134,6 +136,7 @@ def record_hf(file: Path, shape: dict, rows: int, length: int, steps: int, check
         used = "on"
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for _ in range(2):
         step()
@@ -201,6 +204,23 @@ def _run_both(options) -> int:
     (folder / "compare.json").write_text(json.dumps(comparison.to_dict(), indent=1), encoding="utf-8")
     (folder / "compare.html").write_text(comparison.to_html(), encoding="utf-8")
     print(comparison)
+    ours, theirs = (json.loads((folder / f"{side}_run.json").read_text(encoding="utf-8")) for side in ("ours", "hf"))
+    record = {
+        "benchmark": "train/pair",
+        **environment(),
+        "shape": options.shape,
+        "rows": options.rows,
+        "length": options.length,
+        "ours_step_seconds": ours["step_seconds_before"] + ours["step_seconds_after"],
+        "ours_capture_slows_by": ours["capture_slows_by"],
+        "ours_steps_after_slower_by": ours["steps_after_slower_by"],
+        "hf_peft_step_seconds": theirs["step_seconds"],
+        "hf_peft_gradient_checkpointing": theirs["gradient_checkpointing"],
+        "hf_peft_peak_gb": theirs["peak_bytes"] / 1e9,
+        "speedup": statistics.median(theirs["step_seconds"]) / statistics.median(ours["step_seconds_before"]),
+        "sentences": comparison.sentences,
+    }
+    write(folder / "pair.json", record)
     return 0
 
 

@@ -123,8 +123,8 @@ class Module:
                 entry_name = text(value)
             elif number == 3:
                 head = {n: v for n, v in fields(value) if n in (1, 5)}
-                self._raw[head[5]] = value
-                names[text(head[1])] = head[5]
+                self._raw[head.get(5, 0)] = value  # protobuf leaves a zero out
+                names[text(head[1])] = head.get(5, 0)
             elif number == 6:
                 self.entry_id = value
             elif number == 7:
@@ -314,7 +314,7 @@ def flops(instruction: Instruction) -> int:
         module = instruction.computation and instruction.computation.module
         if module is not None:
             inner = (i for id in instruction.called for i in module.computation(id).instructions)
-            return sum(flops(i) for i in inner if i.opcode == "dot" or i.opcode == "fusion")
+            return sum(flops(i) for i in inner if i.opcode in ("dot", "fusion") or "matmul" in i.target)
     return 0
 
 

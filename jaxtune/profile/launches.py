@@ -100,6 +100,9 @@ class _Classes:
             if instruction.opcode == "async-start":
                 inner = [i for i in called.instructions if i.opcode != "parameter"]
                 return self.of(inner[-1]) if inner else "async"
+            # A vendor product that reads or writes a slice in place is a fusion around its custom call.
+            if any(i.opcode == "custom-call" and i.is_gemm for i in called.instructions):
+                return "gemm"
             return ("fusion", called.fingerprint)
         if instruction.opcode == "custom-call":
             if instruction.is_gemm:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.lax import optimization_barrier
@@ -146,7 +147,8 @@ class StepProgram:
             def scaled(gradients, factor):
                 return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, gradients)
 
-            squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(scaled(sums.gradients, scale))])
+            gradients = jax.tree.leaves(scaled(sums.gradients, scale))
+            squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             clip = 1.0 if self.max_grad_norm is None else jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -161,8 +163,8 @@ class StepProgram:
             arguments = (state.trainable, state.opt_state, sums.gradients)
             wide, opt_state = moved(*arguments)
             # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
-            fits = jax.tree.map(lambda x, kept: (jnp.abs(x) <= jnp.finfo(kept.dtype).max).all(), wide, state.trainable)
-            finite &= jnp.stack(jax.tree.leaves(fits)).all()
+            largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
+            finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
             if self.weights == "bf16":
                 # Made again once that is known: each tensor's new state then takes the old one's place at once, where
                 # otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).
@@ -223,6 +225,24 @@ class StepProgram:
         """(loss sum, target count) of one batch, without dropout or gradients."""
         model = nnx.merge(self.graph, state.trainable, frozen)
         return loss_sum_and_count(model, batch, max_documents=self.max_documents)
+
+
+# Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.
+_STACKED_ELEMENTS = 1 << 20
+
+
+def _each(reduce, tensors: list[jax.Array]) -> jax.Array:
+    """[n]: `reduce` of each tensor, in order; reduce takes [k, ...] to [k].
+
+    Small tensors of one shape are reduced as one stack: adapters are hundreds of them, and on a GPU two launches for
+    each would be most of the optimizer's time.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.shape if tensor.size <= _STACKED_ELEMENTS else index, []).append(index)
+    order = [index for indices in groups.values() for index in indices]
+    values = [reduce(jnp.stack([tensors[i] for i in indices])) for indices in groups.values()]
+    return jnp.concatenate(values)[np.argsort(order)]
 
 
 def trainable_names(trainable) -> list[str]:

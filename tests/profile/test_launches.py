@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib import _hlo
 
 from jaxtune.profile.hlo import Module, flops, moved_bytes
 from jaxtune.profile.launches import Launch, join
@@ -19,7 +20,10 @@ def module_of(function, *arguments) -> Module:
     """Of arguments that are shapes of float32, or trees of ShapeDtypeStruct."""
     made = [jax.ShapeDtypeStruct(a, "float32") if isinstance(a, tuple) else a for a in arguments]
     compiled = jax.jit(function).lower(*made).compile()
-    proto = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    return parsed(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+
+
+def parsed(proto: bytes) -> Module:
     size, length = len(proto), b""
     while size > 127:
         length, size = length + bytes([size & 127 | 128]), size >> 7
@@ -106,6 +110,42 @@ def test_loops_repeat_their_body():
 
     module = module_of(loop, (64, 32), (32, 32))
     assert sum(flops(i) for i in module.launches()) == 7 * 2 * 64 * 32 * 32
+
+
+# As XLA writes a chunk's gradient into its place: the vendor's product stands inside a fusion.
+IN_PLACE = """HloModule m, is_scheduled=true
+
+%wrapped (p0: bf16[64,32], p1: bf16[32,16], p2: bf16[4,64,16], p3: s32[]) -> bf16[4,64,16] {
+  %p0 = bf16[64,32]{1,0} parameter(0)
+  %p1 = bf16[32,16]{1,0} parameter(1)
+  %p2 = bf16[4,64,16]{2,1,0} parameter(2)
+  %p3 = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %product = (bf16[64,16]{1,0}, s8[64]{0}) custom-call(%p0, %p1), custom_call_target="__cublas$lt$matmul",
+    backend_config={"gemm_backend_config":{"dot_dimension_numbers":
+      {"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %taken = bf16[64,16]{1,0} get-tuple-element(%product), index=0
+  %row = bf16[1,64,16]{2,1,0} bitcast(%taken)
+  ROOT %update = bf16[4,64,16]{2,1,0} dynamic-update-slice(%p2, %row, %p3, %zero, %zero)
+}
+
+ENTRY %main (a: bf16[64,32], b: bf16[32,16], c: bf16[4,64,16], d: s32[]) -> bf16[4,64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  %c = bf16[4,64,16]{2,1,0} parameter(2)
+  %d = s32[] parameter(3)
+  ROOT %fusion = bf16[4,64,16]{2,1,0} fusion(%a, %b, %c, %d), kind=kCustom, calls=%wrapped
+}
+"""
+
+
+def test_a_vendor_product_inside_a_fusion_is_found():
+    module = parsed(_hlo.hlo_module_from_text(IN_PLACE).as_serialized_hlo_module_proto())
+    (fusion,) = module.launches()
+    assert flops(fusion) == 2 * 64 * 32 * 16
+    launches = [Launch("nvjet_sm90_tst_192x176_64x4_1x2_h_bz_coopB_NNT", "command_buffer_1", False)]
+    join(module, launches)
+    assert launches[0].instruction is fusion
 
 
 def test_bytes_count_each_operand_and_result_once():
