@@ -169,8 +169,8 @@ class StepProgram:
             arguments = (state.trainable, state.opt_state, sums.gradients)
             wide, opt_state = moved(*arguments)
             # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
-            fits = jax.tree.map(lambda x, kept: jnp.abs(x) <= jnp.finfo(kept.dtype).max, wide, state.trainable)
-            finite &= _each(lambda x: x.all(range(1, x.ndim)), jax.tree.leaves(fits)).all()
+            largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
+            finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
             if self.weights == "bf16":
                 # Made again once that is known: each tensor's new state then takes the old one's place at once, where
                 # otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).

@@ -14,7 +14,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import prepare_qat, qat_spec
+from jaxtune.models.quant import qat_spec
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -123,19 +123,6 @@ def test_full_fine_tuning_gives_weights_on_the_grid(tmp_path):
     again = trainer_of(tmp_path / "again", trained, qat=None, precision="bf16").evaluate()["eval_loss"]
     assert again == pytest.approx(eval_losses(trainer)[STEPS], abs=1e-3)  # embeddings and norms lose digits
     assert losses(trainer)[-1] < losses(trainer)[0]
-
-
-def test_qat_costs_less_than_rounding_afterwards(tmp_path):
-    """Full fine-tuning on rows that the model can learn; benchmarks/train/quant_acceptance.py has the real model."""
-    options = dict(steps=60, checkpoint=CheckpointConfig(every_minutes=None), evaluation=EvaluationConfig())
-    plain = trainer_of(tmp_path / "plain", model_of(rank=0), qat=None, **options)
-    afterwards = prepare_qat(plain.train(), group_size=32)
-    qat = trainer_of(tmp_path / "qat", model_of(rank=0), qat=QatConfig(group_size=32, start=30), **options)
-    qat.train()
-    exact, while_training = eval_losses(plain)[60], eval_losses(qat)[60]
-    rounded = trainer_of(tmp_path / "rounded", afterwards, qat=None).evaluate()["eval_loss"]
-    assert rounded > exact + 0.005
-    assert rounded - while_training > 0.5 * (rounded - exact)
 
 
 def test_the_config_says_it_briefly_and_refuses(tmp_path):
