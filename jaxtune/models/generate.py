@@ -167,7 +167,7 @@ def _program(
         x = model.embed(tokens)
         caches = []
         for (layer_graph, *state), spec in zip(splits, config.layers, strict=True):
-            x, kept = layer_forward(layer_graph, spec, ("key", "value"), *state, x, layout, None)
+            x, kept, _ = layer_forward(layer_graph, spec, ("key", "value"), *state, x, layout, None)
             room = ((0, 0), (0, new_bucket), (0, 0), (0, 0))
             caches.append((jnp.pad(kept["key"], room), jnp.pad(kept["value"], room)))
         token = choose(jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1), lengths)
