@@ -17,7 +17,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import parameters
 from jaxtune.models.stack import Fate
 from jaxtune.train.data.preview import preview
-from jaxtune.train.memory import Anatomy, Device, Forecast
+from jaxtune.train.devices import Device
+from jaxtune.train.memory import Anatomy, Forecast
 from jaxtune.train.plan import residuals_text
 from jaxtune.train.step import trainable_names
 

@@ -18,8 +18,9 @@ from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, layer
 from jaxtune.profile.device import data_sheet
 from jaxtune.train import loop, memory
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.loop import Trainer
-from jaxtune.train.memory import PlanError, abstract_model, anatomy, choose, find_device, forecast
+from jaxtune.train.memory import PlanError, abstract_model, anatomy, choose, forecast
 from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals, residuals_text
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -240,7 +241,7 @@ def test_devices_say_how_they_are_known(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     assert find_device("NVIDIA H200").note == "measured"
     card = find_device("RTX 4090")
-    assert card.note.startswith("not measured") and card.memory_bytes == 24 * 2**30 - memory.CONTEXT_BYTES
+    assert card.note.startswith("not measured") and card.memory_bytes == 24 * 2**30 - CONTEXT_BYTES
     assert card.gemm == pytest.approx(165e12 * 680 / 989)
     with pytest.raises(ValueError, match="plan.device = 'RTX 1': not a device that is known; known: .*RTX 4090"):
         find_device("RTX 1")
