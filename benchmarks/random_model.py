@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtune.models.block import block_class
+from jaxtune.models.block import Block, MoEBlock
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import freeze
@@ -29,10 +29,11 @@ def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = No
     model = Decoder(dataclasses.replace(config, layers=()), key, "bfloat16")
     if load_in:
         model = freeze(model)
+    kind = Block if config.moe is None else MoEBlock
     layers = []
     for spec, layer_key in zip(config.layers, keys, strict=True):
         model.config = dataclasses.replace(config, layers=(spec,))
-        model.layers = nnx.List([block_class(config)(config, layer_key, "bfloat16")])
+        model.layers = nnx.List([kind(config, layer_key, "bfloat16")])
         encoded = quantize(model, load_in) if load_in else model
         layers.append(jax.block_until_ready(nnx.split(encoded.layers[0])))  # else the host runs ahead: layers pile up
         model.layers = nnx.List([])

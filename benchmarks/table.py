@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import RESULTS, honest  # noqa: E402
 
 README = ROOT / "README.md"
+KERNELS = ("kernels/attention", "kernels/triton_backends", "kernels/quant_matmul", "moe")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -48,6 +49,18 @@ def load(folder: Path = RESULTS) -> list[dict]:
 def _versions(record: dict) -> str:
     cudnn = next((v for k, v in record["versions"].items() if k.startswith("nvidia-cudnn")), "none")
     return f"{record['device']}, jax {record['versions']['jax']}, cuDNN {cudnn}, commit {record['commit'][:7]}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _residuals(record: dict) -> str:
+    parts = record.get("micro_batches", 1)
+    budget = record.get("budget_gb")
+    chosen = "keep" if record["residuals"] == "keep" else "recompute" if record["residuals"] == "recompute" else "mixed"
+    what = f"planned for {budget:g} GB: {chosen}" if budget else chosen
+    return what if parts == 1 else f"{what}, {parts} micro-batches"
 
 
 def step_table(records: list[dict]) -> list[str]:
@@ -106,6 +119,55 @@ def trajectory_text(record: dict) -> list[str]:
     return text.format(**record, where=_versions(record)).split("\n")
 
 
+def kernel_table(records: list[dict]) -> list[str]:
+    """Every kernel's figure beside its floor and goal; a missed floor is said."""
+    rows: list[tuple[str, str, float | None, float | None, float | None, bool]] = []
+    for r in records:
+        kind = r.get("benchmark")
+        if kind == "kernels/attention":
+            for entry in r["must_show"]:
+                if entry["value"] is not None:
+                    lower = "over that predicted" in entry["what"] or "share" in entry["what"]
+                    rows.append(("attention", entry["what"], entry["value"], entry["floor"], entry["goal"], lower))
+        elif kind == "kernels/triton_backends":
+            dense = r["attention"]["dense, head dim 128"]["triton"]
+            name = "attention, Triton"
+            for key, what in (("forward", "forward"), ("both", "forward+backward")):
+                speed = dense[f"{key}_speed_of_flash2"]
+                rows.append((name, f"dense 8,192, {what}: speed over FlashAttention-2", speed, 0.8, 1.0, False))
+        elif kind == "kernels/quant_matmul":
+            bounds = {"1 tokens": (2.5, 3.3), "16 tokens": (2.0, 3.0), "4096 tokens, without LoRA": (0.88, 0.95)}
+            bounds |= {"4096 tokens, with LoRA": (0.85, 0.95), "16384 tokens, without LoRA": (0.95, 0.98)}
+            bounds |= {"16384 tokens, with LoRA": (0.92, 0.98)}
+            for case, (floor, goal) in bounds.items():
+                value = r["summary"][case]["geometric_mean"]
+                words = "1 token" if case == "1 tokens" else case
+                rows.append(("NF4 product", f"{words}: speed over bf16 weights", value, floor, goal, False))
+            worst = min(entry["share_of_copy"] for entry in r["dequantise"])
+            rows.append(("NF4 dequantise", "share of copy bandwidth, worst shape", worst, 0.8, 0.9, False))
+            rows.append(("8-bit AdamW", "share of copy bandwidth", r["adam_8bit"]["share_of_copy"], 0.75, 0.9, False))
+        elif kind == "moe":
+            for case in ("balanced", "zipf"):
+                floor, goal = (0.80, 0.92) if case == "balanced" else (0.70, 0.85)
+                for model in ("gpt-oss-20b", "qwen3-30b-a3b"):
+                    found = [r[f"{model} {product} {case}"] for product in ("gate_up", "down")]
+                    for key, what in (("forward_of_dense", "forward"), ("dx_of_dense", "dx")):
+                        value = min(entry[key] for entry in found)
+                        text = f"{model}, {case}, {what}: speed over a dense product, worse of two"
+                        rows.append(("grouped product", text, value, floor, goal, False))
+            share = max(r[f"layer gpt-oss-20b {case}"]["routing_share_of_step"] for case in ("balanced", "zipf"))
+            rows.append(("routing", "share of an MoE layer's forward+backward, gpt-oss-20b", share, 0.08, 0.04, True))
+    lines = ["| kernel | case | measured | floor | goal |", "|---|---|---|---|---|"]
+    for kernel, what, value, floor, goal, lower in rows:
+        assert value is not None
+        missed = floor is not None and (value > floor if lower else value < floor)
+        shown = [f"{value:.3g}" + (" (missed)" if missed else "")]
+        shown += ["-" if bound is None else f"{'at most ' if lower else ''}{bound:g}" for bound in (floor, goal)]
+        lines.append(f"| {kernel} | {what} | {shown[0]} | {shown[1]} | {shown[2]} |")
+    where = ", ".join(f"{r['benchmark'].split('/')[-1]} at {r['commit'][:7]}" for r in records)
+    return [*lines, "", f"{records[0]['device']}, jax {records[0]['versions']['jax']}; `benchmarks/kernels/`: {where}."]
+
+
 def plot_trajectory(record: dict, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -139,6 +201,9 @@ def measured(records: list[dict]) -> str:
     for r in records:
         if r.get("benchmark") == "train/trajectory":
             parts += ["", *trajectory_text(r)]
+    kernels = [r for r in records if r.get("benchmark") in KERNELS]
+    if kernels:
+        parts += ["", *kernel_table(kernels)]
     return "\n".join(parts)
 
 

@@ -104,3 +104,17 @@ def test_each_bound_of_the_acceptance_run_can_fail(name, change):
     }
     assert all(verdict["holds"] for verdict in quant_acceptance.verdicts(good).values())
     assert not all(v["holds"] for v in quant_acceptance.verdicts(good | {name: good[name] + change}).values())
+
+
+def test_what_packing_metadata_compares_is_one_model_and_differs_in_what_it_says(tmp_path):
+    """The same loss in every way; XLA merges what is built in every layer, unless it is kept apart."""
+    options = ["--tiny", "--models", "qwen3-0.6b", "--layers", "2", "--rows", "1", "--length", "128", "--rounds", "1"]
+    command = [sys.executable, "benchmarks/train/packing_metadata.py", "--output", str(tmp_path / "out.json"), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (model,) = json.loads((tmp_path / "out.json").read_text())["models"]
+    arms = model["arms"]
+    assert list(arms) == ["once", "per_layer", "per_layer_kept", "per_layer_host"]
+    assert len({round(arm["loss"], 5) for arm in arms.values()}) == 1
+    scans = [arm["scans_in_program"] for arm in arms.values()]
+    assert scans[0] == scans[1] < scans[2]

@@ -157,6 +157,11 @@ def test_info_on_kernels(capsys):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
 
 
+def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):
+    assert cli.main(["info", "--kernels", "--tune"]) != 0
+    assert "--tune: only the attention kernels for Hopper GPUs have blocks to measure" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("capability", "whole", "packed"),
     [

@@ -171,25 +171,70 @@ def _groups(choice, experts):
 
 
 def products(shape: Shape, name: str, zipf: bool, tokens: int) -> dict:
-    """Milliseconds of forward and dx, alone and with adapters, and of a dense product with as many rows as pairs."""
+    """Milliseconds of forward and dx: ours, a dense product with as many rows as there are pairs, torch._grouped_mm
+    over rows without gaps. They take turns, for the clock falls with the heat."""
     in_size, out_size = shape.products[name]
-    groups = _groups(choices(shape, zipf, tokens), shape.experts)
+    choice = choices(shape, zipf, tokens)
+    groups = _groups(choice, shape.experts)
     pairs = tokens * shape.k
     flop = 2 * pairs * in_size * out_size
     x, dout, weight = sides(shape, name, groups.rows)
-    forward, back = (1, 2) if shape.gpt_oss else (2, 1)
     result: dict = {"rows": groups.rows, "pairs": pairs, "tiles_in_use": int(groups.count), "flop": flop}
-    times = {
-        "dense_forward": milliseconds(_dense, x[:pairs], weight[0], forward),
-        "forward": milliseconds(_product, x, weight, groups, forward),
-        "dense_dx": milliseconds(_dense, dout[:pairs], weight[0], back),
-        "dx": milliseconds(_product, dout, weight, groups, back),
-    }
-    for what, took in times.items():
-        result |= {f"{what}_ms": took, f"{what}_tflops": flop / took / 1e9}
-    for what in ("forward", "dx"):
-        result[f"{what}_of_dense"] = times[f"dense_{what}"] / times[what]
+    for direction, left, contract in (
+        ("forward", x, 1 if shape.gpt_oss else 2), ("dx", dout, 2 if shape.gpt_oss else 1)
+    ):  # fmt: skip
+        ways = {
+            "dense": functools.partial(_queued, _dense, left[:pairs], weight[0], contract),
+            "ours": functools.partial(_queued, _product, left, weight, groups, contract),
+            "torch": _torch_grouped(np.asarray(groups.sizes), left.shape[1], weight.shape[1:], contract),
+        }
+        times = {way: [] for way in ways if ways[way] is not None}
+        for _ in range(5):
+            for way in times:
+                times[way].append(ways[way]())
+        median = {way: statistics.median(took) for way, took in times.items()}
+        result[direction] = {f"{way}_ms": took for way, took in median.items()} | {
+            "tflops": flop / median["ours"] / 1e9,
+            "dense_tflops": flop / median["dense"] / 1e9,
+        }
+        result[direction] |= {f"of_{way}": took / median["ours"] for way, took in median.items() if way != "ours"}
     return result
+
+
+def _queued(function, *arguments, count: int = 4) -> float:
+    """Milliseconds of a run, of `count` queued together after one that is not timed."""
+    jax.block_until_ready(function(*arguments))
+    begun = time.perf_counter()
+    for _ in range(count):
+        result = function(*arguments)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begun) / count * 1e3
+
+
+def _torch_grouped(sizes: np.ndarray, columns: int, weight_shape: tuple[int, ...], contract: int):
+    """As _queued, of torch._grouped_mm over rows of its own; None where there is no torch with a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
+    left = torch.randn(int(sizes.sum()), columns, **options)
+    weight = torch.randn(len(sizes), *weight_shape, **options)
+    weight = weight if contract == 1 else weight.mT
+
+    def run(count: int = 4) -> float:
+        torch._grouped_mm(left, weight, offs=offsets)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(count):
+            torch._grouped_mm(left, weight, offs=offsets)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / count * 1e3
+
+    return run
 
 
 def adapters(shape: Shape, name: str, tokens: int) -> dict:
@@ -256,48 +301,6 @@ def ragged_dot(shape: Shape, name: str, tokens: int) -> dict:
     forward = milliseconds(run, x, weight, sizes, repeats=2, inner=1)
     dx = milliseconds(run, dout, weight.mT, sizes, repeats=2, inner=1)
     return {"forward_ms": forward, "dx_ms": dx}
-
-
-def torch_grouped(tokens: int) -> dict:
-    """torch._grouped_mm over rows sorted without gaps, forward and dx, both layouts of the weight."""
-    import torch
-
-    result: dict = {}
-    for shape in SHAPES:
-        for zipf in (False, True):
-            counts = np.bincount(np.asarray(choices(shape, zipf, tokens)).reshape(-1), minlength=shape.experts)
-            offsets = torch.tensor(np.cumsum(counts), dtype=torch.int32, device="cuda")
-            for name, (in_size, out_size) in shape.products.items():
-                options = dict(device="cuda", dtype=torch.bfloat16)
-                x, dout = (torch.randn(counts.sum(), size, **options) for size in (in_size, out_size))
-                first, second = (in_size, out_size) if shape.gpt_oss else (out_size, in_size)
-                weight = torch.randn(shape.experts, first, second, **options)
-                forward, back = (weight, weight.mT) if shape.gpt_oss else (weight.mT, weight)
-                times = {}
-                for direction, (left, right) in {"forward": (x, forward), "dx": (dout, back)}.items():
-                    try:
-                        times[f"{direction}_ms"] = _torch_time(
-                            lambda left=left, right=right, offs=offsets: torch._grouped_mm(left, right, offs=offs)
-                        )
-                    except RuntimeError as error:
-                        times[direction] = str(error)[:200]
-                result[f"{shape.name} {name} {'zipf' if zipf else 'balanced'}"] = times
-    return result
-
-
-def _torch_time(function) -> float:
-    import torch
-
-    function()
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(5):
-            function()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) / 5 * 1e3)
-    return statistics.median(times)
 
 
 # ---- the layer
@@ -467,7 +470,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--output", required=True)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--parts", default="errors,products,layer,torch,variants,adapters,ways,ragged_dot,nf4")
+    parser.add_argument("--parts", default="errors,products,layer,variants,adapters,ways,ragged_dot,nf4")
     options = parser.parse_args()
     parts, tokens = options.parts.split(","), options.tokens
     record: dict = {"benchmark": "moe", **environment(), "tokens": tokens}
@@ -492,7 +495,6 @@ def main() -> None:
                     yield "products", f"{shape.name} {name} {mode}", products, (shape, name, zipf, tokens)
         for zipf, mode in modes.items():
             yield "layer", f"layer {gpt_oss.name} {mode}", layer_times, (gpt_oss, zipf, tokens)
-        yield "torch", "torch", torch_grouped, (tokens,)
         for shape in SHAPES:
             yield "variants", f"variants {shape.name} gate_up", variants, (shape, "gate_up", tokens)
         yield "adapters", f"adapters {gpt_oss.name} gate_up", adapters, (gpt_oss, "gate_up", tokens)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from benchmarks.record import environment, write
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import NF4, LoraWeights, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import NF4, LoraWeights, blockwise8, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 from jaxtune.train.adam8 import scale_by_adam_8bit
@@ -183,15 +183,36 @@ def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
 
 def adam(count: int, copy: float) -> dict:
     """The 8-bit update of one tensor: reads the gradient and both moments, writes moments and direction."""
-    transform = scale_by_adam_8bit(0.9, 0.999, 1e-8)
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+    transform = scale_by_adam_8bit(beta1, beta2, eps)
     gradients = [jax.random.normal(jax.random.key(i), (count,), jnp.bfloat16) for i in range(2)]
-    state = transform.init(gradients[0])
-    program = compiled(transform.update, gradients[0], state)
-    for gradient in gradients:
-        _, state = program(gradient, state)
-    ms = device_ms(program, [(gradient, state) for gradient in gradients])
+    program = compiled(transform.update, gradients[0], jax.eval_shape(transform.init, gradients[0]))
+    _, state = program(gradients[0], transform.init(gradients[0]))
+
+    @jax.jit
+    def written_out(gradient, state):
+        g = blockwise8.in_blocks(gradient)
+        m = beta1 * blockwise8.decode(state.m, state.m_absmax, signed=True) + (1 - beta1) * g
+        v = beta2 * blockwise8.decode(state.v, state.v_absmax, signed=False) + (1 - beta2) * g * g
+        direction = m / (1 - beta1**2) / (jnp.sqrt(v / (1 - beta2**2)) + eps)
+        codes = blockwise8.encode(m, signed=True)[0], blockwise8.encode(v, signed=False)[0]
+        return direction.reshape(-1), *codes
+
+    direction, new = program(gradients[1], state)
+    want, *codes = written_out(gradients[1], state)
+    other_codes = [float((got != want).mean()) for got, want in zip((new.m, new.v), codes, strict=True)]
+    error = distance(direction, want)
+    del direction, want, codes
+    ms = device_ms(program, [(gradient, new) for gradient in gradients])
     moved = count * (2 + 4 + 2 * 2) + 4 * 4 * count // 256
-    return {"elements": count, "ms": ms, "gb_per_s": moved / ms / 1e6, "share_of_copy": moved / ms / 1e6 / copy}
+    return {
+        "elements": count,
+        "direction_difference": error,
+        "codes_that_differ": other_codes,
+        "ms": ms,
+        "gb_per_s": moved / ms / 1e6,
+        "share_of_copy": moved / ms / 1e6 / copy,
+    }
 
 
 def summary(rows: list[dict]) -> dict:

@@ -104,7 +104,7 @@ def device_memory_bytes() -> float | None:
 
 def run_case(name: str, options, cache: str, folder: Path) -> dict:
     """The record of one case, or {"failed": why}."""
-    from jaxtune.train.memory import CONTEXT_BYTES
+    from jaxtune.train.devices import CONTEXT_BYTES
 
     case, environment = CASES[name], dict(os.environ)
     total = device_memory_bytes()

@@ -28,6 +28,7 @@ from jaxtune.models.registry import config_from_hf
 from jaxtune.train import memory
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.devices import find_device
 from jaxtune.train.loop import compiler_options
 from jaxtune.train.optim import make_optimizer
 from jaxtune.train.plan import StepPlan, parse_residuals
@@ -66,7 +67,7 @@ def compiled_and_predicted(
     )
     model = memory.abstract_model(config_from_hf(hf), config)
     parts = memory.anatomy(model, config)
-    device = memory.find_device(target.kind)
+    device = find_device(target.kind)
     step_plan = StepPlan(parse_residuals(plan, layers), 1, 2**26 // parts.vocab_size)
     predicted = memory.forecast(parts, step_plan, device)
 

@@ -85,7 +85,3 @@ class MoEBlock(Block):
     def feed_forward(self, mid: jax.Array) -> jax.Array:
         choice = self.route(mid)
         return self.contract(self.expand(mid, choice), choice, mid)
-
-
-def block_class(config: DecoderConfig) -> type[Block]:
-    return Block if config.moe is None else MoEBlock

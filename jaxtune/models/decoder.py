@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.block import block_class
+from jaxtune.models.block import Block, MoEBlock
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Linear
@@ -61,7 +61,8 @@ class Decoder(nnx.Module):
         self.qat: FakeQuant | None = None
         keys = jax.random.split(key, config.num_layers + 2)
         self.embedding = Embedding(config, keys[0], dtype)
-        self.layers = nnx.List([block_class(config)(config, k, dtype) for k in keys[2:]])
+        kind = Block if config.moe is None else MoEBlock
+        self.layers = nnx.List([kind(config, k, dtype) for k in keys[2:]])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
         size, std = (config.hidden_size, config.vocab_size), config.initializer_range
         tied = config.tie_embeddings

@@ -9,39 +9,37 @@ them does and is there when the last one ends. The pieces follow one another, so
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 PIECE_BYTES = 128 << 20
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("axis",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """An array in pieces along an axis."""
+    """An array cut along `axis`."""
 
     arrays: tuple[jax.Array, ...]
-    axis: int
+    axis: int = dataclasses.field(metadata=dict(static=True))
 
 
 def cut(array: jax.Array) -> Pieces:
     """Pieces of about PIECE_BYTES along the first axis, or along the second of an array with one row."""
-    axis = 0 if array.shape[0] > 1 else 1
+    axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // PIECE_BYTES), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
-    arrays = (jax.lax.slice_in_dim(array, low, high, axis=axis) for low, high in itertools.pairwise(bounds))
-    return Pieces(tuple(arrays), axis)
+    return Pieces(tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds)), axis)
 
 
 def join(pieces: Pieces) -> jax.Array:
     """What `cut` cut."""
-    arrays = pieces.arrays
-    return arrays[0] if len(arrays) == 1 else jax.numpy.concatenate(arrays, axis=pieces.axis)
+    return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 
 class Ferry:

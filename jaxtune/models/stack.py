@@ -37,7 +37,6 @@ class Segment:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    differentiable: bool = True
 
 
 SEGMENTS = (
@@ -49,15 +48,10 @@ SEGMENTS = (
 )
 MOE_SEGMENTS = (
     *SEGMENTS[:3],
-    Segment("route", ("mid",), ("choice",), differentiable=False),
+    Segment("route", ("mid",), ("choice",)),
     Segment("expand", ("mid", "choice"), ("gate_up",)),
     Segment("contract", ("gate_up", "choice", "mid"), ("layer_output",)),
 )
-
-
-def segments_of(block) -> tuple[Segment, ...]:
-    """The chain of a block; also of an abstract one."""
-    return MOE_SEGMENTS if isinstance(block, MoEBlock) else SEGMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +94,20 @@ RECOMPUTE = LayerPlan(
 )
 
 
+# expand and contract in one, a tile of tokens after the other: gate and up exist for a tile only, in both directions.
+TILED_MLP = Segment("tiled_mlp", ("mid",), ("layer_output",))
+
+
 @dataclasses.dataclass(frozen=True)
 class ResidualPlan:
-    """One LayerPlan a layer. Static: a program is compiled for one plan."""
+    """One LayerPlan a layer. Static: a program is compiled for one plan.
+
+    tile_tokens: where set, layers that recompute both gate and up run their MLP over tiles of this many tokens of each
+    row, which it must divide. Sums of the weights' gradients are then over tiles.
+    """
 
     layers: tuple[LayerPlan, ...]
+    tile_tokens: int | None = None
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int) -> ResidualPlan:
@@ -118,10 +121,52 @@ class _Static:
     graphs: tuple[nnx.GraphDef, ...]
     specs: tuple[LayerSpec, ...]
     plans: tuple[LayerPlan, ...]
+    tile_tokens: int | None
 
 
-def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values):
+def segments_of(block, tiled: bool = False) -> tuple[Segment, ...]:
+    if isinstance(block, MoEBlock):
+        return MOE_SEGMENTS
+    return (*SEGMENTS[:3], TILED_MLP) if tiled else SEGMENTS
+
+
+def _tiled(array: jax.Array, tile: int) -> jax.Array:
+    """[B, T, ...] -> [T / tile, B, tile, ...]; of one row without a copy."""
+    rows, length = array.shape[:2]
+    return jnp.moveaxis(array.reshape(rows, length // tile, tile, *array.shape[2:]), 1, 0)
+
+
+def _untiled(tiles: jax.Array) -> jax.Array:
+    tiles = jnp.moveaxis(tiles, 0, 1)
+    return tiles.reshape(tiles.shape[0], -1, *tiles.shape[3:])
+
+
+def _mlp(block, mid: jax.Array) -> jax.Array:
+    with jax.named_scope("expand"):
+        gate, up = block.expand(mid)
+    with jax.named_scope("contract"):
+        return block.contract(gate, up, mid)
+
+
+def _tiled_mlp_backward(graph, trainable, frozen, mid, doutput, tile: int):
+    """(gradient of the trainable tensors, gradient of mid)"""
+
+    def one(total, pieces):
+        _, pullback = jax.vjp(lambda t, mid: _mlp(nnx.merge(graph, t, frozen), mid), trainable, pieces[0])
+        dtrainable, dmid = pullback(pieces[1])
+        return jax.tree.map(jnp.add, total, dtrainable), dmid
+
+    total = jax.tree.map(jnp.zeros_like, trainable)
+    total, dmid = jax.lax.scan(one, total, (_tiled(mid, tile), _tiled(doutput, tile)))
+    return total, _untiled(dmid)
+
+
+def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values, tile: int | None = None):
     """Outputs of one segment, as a tuple. `keys` are one dropout key a segment, or None."""
+    if segment is TILED_MLP:
+        assert tile is not None
+        _, tiles = jax.lax.scan(lambda _, mid: (None, _mlp(block, mid)), None, _tiled(values[0], tile))
+        return (_untiled(tiles),)
     with jax.named_scope(segment.name):
         if segment.name == "attend":
             query, key, value = values
@@ -142,53 +187,49 @@ def _work(segment: Segment, block, x, backward: bool = False) -> float:
     config, length = block.attention.config, x.shape[1]
     if segment.name == "attend":
         return config.query_size * length * (2.5 if backward else 1.0)
-    moe = config.moe
-    inner = config.intermediate_size if moe is None else moe.expert_size * moe.experts_per_token
-    widths = {
-        "project": config.query_size + 2 * config.kv_size,
-        "mix": config.query_size,
-        "route": 0 if moe is None else moe.num_experts,
-        "expand": 2 * inner,
-        "contract": inner,
-    }
-    return float(config.hidden_size * widths[segment.name])
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if config.moe is not None:
+        inner = config.moe.expert_size * config.moe.experts_per_token
+    query, kv = config.query_size, config.kv_size
+    widths = {"project": query + 2 * kv, "mix": query, "route": 1, "expand": 2 * inner, "contract": inner}
+    widths["tiled_mlp"] = (6 if backward else 3) * inner
+    return float(hidden * widths[segment.name])
 
 
 def _segment_keys(key, segments):
     return None if key is None else jax.random.split(key, len(segments))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="tile")
 def layer_forward(
-    graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key, leaving=()
+    graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key, leaving=(), tile=None
 ):
-    """(layer_output, {name: residual} for those of the wanted names that the layer has, `leaving` on the host) of one
-    layer."""
+    """(layer_output, {name: residual} for the wanted names, `leaving` on the host) of one layer; tile: tokens of each
+    row that its MLP runs over at a time."""
     with jax.named_scope("layer"):
         block = nnx.merge(graph, trainable, frozen)
-        segments = segments_of(block)
+        segments = segments_of(block, tile is not None)
         keys = _segment_keys(key, segments)
         env = {"layer_input": layer_input}
         ferry = Ferry(leaving, [_work(segment, block, layer_input) for segment in segments], jax.memory.Space.Host)
         for stage, segment in enumerate(segments):
             inputs = ferry.depart(stage, [env[name] for name in segment.inputs])
-            outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs))
+            outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs, tile))
             env.update(zip(segment.outputs, outputs, strict=True))
         return env["layer_output"], {name: env[name] for name in wanted if name in env}, ferry.landed
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=()):
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="tile")
+def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=(), tile=None):
     """(gradient of the trainable tensors, gradient of layer_input, `coming` on the device) of one layer, from its
     saved residuals."""
     env = dict(saved)
     block = nnx.merge(graph, trainable, frozen)
-    segments = segments_of(block)
+    segments = segments_of(block, tile is not None)
     keys = _segment_keys(key, segments)
     again = [s for s in segments[:-1] if any(name not in env for name in s.outputs)]
-    back = [s for s in reversed(segments) if s.differentiable]
     work = [_work(segment, block, doutput) for segment in again]
-    work += [_work(segment, block, doutput, backward=True) for segment in back]
+    work += [_work(segment, block, doutput, backward=True) for segment in reversed(segments)]
     ferry = Ferry(coming, work, jax.memory.Space.Device)
     with jax.named_scope("layer"):
         with jax.named_scope("recompute"):
@@ -203,9 +244,11 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
             def accumulate(name, value):
                 grads[name] = grads[name] + value if name in grads else value
 
-            for stage, segment in enumerate(back, len(again)):
-                # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
+            for stage, segment in enumerate(reversed(segments), len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
+                if not doutputs:
+                    continue  # a choice of experts has no derivative
+                # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
                 inputs = ferry.depart(stage, inputs)
                 if segment.name == "attend":
@@ -219,6 +262,8 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                     if isinstance(block.attention.sinks, nnx.Param):
                         _, pullback = jax.vjp(lambda t: nnx.merge(graph, t, frozen).attention.sinks[...], trainable)
                         total = jax.tree.map(jnp.add, total, *pullback(dsinks))
+                elif tile is not None and segment is TILED_MLP:
+                    total, *dinputs = _tiled_mlp_backward(graph, trainable, frozen, inputs[0], doutputs[0], tile)
                 else:
 
                     def run(trainable, *values, segment=segment):
@@ -227,9 +272,12 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                     _, pullback = jax.vjp(run, trainable, *inputs)
                     dtrainable, *dinputs = pullback(doutputs)
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
-                named = zip(segment.inputs, dinputs, strict=True)
-                of_inputs = {name: value for name, value in named if value.dtype != jax.dtypes.float0}
-                for name, value in ferry.arrive(stage, of_inputs).items():
+                derivatives = {
+                    name: value
+                    for name, value in zip(segment.inputs, dinputs, strict=True)
+                    if value.dtype != jax.dtypes.float0
+                }
+                for name, value in ferry.arrive(stage, derivatives).items():
                     accumulate(name, value)
         return total, grads["layer_input"], ferry.landed
 
@@ -238,10 +286,16 @@ def _layer_key(keys, index):
     return None if keys is None else keys[index]
 
 
+def _tile(static: _Static, index: int) -> int | None:
+    plan = static.plans[index]
+    return static.tile_tokens if plan.gate == plan.up == "recompute" else None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: _Static, trainables, frozens, x, layout, keys):
     for index, (graph, spec) in enumerate(zip(static.graphs, static.specs, strict=True)):
-        x = layer_forward(graph, spec, (), trainables[index], frozens[index], x, layout, _layer_key(keys, index))[0]
+        layer = (graph, spec, (), trainables[index], frozens[index], x, layout, _layer_key(keys, index))
+        x = layer_forward(*layer, tile=_tile(static, index))[0]
     return x
 
 
@@ -250,16 +304,15 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
     names, leaving = (), ()  # of the layer before: they go to the host while this layer computes
     last = len(static.plans) - 1
     for index, (graph, spec, plan) in enumerate(zip(static.graphs, static.specs, static.plans, strict=True)):
-        # The backward begins with the last layer: its residuals would come back at once.
-        offload = plan.named("offload") if index < last else ()
         wanted = plan.named("keep") + plan.named("offload")
         layer = (graph, spec, wanted, trainables[index], frozens[index], x, layout, _layer_key(keys, index), leaving)
-        x, residuals, landed = layer_forward(*layer)
+        x, residuals, landed = layer_forward(*layer, tile=_tile(static, index))
         if index:
             hosted.append(dict(zip(names, landed, strict=True)))
-        names = tuple(name for name in offload if name in residuals)
-        leaving = tuple(cut(residuals.pop(name)) for name in names)
-        kept.append(residuals)
+        # The backward begins with the last layer: its residuals would come back at once.
+        names = tuple(name for name in plan.named("offload") if name in residuals) if index < last else ()
+        leaving = tuple(cut(residuals[name]) for name in names)
+        kept.append({name: value for name, value in residuals.items() if name not in names})
     return x, (trainables, frozens, kept, [*hosted, {}], layout, keys)
 
 
@@ -267,6 +320,7 @@ def _stack_bwd(static: _Static, residuals, dx):
     trainables, frozens, kept, hosted, layout, keys = residuals
     gradients = [None] * len(kept)
     arrived = ()
+    short = any(plan != KEEP for plan in static.plans)
     for index in range(len(kept) - 1, -1, -1):
         saved = {**kept[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
@@ -283,8 +337,9 @@ def _stack_bwd(static: _Static, residuals, dx):
             layout,
             _layer_key(keys, index),
             coming,
+            tile=_tile(static, index),
         )
-        if index and static.plans[index] != KEEP:
+        if index and short:
             # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
             # and keeps their large operands. An 8B LoRA step of 16 layers took 21 GB for 13.
             gradients[index], dx = optimization_barrier((gradients[index], dx))
@@ -316,6 +371,13 @@ def run_stack(
     if len(plan.layers) != len(layers):
         raise ValueError(f"the residual plan has {len(plan.layers)} layers, the model {len(layers)}")
     splits = [nnx.split(layer, nnx.Param, ...) for layer in layers]
-    static = _Static(tuple(s[0] for s in splits), specs, plan.layers)
+    if plan.tile_tokens is not None:
+        if x.shape[1] % plan.tile_tokens:
+            raise ValueError(
+                f"the residual plan's tile_tokens = {plan.tile_tokens} does not divide {x.shape[1]} tokens"
+            )
+        if dropout_key is not None:
+            raise ValueError("a tiled MLP has no dropout: leave tile_tokens out of the residual plan")
+    static = _Static(tuple(s[0] for s in splits), specs, plan.layers, plan.tile_tokens)
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
     return _stack(static, tuple(s[1] for s in splits), tuple(s[2] for s in splits), x, layout, keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def kernel_choices() -> list[KernelChoice]:
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
     whole = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
-    array = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
+    array: Any = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
     nf4 = jax.eval_shape(NF4.encode, array)
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
@@ -68,9 +69,15 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def tune() -> str:
-    """Measures the blocks of the kernels that have a choice, keeps them for this GPU, and says which they are."""
+    """Measures the blocks of the kernels that have a choice, keeps them for this GPU, and says which they are.
+
+    Raises:
+      ValueError: this machine's GPU runs none of them.
+    """
     from jaxtune.pallas.attention.tune import tune
 
+    if dispatch.compute_capability() != (9, 0):
+        raise ValueError("--tune: only the attention kernels for Hopper GPUs have blocks to measure, and there is none")
     lines = []
     for head_dim in (64, 128):
         for kernel, entry in tune(head_dim).items():

@@ -18,9 +18,10 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import find_config, from_pretrained, load_tokenizer, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
+from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
 from jaxtune.profile.device import known_devices
-from jaxtune.train import memory, report
+from jaxtune.train import devices, memory, report
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.formats import normalize
 from jaxtune.train.data.reading import open_sources, read_rows
@@ -153,8 +154,8 @@ def show_plan(config: TrainConfig, console: Console) -> None:
             "adapter.path=null and adapter.r"
         )
     shape = config_from_hf(find_config(config.model.from_config or config.model.path or ""))
-    device = memory.find_device(name, limit)
-    budget_bytes = memory.budget(config, device)
+    device = devices.find_device(name, limit)
+    budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
     parts = memory.anatomy(memory.abstract_model(shape, config), config)
     try:
@@ -191,6 +192,8 @@ def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, co
     adapted = has_adapter(model)
     if adapted and config.export.adapter:
         _once(output / ADAPTER, lambda folder: save_adapter(model, folder), console)
+        if qat_spec(model) is not None:
+            console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
     if config.export.merged:
 
         def write(folder):

@@ -5,19 +5,17 @@ computed again, by layer; in how many micro-batches; with how many logits at a t
 that fits a budget. The model ranks; only the winner is compiled, and the compiler's own figure checks it (loop.py).
 
 Where the numbers come from: bytes of residuals are exact, from the shapes of the segments; what the compiler adds
-around them, and the rates, were fitted to programs compiled for an H200 and to steps measured on it (README.md).
+around them, and the rates, were fitted to programs compiled for an H200 and to steps measured on it; how well they
+hold is what benchmarks/train/predictions.py and memory.py record.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,97 +28,16 @@ from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.quant import quantize
-from jaxtune.models.stack import LayerPlan, ResidualPlan, Segment, layer_forward, segments_of
+from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan, layer_forward, segments_of
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.quant_matmul import FourBit
-from jaxtune.profile.device import data_sheet, known_ceilings, known_devices
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.devices import CONTEXT_BYTES, FRAGMENTS, Device
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals
 from jaxtune.train.schedule import learning_rate_schedule
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
-
-# ---- what a device can do
-
-# Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned
-# host memory 55 of 63 GB/s. Other devices are taken to reach the same shares until somebody measures them.
-_GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
-_SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
-CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
-_FRAGMENTS = 0.02  # of the allocator's memory that cannot be used
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """Rates in FLOP/s and bytes/s. memory_bytes: for arrays and programs, or None where nothing limits them.
-
-    link: of one direction to the host; 0 where offload is of no use (one memory for both). host_bytes: of its memory
-    that may be pinned. note: how the rates are known.
-    """
-
-    name: str
-    memory_bytes: float | None
-    gemm: float
-    copy: float
-    link: float
-    host_bytes: float
-    note: str
-
-
-_PINNED_SHARE = 0.7  # of the host's memory
-_ELSEWHERE_HOST_BYTES = 64e9  # of another machine's
-
-
-def _host_bytes() -> float:
-    """Memory of this machine, or of the container that this is."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(file).read_text(encoding="ascii")))
-    return float(min(limits))
-
-
-def find_device(name: str, memory_bytes: float | None = None) -> Device:
-    """The device of this name: its rates as measured there (`jaxtune profile ceilings`), or from its data sheet.
-
-    Args:
-      memory_bytes: what the allocator of this machine's device may give out; None: a device elsewhere, with the memory
-        that its data sheet leaves after the context.
-    Raises:
-      ValueError: no such device, with the known ones.
-    """
-    if name == "cpu":  # for plans of tests and tiny runs: one memory, and rates that only rank
-        return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
-    sheet, known = data_sheet(name), known_ceilings(name)
-    if sheet is None and (known is None or memory_bytes is None):
-        raise ValueError(f"plan.device = {name!r}: not a device that is known; known: {', '.join(known_devices())}")
-    if known is not None and known.source == "measured":
-        rates = (known.gemm_bf16_tflops * 1e12 * _SUSTAINED, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
-        note = "rates measured on this machine"
-    else:
-        assert sheet is not None
-        rates = (
-            sheet.bf16_tflops * 1e12 * _GEMM_SHARE, sheet.copy_tbps * 1e12 * _COPY_SHARE,
-            sheet.link_gbps * 1e9 * _LINK_SHARE,
-        )  # fmt: skip
-        own = data_sheet("H200") is sheet
-        note = "measured" if own else "not measured: its data sheet, at the shares that an H200 reaches"
-    host = (_ELSEWHERE_HOST_BYTES if memory_bytes is None else _host_bytes()) * _PINNED_SHARE
-    if sheet is not None and memory_bytes is None:
-        memory_bytes = sheet.memory_gib * 2**30 - CONTEXT_BYTES
-    if sheet is not None and sheet.link_gbps == 0:
-        rates = (*rates[:2], 0.0)
-    return Device(name, memory_bytes, *rates, host, note)
-
-
-def budget(config: TrainConfig, device: Device) -> float | None:
-    """Bytes that a step's arrays and programs may take; None where nothing limits them."""
-    limits = [] if device.memory_bytes is None else [device.memory_bytes]
-    if config.memory.budget_gb is not None:
-        limits.append(config.memory.budget_gb * 1e9 - (0 if device.name == "cpu" else CONTEXT_BYTES))
-    return min(limits) * (1 - _FRAGMENTS) if limits else None
-
 
 # ---- what a step consists of
 
@@ -146,12 +63,12 @@ class Work:
 class Anatomy:
     """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
 
-    segments: of a layer. residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes}
-    beside that, whatever the tokens (empty rows of experts). work: {segment: Work}, likewise.
-    expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's. expert_bytes: of its
-    largest expert matrices in the compute dtype, where they are decoded for each product.
+    residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever the
+    tokens (empty rows of experts). work: {segment: Work}, likewise.
     fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
     live from forward to backward. head_bytes: of the head's gradient and its copy in the compute dtype, if it trains.
+    expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
+    expert_bytes: of its largest expert matrices in the compute dtype, where they are decoded for each product.
     """
 
     rows: int
@@ -161,38 +78,33 @@ class Anatomy:
     hidden_size: int
     vocab_size: int
     itemsize: int
-    segments: tuple[Segment, ...]
     residuals: Mapping[str, float]
     padding: Mapping[str, float]
     work: Mapping[str, Work]
-    expert_rows: float
-    expert_bytes: float
     fixed: Mapping[str, float]
     cast_bytes: float
     head_bytes: float
     head_trains: bool
     trained: float  # parameters
+    expert_rows: float = 0.0
+    expert_bytes: float = 0.0
 
     @property
     def fixed_bytes(self) -> float:
         return sum(self.fixed.values())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The residuals of a layer."""
-        return tuple(name for name, size in self.residuals.items() if size)
-
-    @property
-    def has_experts(self) -> bool:
-        return self.expert_rows > 0
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Of one layer, for `tokens` tokens on a device."""
         return self.residuals[name] * tokens + self.padding[name]
 
 
-_SEGMENT_OF = {"q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
-               "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand"}  # fmt: skip
+# Of layers with and without experts; `route` takes no time that counts.
+_SEGMENT_NAMES = tuple(dict.fromkeys(segment.name for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS)))
+_PACKED_SLACK = 0.09  # of four-bit weights: what the allocator loses on them (0.36 GB for 8B on an H200)
+_SEGMENT_OF = {
+    "q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
+    "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand", "down_proj": "contract",
+}  # fmt: skip
 _PROBE_TOKENS = 128
 
 
@@ -213,8 +125,9 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     kept = jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
+    packed = sum(_nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
     fixed = {
-        "frozen weights": _nbytes(frozen),
+        "frozen weights": _nbytes(frozen) + _PACKED_SLACK * packed,
         "the model as it was given": _nbytes(trainable),
         f"trained parameters ({storage})": _nbytes(kept),
         "optimizer states": _nbytes(states),
@@ -236,12 +149,10 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     residuals, padding = (
         {name: mean([kind[i].get(name, 0.0) for kind in kinds]) for name in RESIDUALS} for i in (0, 1)
     )
-    segments = segments_of(model.layers[0])
     work = {
-        segment.name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[2][segment.name]) for k in kinds))))
-        for segment in segments
+        name: Work(*(mean(column) for column in zip(*(dataclasses.astuple(k[2].get(name, Work())) for k in kinds))))
+        for name in _SEGMENT_NAMES
     }
-    decoded = [m.stored_weight.size for m in _experts(model.layers[0]) if isinstance(m.stored_weight, FourBit)]
     head = model.head_variable
     head_trains = isinstance(head, nnx.Param)
     head_size = math.prod(head.shape)
@@ -253,34 +164,37 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         itemsize=dtype.itemsize,
-        segments=segments,
         residuals=residuals,
         padding=padding,
         work=work,
-        expert_rows=0.0 if shape.moe is None else shape.hidden_size / (2 * shape.moe.expert_size),
-        expert_bytes=float(max(decoded, default=0) * dtype.itemsize),
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
         head_bytes=head_size * (4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if head_trains else 0.0,
         head_trains=head_trains,
         trained=_nbytes(masters) / 4,
+        expert_rows=0.0 if shape.moe is None else shape.hidden_size / (2 * shape.moe.expert_size),
+        expert_bytes=_decoded_expert_bytes(model.layers[0], dtype),
     )
 
 
-def _linears(layer) -> Iterator[tuple[str, Linear]]:
+def _is_packed(leaf) -> bool:
+    return isinstance(leaf, FourBit)
+
+
+def _matrices(layer) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     for path, module in nnx.iter_modules(layer):
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | ExpertLinear):
             yield str(path[-1]), module
 
 
-def _experts(layer) -> list[ExpertLinear]:
-    """gate_up_proj and down_proj of a layer's experts."""
-    return [module for _, module in nnx.iter_modules(layer) if isinstance(module, ExpertLinear)]
+def _decoded_expert_bytes(layer, dtype) -> float:
+    weights = [matrix.stored_weight for _, matrix in _matrices(layer) if isinstance(matrix, ExpertLinear)]
+    return float(max((w.size for w in weights if isinstance(w, FourBit)), default=0) * dtype.itemsize)
 
 
 def _trained_matrix_bytes(layer, dtype) -> float:
     """A layer's trained matrices in a compute dtype that is not their masters'."""
-    weights = [matrix.weight for matrix in (*(linear for _, linear in _linears(layer)), *_experts(layer))]
+    weights = [matrix.weight for _, matrix in _matrices(layer)]
     trained = [w for w in weights if isinstance(w, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
 
@@ -289,32 +203,27 @@ def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dic
     """(residual bytes a token, those whatever the tokens, work of each segment) of one layer; key: what makes it equal
     to another."""
     graph, spec, leaves, structure = key
-    segments = segments_of(layer)
     once, twice = (_probe(graph, spec, shape, dtype.name, (leaves, structure), n * _PROBE_TOKENS) for n in (1, 2))
     residuals = {name: (_nbytes(twice[name]) - _nbytes(once[name])) / _PROBE_TOKENS for name in once}
     padding = {name: 2 * _nbytes(once[name]) - _nbytes(twice[name]) for name in once}
     residuals["layer_output"] = residuals["layer_input"]
+    segments = segments_of(layer)
     window = min(spec.window or length, length)
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
     sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in segments}
-    for name, linear in _linears(layer):
-        size = math.prod(linear.sizes)
-        weight = linear.stored_weight
-        of = sums[_SEGMENT_OF.get(name, "contract")]
-        of["flops"] += 2.0 * size
+    for name, matrix in _matrices(layer):
+        size = used = math.prod(matrix.sizes)
+        weight = matrix.stored_weight
+        of = sums[_SEGMENT_OF[name]]
+        if isinstance(matrix, ExpertLinear):
+            used = size // shape.moe.num_experts * shape.moe.experts_per_token
+            of["empty_flops"] += 2.0 * size * TILE_ROWS / 2
+            # To and from the rows sorted by expert.
+            of["moved_bytes"] += shape.moe.experts_per_token * shape.hidden_size * dtype.itemsize
+        of["flops"] += 2.0 * used
         of["weight_bytes"] += _nbytes(weight)
         of["decoded"] += size if isinstance(weight, FourBit) else 0.0
-        of["weight_flops"] += 2.0 * size if isinstance(linear.weight, nnx.Param) else 0.0
-    for name, matrix in zip(("expand", "contract"), _experts(layer), strict=False):
-        assert shape.moe is not None
-        count, *sizes = matrix.sizes
-        size, met, of = math.prod(sizes), shape.moe.experts_per_token, sums[name]
-        of["flops"] += 2.0 * size * met
-        of["empty_flops"] += 2.0 * size * count * TILE_ROWS / 2
-        of["weight_bytes"] += _nbytes(matrix.stored_weight)
-        of["decoded"] += count * size if isinstance(matrix.stored_weight, FourBit) else 0.0
-        of["weight_flops"] += 2.0 * size * met if isinstance(matrix.weight, nnx.Param) else 0.0
-        of["moved_bytes"] += met * shape.hidden_size * dtype.itemsize  # to and from the rows sorted by expert
+        of["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     for segment in segments:
         moved = sum(residuals[name] for name in (*segment.inputs, *segment.outputs))
         if segment.name == "attend":
@@ -347,7 +256,9 @@ def _probe(graph, spec, shape, dtype: str, arguments, tokens: int) -> dict[str, 
         )
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
         # Not the jitted function: what it traces here must not be found again by a run on another device.
-        return layer_forward.__wrapped__(graph, spec, RESIDUALS, trainable, frozen, x, layout, None)[1]
+        return layer_forward.__wrapped__(  # type: ignore[attr-defined]
+            graph, spec, RESIDUALS, trainable, frozen, x, layout, None
+        )[1]
 
     x = jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype)
     return jax.eval_shape(run, trainable, frozen, x)
@@ -375,7 +286,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 # this many times, forward and backward; recomputing takes longer than its work in the forward does.
 _PASSES_FORWARD, _PASSES_BACKWARD, _RECOMPUTE_FACTOR = 2.0, 2.2, 1.17
 # Four bits to 16: bytes moved for an element, at the speed that XLA's pass over it has.
-_DECODE_BYTES, _DECODE_SHARE = 2.5, 0.42
+_DECODE_BYTES, _DECODE_SHARE = 2.5, 0.25
 # Attention against large products, and the tokens at which it reaches half of that.
 _ATTENTION_SHARE, _ATTENTION_HALF, _ATTENTION_HALF_BACKWARD = 0.88, 2000, 1000
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
@@ -438,17 +349,27 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     return forward, backward + work.weight_flops * tokens / rate
 
 
-def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Device) -> LayerForecast:
-    """What one layer costs for `tokens` tokens of a micro-batch."""
+def layer_forecast(
+    parts: Anatomy, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
+) -> LayerForecast:
+    """What one layer costs for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
     size = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
-    seconds = {s.name: _segment_seconds(parts.work[s.name], tokens, parts.length, device) for s in parts.segments}
+    tiles = 1
+    if tile_tokens is not None and plan.gate == plan.up == "recompute" and not parts.expert_rows:
+        tiles = parts.length // tile_tokens
+    seconds = {}
+    for name, work in parts.work.items():
+        if name in ("expand", "contract"):  # the weights are read, and decoded, for every tile
+            work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
+        seconds[name] = _segment_seconds(work, tokens, parts.length, device)
     kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
+    size |= {name: size[name] / tiles for name in ("gate", "up")}
     dropped = plan.named("recompute")
     recompute = 0.0
-    for segment in parts.segments[:-1]:
-        missing = [name for name in segment.outputs if name in dropped]
-        if missing:
-            share = len(missing) / len(segment.outputs) if segment.name == "expand" else 1.0
+    for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS[3:-1]):  # those of layers without experts, then of layers with them
+        missing = sum(size[name] for name in segment.outputs if name in dropped)
+        if missing:  # gate and up can be computed each alone
+            share = missing / sum(size[name] for name in segment.outputs) if segment.name == "expand" else 1.0
             recompute += share * seconds[segment.name][0]
     recompute *= _RECOMPUTE_FACTOR
     forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
@@ -458,11 +379,13 @@ def layer_forecast(parts: Anatomy, plan: LayerPlan, tokens: float, device: Devic
     forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # With experts: the same and sorted rows; or gradients of gate_up and of the sorted rows, and a decoded weight.
+    # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
     sorted_rows = parts.expert_rows * size["gate_up"]
     work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * parts.expert_bytes)
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
+    if tiles > 1:  # results of the tiles, and what the scheduler then keeps beside a kept attention
+        work += (2.0 if "attention_out" in dropped else 3.5) * size["layer_input"]
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
 
 
@@ -472,7 +395,7 @@ def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for layer in plan.residuals.layers:
         if layer not in cache:
-            cache[layer] = layer_forecast(parts, layer, tokens, device)
+            cache[layer] = layer_forecast(parts, layer, tokens, device, plan.residuals.tile_tokens)
     groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
     return _forecast(parts, plan, groups, _head(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
@@ -525,6 +448,7 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
 
 # Residuals that are decided together: nothing is won by computing one of a group again and keeping another.
 _GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up", "gate_up"))
+_TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
@@ -554,7 +478,7 @@ def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: fl
     Raises:
       PlanError: nothing fits.
     """
-    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.names)
+    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers)
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
@@ -564,15 +488,25 @@ def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: fl
         if fixed is not None:
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
-            table = _best_layers(parts, tokens, device)
-            found += [_best_pair(parts, table, micro, chunk, device, budget) for chunk in chunks]
+            for tile in (None, _tile_tokens(parts, config)):
+                table = _best_layers(parts, tokens, device, tile)
+                found += [_best_pair(parts, table, micro, chunk, device, budget, tile) for chunk in chunks]
     fitting = [one for one in found if one.peak_bytes <= budget]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
     return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
 
 
-def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float) -> Forecast:
+def _tile_tokens(parts: Anatomy, config: TrainConfig) -> int | None:
+    """The largest tile of at most _TILE_TOKENS that divides a long row; None for other rows, and with dropout."""
+    dropout = config.adapter is not None and config.adapter.lora_dropout > 0
+    if parts.length < 2 * _TILE_TOKENS or parts.expert_rows or dropout:
+        return None
+    tile = next(size for size in range(_TILE_TOKENS, 0, -1) if parts.length % size == 0)
+    return tile if tile >= _TILE_TOKENS // 8 else None
+
+
+def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None) -> Forecast:
     """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
     longest, and one for the rest; the smallest mixture where none fits."""
     count = parts.num_layers
@@ -605,12 +539,12 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     first, last = np.unravel_index(int(np.argmin(order)), order.shape)
     first_layers = int(number[first, last])
     layers = (table[first][0],) * first_layers + (table[last][0],) * (count - first_layers)
-    return forecast(parts, StepPlan(ResidualPlan(layers), micro, chunk_tokens), device)
+    return forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
 
 
-def _best_layers(parts, tokens, device) -> list[tuple[LayerPlan, LayerForecast]]:
+def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
     """The layer plans that no other beats in memory kept, memory at work and time at once."""
-    table = [(plan, layer_forecast(parts, plan, tokens, device)) for plan in _layer_plans(device.link > 0)]
+    table = [(plan, layer_forecast(parts, plan, tokens, device, tile)) for plan in _layer_plans(device.link > 0)]
     figures = [(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]
     return [
         entry
@@ -681,7 +615,7 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
             found.append(text)
     if len(found) < wanted:
         smallest = minimum_bytes(parts_of(config), config, device) + CONTEXT_BYTES
-        found.append(f"a device with {smallest / (1 - _FRAGMENTS) / 1e9:.1f} GB free")
+        found.append(f"a device with {smallest / (1 - FRAGMENTS) / 1e9:.1f} GB free")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.train import memory
+from jaxtune.train import devices, memory
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.memory import Forecast, PlanError
 from jaxtune.train.plan import StepPlan
@@ -28,7 +28,7 @@ class Planner:
     Args:
       model: what is trained. length: of its rows, in tokens. device: a jax.Device.
 
-    Attributes: device (memory.Device), budget_bytes (None: no limit), anatomy, forecast (of the plan in force).
+    Attributes: device (devices.Device), budget_bytes (None: no limit), anatomy, forecast (of the plan in force).
 
     Raises:
       PlanError: nothing fits.
@@ -37,8 +37,8 @@ class Planner:
     def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
         self.config, self.shape = config, model.config
         limit = (device.memory_stats() or {}).get("bytes_limit")
-        self.device = memory.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
-        self.budget_bytes = memory.budget(config, self.device)
+        self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
+        self.budget_bytes = devices.budget(config, self.device)
         self.anatomy = memory.anatomy(model, config, length)
         self.forecast = self._choose(self.budget_bytes)
 

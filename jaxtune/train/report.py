@@ -17,7 +17,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import parameters
 from jaxtune.models.stack import Fate
 from jaxtune.train.data.preview import preview
-from jaxtune.train.memory import Anatomy, Device, Forecast
+from jaxtune.train.devices import Device
+from jaxtune.train.memory import Anatomy, Forecast
 from jaxtune.train.plan import residuals_text
 from jaxtune.train.step import trainable_names
 
@@ -99,14 +100,13 @@ def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes:
     plan = forecast.plan
     rows = parts.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
-    lines = [f"plan: {residuals_text(plan.residuals, parts.names)}; {split} {rows} x {parts.length:,} tokens"]
+    lines = [f"plan: {residuals_text(plan.residuals)}; {split} {rows} x {parts.length:,} tokens"]
     if device.name == "cpu":
         return lines
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for fate, words in _FATES.items():
-        counts = collections.Counter(
-            name for layer in plan.residuals.layers for name in layer.named(fate) if name in parts.names
-        )
+        named = (name for layer in plan.residuals.layers for name in layer.named(fate))
+        counts = collections.Counter(name for name in named if parts.residuals[name])
         if not counts:
             continue
         size = sum(parts.residual_bytes(name, tokens) * count for name, count in counts.items())
@@ -123,8 +123,10 @@ def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes:
     peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"
     lines.append(f"{peak}; {speed} ({device.name}: {device.note})")
-    if parts.has_experts:
-        lines.append("  experts are taken to be as fast as dense products, which was not measured on any device")
+    if parts.expert_rows:
+        lines.append(
+            "  experts are taken to be as fast as dense products; only for Hopper GPUs is there a kernel for them"
+        )
     return lines
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.lax import optimization_barrier
 
 from jaxtune.models.stack import ResidualPlan
 from jaxtune.train.data.batches import Batch
@@ -148,18 +149,34 @@ class StepProgram:
         with jax.named_scope("optimizer"):
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
-            gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, sums.gradients)
-            squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), jax.tree.leaves(gradients))
+
+            def scaled(gradients, factor):
+                return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, gradients)
+
+            gradients = jax.tree.leaves(scaled(sums.gradients, scale))
+            squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-            if self.max_grad_norm is not None:
-                clip = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
-                gradients = jax.tree.map(lambda g: g * clip, gradients)
-            wide = jax.tree.map(lambda a: a.astype(jnp.float32), state.trainable)
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, wide)
-            trainable = self._kept(state, jax.tree.map(jnp.add, wide, updates))
+            clip = 1.0 if self.max_grad_norm is None else jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
+
+            def moved(parameters, opt_state, gradients):
+                """(float32 weights after the update, the optimizer's new state)"""
+                wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
+                gradients = scaled(scaled(gradients, scale), clip)
+                updates, opt_state = self.optimizer.update(gradients, opt_state, wide)
+                return jax.tree.map(jnp.add, wide, updates), opt_state
+
+            arguments = (state.trainable, state.opt_state, sums.gradients)
+            wide, opt_state = moved(*arguments)
             # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
-            finite &= _each(lambda x: jnp.isfinite(x).all(range(1, x.ndim)), jax.tree.leaves(trainable)).all()
+            largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
+            finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
+            if self.weights == "bf16":
+                # Made again once that is known: each tensor's new state then takes the old one's place at once, where
+                # otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).
+                arguments, finite = optimization_barrier((arguments, finite))
+                wide, opt_state = moved(*arguments)
+            trainable = self._kept(state, wide)
 
             def guarded(new, old):
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)

@@ -110,6 +110,27 @@ def test_equals_plain_differentiation():
     assert len(names) == 1 + 3 * 3 * LAYERS  # x; a, b and magnitude of three linears: nothing frozen among them
 
 
+@pytest.mark.parametrize("tile", [1, 4, 12])
+def test_a_tiled_mlp_gives_the_same(tile):
+    """One tile: the same bits. More: the same but for the order of the sums of the weights' gradients."""
+    model = make_model(use_dora=True, target_modules=TARGETS)
+    want_loss, (want, want_x) = loss_and_gradients(model, PLANS["recompute"])
+    plan = ResidualPlan((RECOMPUTE, LayerPlan("offload", gate="recompute", up="recompute")), tile)
+    loss, (trainable, x) = loss_and_gradients(model, plan)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path((trainable, x)), jax.tree.leaves((want, want_x)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(path))
+
+
+def test_layers_that_keep_gate_or_up_are_not_tiled():
+    model = make_model()
+    plan = ResidualPlan.uniform(LayerPlan(gate="recompute"), LAYERS)
+    tiled = ResidualPlan(plan.layers, 4)
+    assert_same(loss_and_gradients(model, tiled), loss_and_gradients(model, plan))
+
+
 def test_full_fine_tuning_equals_plain_differentiation():
     model = tiny_model(layers=SPECS[:1], qkv_bias=True, mlp_bias=True)
     want = loss_and_gradients(model, run=run_plainly)
@@ -197,6 +218,36 @@ def test_offloaded_residuals_are_on_the_host_and_come_back():
 def test_layer_plan_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_tiles_that_cannot_be():
+    model, tokens = make_model(), jnp.zeros((1, 12), jnp.int32)
+    with pytest.raises(ValueError, match="tile_tokens = 5 does not divide 12 tokens"):
+        model.hidden_states(tokens, plan=ResidualPlan((RECOMPUTE,) * LAYERS, 5))
+    with pytest.raises(ValueError, match="a tiled MLP has no dropout"):
+        model.hidden_states(tokens, plan=ResidualPlan((RECOMPUTE,) * LAYERS, 4), dropout_key=jax.random.key(0))
+
+
+def test_two_models_and_changing_lengths_in_one_process():
+    """No stale buffer: each call gives what it gives without offload, whatever ran before it."""
+    offload = ResidualPlan.uniform(OFFLOAD, LAYERS)
+    models = [make_model(), adapted_model(tiny_model(layers=SPECS, rotary=(RopeConfig(), RopeConfig())), r=3)]
+
+    def gradients(model, length, plan):
+        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+        tokens = jnp.asarray(np.random.default_rng(length).integers(0, 48, (2, length)), jnp.int32)
+
+        @jax.jit
+        def compute(trainable, frozen):
+            loss = lambda t: nnx.merge(graph, t, frozen).hidden_states(tokens, plan=plan).sum()  # noqa: E731
+            return jax.value_and_grad(loss)(trainable)
+
+        return compute(trainable, frozen)
+
+    got = [gradients(model, length, offload) for length in (8, 32, 6, 64) for model in models]
+    want = [gradients(model, length, PLANS["keep"]) for length in (8, 32, 6, 64) for model in models]
+    for one, other in zip(got, want, strict=True):
+        assert_same(one, other)
 
 
 def test_a_plan_of_another_depth():

@@ -5,6 +5,8 @@ Table look-ups and warp-level products (lanes.py) are written out there; everyth
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,11 +50,18 @@ def test_dequantising_is_decoding(shape, double_quant, dtype):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "tokens", "double_quant"), [(48, 2048, 1, True), (16, 3072, 11, True), (16, 1024, 8, False)]
+    ("rows", "columns", "tokens", "double_quant"),
+    [
+        (48, 2048, 1, True),  # whole lines; several tiles a program
+        (16, 3072, 4, False),  # the warpgroups share the columns unevenly
+        (48, 1536, 3, True),  # half lines: an odd number of chunks
+        (16, 1024, 7, True),
+        (32, 1024, 16, False),
+    ],
 )
 def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
-    """One and several tiles a program, one and several chunks a warpgroup; tokens below, at and above eight."""
-    monkeypatch.setattr(mosaic, "_PROGRAMS", {8: 2, 16: 2})
+    plan = mosaic._plan
+    monkeypatch.setattr(mosaic, "_plan", lambda *shape: dataclasses.replace(plan(*shape), programs=2))
     weight = packed(rows, columns, double_quant)
     x = jax.random.normal(jax.random.key(1), (tokens, columns)).astype(jnp.bfloat16)
     want = np.asarray(x, np.float64) @ np.asarray(weight.decode(jnp.float32), np.float64).T
@@ -128,7 +137,7 @@ def test_who_serves_which_call():
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "reason"),
-    [((32, 1024), 17, "17 tokens; at most 16"), ((40, 1024), 1, r"\(40, 1024\)"), ((32, 512), 1, r"\(32, 512\)")],
+    [((32, 1024), 17, "17 tokens; at most 16"), ((40, 1024), 1, r"\(40, 1024\)"), ((32, 768), 1, r"\(32, 768\)")],
 )
 def test_refusals_of_the_small_product(shape, tokens, reason):
     with dispatch.compile_for((9, 0)), pytest.raises(AssertionError, match=reason):

@@ -34,9 +34,10 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config_file import config_to_yaml
 from jaxtune.train.data.packing import Document
-from jaxtune.train.loop import Trainer, TrainingStopped, make_mesh
+from jaxtune.train.loop import Trainer, make_mesh
 from jaxtune.train.loss import loss_sum_and_count
 from jaxtune.train.metrics import read_metrics
+from jaxtune.train.watch import TrainingStopped
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, dataset, documents, lora_model, make_config
 

@@ -60,8 +60,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    if query.shape[-1] not in FORWARD:
-        return f"head dim {query.shape[-1]}; there are {', '.join(map(str, FORWARD))}"
+    if query.shape[-1] > max(FORWARD):
+        return f"head dim {query.shape[-1]}; at most {max(FORWARD)}"
     return None
 
 
@@ -85,6 +85,12 @@ def _padded(array, axis):
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, extra)
     return jnp.pad(array, widths)
+
+
+def _operand(array):
+    """[B, T, heads, D] with whole tiles and a head dim that there are kernels for; zeros add nothing to a product."""
+    dim = next(dim for dim in FORWARD if dim >= array.shape[-1])
+    return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, dim - array.shape[-1])])
 
 
 def _prepare(layout, window):
@@ -163,9 +169,9 @@ def _pairs(query, key) -> bool:
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """See api.attention_forward."""
-    length = query.shape[1]
+    _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
-    query, key, value = (_padded(a, 1) for a in (query, key, value))
+    query, key, value = (_operand(a) for a in (query, key, value))
     rows, padded, heads, dim = query.shape
     blocks, pairs = _blocks("forward", FORWARD, query), _pairs(query, key)
     own = blocks.own
@@ -186,7 +192,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         scale=scale,
         soft_cap=soft_cap,
     )(query, key, value, lower, _query_table(lower, blocks, pairs))
-    out, lse = outputs[0][:, :length], outputs[1][..., :length]
+    out, lse = outputs[0][:, :length, :, :given_dim], outputs[1][..., :length]
     if sinks is None:
         return out, lse
     # A sink is one more term of the softmax's sum and carries no value: it scales what is there.
@@ -197,11 +203,11 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """See api.attention_backward."""
-    length = query.shape[1]
+    _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))
     stat, scaled_delta = _padded(lse * LOG2E, 2), _padded(delta * scale, 2)
-    query, key, value, dout = (_padded(a, 1) for a in (query, key, value, dout))
+    query, key, value, dout = (_operand(a) for a in (query, key, value, dout))
     dim = query.shape[-1]
 
     blocks, pairs = _blocks("dquery", BACKWARD_QUERY, query), _pairs(query, key)
@@ -239,4 +245,5 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         real = jnp.arange(length) < layout.doc_end
         share = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * jnp.where(real, 1.0, 0.0)[:, None]
         dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
-    return dquery[:, :length], dkey[:, :length], dvalue[:, :length], dsinks
+    gradients = (array[:, :length, :, :given_dim] for array in (dquery, dkey, dvalue))
+    return (*gradients, dsinks)

@@ -82,6 +82,9 @@ def _attend(acc, top, total, query, key, value, rows, lower, begin, end,
             scores = tl.where(seen, scores, _MASKED)
         new = tl.maximum(top, tl.max(scores, 1) * UNIT)
         weights = tl.exp2(scores * UNIT - new[:, None])
+        if MASKED:
+            # Where a query has seen nothing yet, the fused multiply-add above leaves the rounding of a huge product.
+            weights = tl.where(seen, weights, 0.0)
         fade = tl.exp2(top - new)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
@@ -132,7 +135,7 @@ def forward_kernel(query, key, value, starts, ends, sinks, out, lse,
     final = tl.maximum(top, sink)
     fade = tl.exp2(top - final)
     total = total * fade + tl.exp2(sink - final)
-    # Padding saw nothing: what it summed up are masked scores.
+    # Padding saw nothing: its total is zero.
     real = lower <= rows
     acc = acc * tl.where(real, fade / total, 0.0)[:, None]
     _store(out + (batch * LENGTH * HEADS + head) * DIM, acc, base, LENGTH, HEADS * DIM, DIM, QUERIES)
@@ -164,11 +167,12 @@ def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end
 
 
 @triton.jit
-def query_kernel(query, key, value, dout, lse, delta, starts, ends, dquery,
+def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """dq of one tile of queries of one head: walks the keys as the forward does. Grid: (heads, tiles, B)."""
+    """dq of one tile of queries of one head, walking the keys as the forward does, and delta, the sum of out dout.
+    Grid: (heads, tiles, B)."""
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
     batch = tl.program_id(2).to(tl.int64)
@@ -190,7 +194,9 @@ def query_kernel(query, key, value, dout, lse, delta, starts, ends, dquery,
     do = _block(dout + offset, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
     row_offset = (batch * HEADS + head) * LENGTH
     stat = tl.load(lse + row_offset + rows, mask=rows < LENGTH, other=0.0) * _LOG2E
-    d = tl.load(delta + row_offset + rows, mask=rows < LENGTH, other=0.0)
+    o = _block(out + offset, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
+    d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta + row_offset + rows, d, mask=rows < LENGTH)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, begin, tl.minimum(full_begin, last + 1),
                     LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip

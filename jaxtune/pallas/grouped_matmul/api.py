@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import mosaic, reference
 from jaxtune.pallas.grouped_matmul.layout import Groups
-from jaxtune.pallas.quant_matmul.api import decoded
-from jaxtune.pallas.quant_matmul.formats import FourBit
+from jaxtune.pallas.quant_matmul import FourBit, decoded
 
 _PRODUCTS = {"mosaic": mosaic.product, "reference": reference.product}
 

@@ -116,8 +116,8 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         if interpreted:
             direction = m * factors_ref[0] / (jnp.sqrt(v) * factors_ref[1] + eps)
         else:
-            factors = [plgpu.layout_cast(jnp.broadcast_to(factors_ref[i], shape), _LAYOUT) for i in range(2)]
-            direction = lanes.adam_direction(m, v, *factors, eps, _LAYOUT)
+            mean, root = (plgpu.layout_cast(jnp.broadcast_to(factors_ref[i], shape), _LAYOUT) for i in range(2))
+            direction = lanes.adam_direction(m, v, mean, root, eps, _LAYOUT)
         for ref, values in zip(outputs, (direction, *encoded(m, 0), *encoded(v, 1)), strict=True):
             ref[here] = values
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import jax
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import mosaic, reference
+from jaxtune.pallas.quant_matmul import mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.formats import FourBit
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's in any case.
-IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
+IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,7 @@ def quant_matmul(
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.
-      implementation: "mosaic", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
     """
@@ -69,8 +69,8 @@ def quant_matmul(
 
 
 def decoded(weight: jax.Array | FourBit, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weight as an array, x), for products of other kinds: four bits in x's dtype, by the fastest means there is; see
-    reference.decoded."""
+    """(weight as an array, x), for a product of the two: a weight in four bits, of any shape, is decoded to x's dtype
+    when x is there, and not before."""
     if not isinstance(weight, FourBit):
         return weight, x
     name = dispatch.choose("quant_matmul", implementations([weight], x.dtype), None)

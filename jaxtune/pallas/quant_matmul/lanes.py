@@ -234,10 +234,15 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
     keep(*arrays, *refs)
 
 
-def x_fragments(chunk, x_ref, width: int):
-    """uint32[128 x 8 n]: what each lane multiplies by in one chunk, the right sides of `small_product`. x_ref: [tokens,
-    columns], 16-bit; n = width / 8. Tokens that are not there repeat the last one."""
-    shape = (128 * 16 * (width // 8),)
+def x_fragments(chunk, x_ref, width: int, parts: int):
+    """uint32[128 x 2 n]: what each lane multiplies by in one chunk, the right sides of `small_product`, of width n.
+
+    x_ref: [tokens, columns], 16-bit. Of eight columns of a right side, the first 8 / parts are tokens over the first
+    part of a warp's elements of a row, the next ones the same tokens over the second. Tokens that are not there repeat
+    the last one.
+    """
+    each = 8 // parts
+    shape = (128 * 2 * width,)
     layout = plgpu.Layout.WG_STRIDED(shape, 4)
 
     @plgpu.inline_mgpu(
@@ -246,15 +251,16 @@ def x_fragments(chunk, x_ref, width: int):
     def load(_, chunk, x_ref):
         tokens, columns = ir.MemRefType(x_ref.type).shape
         lane = arith.andi(_thread(), _const(31))
-        quad = arith.andi(lane, _const(3))
+        quad, group = arith.andi(lane, _const(3)), _shift_right(lane, 2)
         within = _add(_mul(arith.andi(quad, _const(1)), 32), _mul(_shift_right(quad, 1), 16))
-        at = _add(_mul(_scalar(chunk), 512), _mul(_shift_right(_thread(), 5), 128), within)
+        at = _add(_mul(_scalar(chunk), 512 * parts), _mul(_shift_right(_thread(), 5), 128 * parts), within)
+        at = _add(at, _mul(arith.divui(group, _const(each)), 128))
         four = ir.VectorType.get((4,), _i32())
         found = []
         for block in range(2):
             for eight in range(width // 8):
-                token = _add(_shift_right(lane, 2), _const(8 * eight))
-                if tokens < 8 * (eight + 1):
+                token = _add(arith.andi(group, _const(each - 1)), _const(each * eight))
+                if tokens < each * (eight + 1):
                     token = arith.minui(token, _const(tokens - 1))
                 source = _add(_mul(token, columns), at, _const(64 * block))
                 pointer = _address(x_ref, source, ir.IntegerType.get_signless(16))
@@ -269,14 +275,20 @@ def x_fragments(chunk, x_ref, width: int):
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
     """acc + one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
 
-    acc: float32[64 t, 8 n], of 64 rows the rows 16 w to 16 w + 15 the partial sums of warp w. codes: uint8[16 t, 256].
-    x: of `x_fragments`. pairs_smem uint32[256, 32], scales_smem float32[16 t, blocks of a row and a few].
+    codes: uint8[16, 256 p], of each of 16 rows 512 p elements, 128 p of them a warp's. x: of `x_fragments`, of width n
+    and p parts. pairs_smem: uint32[256, 32]; scales_smem: float32[16, blocks of a row and a few].
 
-    A lane reads 16 bytes, half a block, of each of two rows, and exchanges half of them with the lane that has the next
-    block, so that a product lies within one block, whose sum is then scaled. Which of a product's k a lane holds does
-    not matter, as long as x is held alike.
+    A lane has 16 bytes of a row. Four neighbouring lanes, which a product takes for a row, have a part of 64 bytes: all
+    that the warp has of the row, or half of it, a whole line of memory being its 128 bytes. Then two sets of four
+    lanes are two "rows" of the product, of which each finds its part of x in half of the columns; the other half of its
+    results means nothing. Within a part, lanes exchange bytes, so that a product lies within one block, whose sum is
+    then scaled. Which of a product's k a lane holds does not matter, as long as x is held alike.
+
+    acc: float32[64 p, n]. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in [n / 8, p, 8 / p]: the sum
+    of warp w over part h, of row (s 2 + i) 8 / p + a and token e 8 / p + t.
     """
     acc_layout, codes_layout = layouts
+    parts = acc.shape[0] // 64
     x_layout = plgpu.Layout.WG_STRIDED(x.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
@@ -290,8 +302,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         lane = arith.andi(_thread(), _const(31))
         warp = _shift_right(_thread(), 5)
         group, quad = _shift_right(lane, 2), arith.andi(lane, _const(3))
-        first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, _const(2))  # whether the lane's bytes are of it
-
+        first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, _const(2))  # of its half: whether the lane's bytes are
         own_column = _mul(lane, 4)
 
         def pair(word, byte):
@@ -300,7 +311,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
             offset = arith.ori(arith.andi(row, _const(0x7F80)), own_column)
             return llvm.load(i32, _address(pairs_smem, offset, ir.IntegerType.get_signless(8)))
 
-        # The words of codes by [16 rows][half of them][block].
+        # The words of codes by [8 / p rows][block].
         held = []
         for register in codes.registers.flat:
             words = _words(register, 4)
@@ -312,23 +323,27 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
                     [arith.select(first_block, other, own) for own, other in zip(words[2:], taken, strict=True)],
                 )
             )
-        sums = [[_item(r, 0), _item(r, 1)] for r in acc.registers.flat]  # by 16 rows, 8 tokens, half of the rows
-        tiles, widths = codes.shape[0] // 16, acc.shape[1] // 8
         stride = ir.MemRefType(scales_smem.type).shape[1]
+        part = arith.andi(group, _const(parts - 1))
+        block = _add(_mul(chunk, 8 * parts), _mul(warp, 2 * parts), _mul(part, 2))
         scales = []
-        for half in range(2 * tiles):
-            place = _add(_mul(_add(group, _const(8 * half)), stride), _mul(chunk, 8), _mul(warp, 2))
-            both = _load(scales_smem, place, f32, ir.VectorType.get((2,), f32))
-            scales.append([_item(both, block) for block in range(2)])
+        for rows in range(2 * parts):
+            row = _add(arith.divui(group, _const(parts)), _const(8 // parts * rows))
+            both = _load(scales_smem, _add(_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
+            scales.append([_item(both, index) for index in range(2)])
+        sums = [
+            [_item(r, 0), _item(r, 1)] for r in acc.registers.flat
+        ]  # by 16 rows of products, 8 columns, half of the rows
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-        parts = iter(_words(register, 4) for register in x.registers.flat)
+        widths = acc.shape[1] // 8
+        x_words = iter(_words(register, 4) for register in x.registers.flat)
         for block in range(2):
-            rights = [[*next(parts), *next(parts)] for _ in range(widths)]
-            for tile in range(tiles):
-                words = [held[2 * tile + half][block] for half in range(2)]
+            rights = [[*next(x_words), *next(x_words)] for _ in range(widths)]
+            for eight in range(parts):
+                words = [held[2 * eight + half][block] for half in range(2)]
                 products = [[zero] * 4 for _ in range(widths)]
                 for step in range(4):
-                    bytes_ = [2 * (step % 2) + part for part in range(2)]
+                    bytes_ = [2 * (step % 2), 2 * (step % 2) + 1]
                     left = [pair(words[half][step // 2], byte) for byte in bytes_ for half in range(2)]
                     for width in range(widths):
                         products[width] = utils.inline_ptx(
@@ -342,13 +357,12 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
                         )
                 for width in range(widths):
                     for half in range(2):
-                        kept = sums[(tile * widths + width) * 2 + half]
-                        scale = scales[2 * tile + half][block]
+                        kept = sums[(eight * widths + width) * 2 + half]
                         for index in range(2):
                             kept[index] = utils.inline_ptx(
                                 "fma.rn.f32 $0, $1, $2, $3;",
                                 products[width][2 * half + index],
-                                scale,
+                                scales[2 * eight + half][block],
                                 kept[index],
                                 result_types=f32,
                             )
@@ -361,9 +375,9 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
 
 
 def store_sums(partial_smem, out_ref, first_row, dtype):
-    """out_ref[token, first_row + row] = the sum over all warps of partial_smem; by one warpgroup.
+    """out_ref[token, first_row + row] = the sum of what small_product left for them; by one warpgroup.
 
-    partial_smem: float32[warpgroups, 64 t, n], of 64 rows the rows 16 w to 16 w + 15 of warp w.
+    partial_smem: [warpgroups] of small_product's accumulators.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
@@ -371,19 +385,27 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
         f32 = ir.F32Type.get()
         warpgroups, partial_rows, width = ir.MemRefType(partial_smem.type).shape
         tokens, rows = ir.MemRefType(out_ref.type).shape
-        row = arith.andi(_thread(), _const(ROWS_OF_A_WARP - 1))
         narrow = utils.dtype_to_ir_type(dtype)
-        for tile in range(partial_rows // 64):
-            for eight in range(width // 8):
-                token = _add(_shift_right(_thread(), 4), _const(8 * eight))
+        parts = partial_rows // 64
+        each, of_a_product = 8 // parts, 16 // parts
+        row, eighth = arith.andi(_thread(), _const(15)), _shift_right(_thread(), 4)
+        # Row (s, i, a) stands at s 64 + (i 8 / p + a) p.
+        place = _mul(arith.divui(row, _const(of_a_product)), 64)
+        place = _add(place, _mul(arith.andi(row, _const(of_a_product - 1)), parts))
+        for first_token in range(0, tokens, 8):
+            token = _add(eighth, _const(first_token))
+            column = _add(_mul(arith.divui(token, _const(each)), 8), arith.andi(token, _const(each - 1)))
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _const(tokens))):
                 total = None
-                for warp in range(_WARPS * warpgroups):
-                    above = warp // _WARPS * partial_rows + tile * 64 + warp % _WARPS * ROWS_OF_A_WARP
-                    part = _load(partial_smem, _add(_mul(row, width), token, _const(above * width)), f32)
-                    total = part if total is None else arith.addf(total, part)
-                place = _add(_mul(token, rows), _scalar(first_row), row, _const(tile * ROWS_OF_A_WARP))
-                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _const(tokens))):
-                    llvm.store(arith.truncf(narrow, total), _address(out_ref, place, narrow))
+                for warpgroup in range(warpgroups):
+                    for warp in range(_WARPS):
+                        for part in range(parts):
+                            above = warpgroup * partial_rows + warp * 16 + part
+                            index = _add(_mul(place, width), column, _const(above * width + each * part))
+                            term = _load(partial_smem, index, f32)
+                            total = term if total is None else arith.addf(total, term)
+                place_out = _add(_mul(token, rows), _scalar(first_row), row)
+                llvm.store(arith.truncf(narrow, total), _address(out_ref, place_out, narrow))
 
     store(partial_smem, out_ref, first_row)
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -27,10 +28,6 @@ from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, FourBit
 MAX_TOKENS = 16  # of small_matmul
 _LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at once: four a lane
 _LINES = 8  # that a program has on their way
-_CHUNK = 512  # elements of a row that a warpgroup of the small product takes at once: two blocks a warp
-_WARPGROUPS = 2  # of the small product
-# Of the small product over 8 and 16 tokens: as many as fit an H100's or H200's 132 multiprocessors by their registers.
-_PROGRAMS = {8: 3 * 132, 16: 2 * 132}
 _AHEAD = 1  # chunks that are on their way while one is multiplied; more cost registers, and with them programs
 _ROWS = lanes.ROWS_OF_A_WARP
 
@@ -65,8 +62,9 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     """Why `small_matmul` cannot serve this call, or None."""
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens; at most {MAX_TOKENS}"
-    if len(weight.shape) != 2 or weight.shape[0] % _ROWS or weight.shape[1] % (_WARPGROUPS * _CHUNK):
-        return f"weight {weight.shape}; wants multiples of {_ROWS} and {_WARPGROUPS * _CHUNK}"
+    rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
+    if rows % _ROWS or columns % 512 or columns < 1024:
+        return f"weight {weight.shape}; wants multiples of {_ROWS} and 512, and 1024 columns or more"
     return refusal(weight, dtype)
 
 
@@ -139,22 +137,60 @@ def _dequantize(weight: FourBit, dtype, interpret) -> jax.Array:
 
 # ---- the product of a few tokens
 
-# uint8[16 t, 256] codes: a warp has 64 bytes of a row (two blocks), a lane 16 of them in rows g and g + 8, where
-# g = lane / 4 as mma.m16n8k16 has it.
-_CODES = plgpu.Layout.TILED(Tiling(((8, 256), (8, 64), (16,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How the small product cuts its work. parts: of 64 bytes, that a warp takes of a row (see lanes.small_product);
+    width: columns of a product; programs: as many as the registers of an H100's or H200's 132 multiprocessors hold."""
+
+    parts: int
+    width: int
+    warpgroups: int
+    programs: int
+
+    @property
+    def chunk(self) -> int:
+        """Elements of a row that a warpgroup takes at once."""
+        return 512 * self.parts
+
+    @property
+    def codes(self):
+        """Layout of uint8[16, chunk / 2]: a warp has `parts` times 64 bytes of a row, a lane 16 of them."""
+        rows, own = 8 // self.parts, 64 * self.parts
+        tiling = Tiling(((rows, 4 * own), (rows, own), (16,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _written_out_product(acc, codes, pairs, scales, x):
-    """What lanes.small_product computes, for the interpreter. scales: [16 t, 8], of the chunk."""
-    rows = codes.shape[0]
-    values = pairs[codes.astype(jnp.int32)].reshape(rows, -1, BLOCK).astype(jnp.float32)
-    x = jnp.pad(x.astype(jnp.float32), ((0, acc.shape[1] - x.shape[0]), (0, 0))).reshape(acc.shape[1], -1, BLOCK)
-    blocks = jnp.einsum("rbk,nbk->rbn", values, x) * scales[:, :, None]
-    warps = blocks.reshape(rows // _ROWS, _ROWS, 4, 2, -1).sum(3)
-    return acc + warps.transpose(0, 2, 1, 3).reshape(acc.shape)
+def _plan(rows: int, columns: int, tokens: int) -> _Plan:
+    """As measured on an H200. Whole lines of memory are worth 15 % over half lines, but cost the registers that more
+    tokens need; warpgroups of their own are worth 7 % where there are tiles enough."""
+    if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
+        warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
+        return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
+    return _Plan(1, 8, 2, 3 * 132) if tokens <= 8 else _Plan(1, 16, 2, 2 * 132)
 
 
-def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgroups, interpreted):
+def _written_out_product(acc, codes, pairs, scales, x, parts):
+    """What lanes.small_product computes, for the interpreter, where its result means something; 0 elsewhere."""
+    each = 8 // parts
+    tokens = acc.shape[1] // parts
+    values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(parts, 2, each, 4, parts, 2, BLOCK)
+    x = jnp.pad(x.astype(jnp.float32), ((0, tokens - x.shape[0]), (0, 0))).reshape(-1, each, 4, parts, 2, BLOCK)
+    scales = scales.reshape(*values.shape[:-1])[..., None, None]
+    blocks = jnp.einsum("siawhbk,etwhbk->siawhbet", values, x) * scales
+    part = jnp.einsum("siawhbet,hg->swiahegt", blocks, jnp.eye(parts))
+    return acc + part.reshape(acc.shape)
+
+
+def _written_out_sums(partial, tokens, parts):
+    """What lanes.store_sums computes, for the interpreter: [tokens, 16]."""
+    each = 8 // parts
+    sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
+    total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(parts))
+    return total.reshape(-1, _ROWS)[:tokens]
+
+
+def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _Plan, interpreted):
     """Every so many-th tile of rows of the weight by all tokens; the warpgroups divide the columns, and add at the end.
 
     What a tile needs from memory is on its way while the one before is multiplied.
@@ -162,24 +198,24 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgro
     *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     programs = lax.axis_size("program")
-    rows = scales_smem.shape[1]
     columns = x_ref.shape[1]
-    width = partial_smem.shape[-1]
+    chunk_size, warpgroups = plan.chunk, plan.warpgroups
     blocks = columns // BLOCK
-    steps = columns // (_CHUNK * warpgroups)  # of a warpgroup over a tile
-    tiles = lax.div(codes_ref.shape[0] // rows - program + (programs - 1), programs)  # of this program
+    chunks = columns // chunk_size
+    steps = lax.div(chunks - wg + (warpgroups - 1), warpgroups)  # of this warpgroup over a tile
+    tiles = lax.div(codes_ref.shape[0] // _ROWS - program + (programs - 1), programs)  # of this program
 
     def row_of(number):
-        return (program + jnp.minimum(number, tiles - 1) * programs) * rows
+        return (program + jnp.minimum(number, tiles - 1) * programs) * _ROWS
 
     def load_absmax(number):
         if not interpreted:
             nested = nested_refs[1] if nested_refs else None
-            return lanes.absmax_share(absmax_ref, nested, row_of(number), rows, warpgroups)
-        values = absmax_ref[pl.ds(row_of(number), rows)]
+            return lanes.absmax_share(absmax_ref, nested, row_of(number), _ROWS, warpgroups)
+        values = absmax_ref[pl.ds(row_of(number), _ROWS)]
         if not nested_refs:
             return (values,)
-        place = (jnp.arange(rows)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
+        place = (jnp.arange(_ROWS)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
         return values, nested_refs[1][...][place // NESTED_BLOCK]
 
     def keep_scales(share, scales):
@@ -196,18 +232,21 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgro
     def load_codes(step):
         """Of one step of all that this warpgroup makes."""
         return plgpu.load(
-            codes_ref.at[pl.ds(row_of(lax.div(step, steps)), rows), pl.ds(chunk_of(step) * (_CHUNK // 2), _CHUNK // 2)],
-            layout=_CODES,
+            codes_ref.at[
+                pl.ds(row_of(lax.div(step, steps)), _ROWS), pl.ds(chunk_of(step) * (chunk_size // 2), chunk_size // 2)
+            ],
+            layout=plan.codes,
             optimized=False,
         )
 
     def multiply(step, scales, acc, codes):
         chunk = chunk_of(step)
         if interpreted:
-            own = scales[:, pl.ds(chunk * (_CHUNK // BLOCK), _CHUNK // BLOCK)]
-            return _written_out_product(acc, codes, pairs_ref[...], own, x_ref[:, pl.ds(chunk * _CHUNK, _CHUNK)])
-        x = lanes.x_fragments(chunk, x_ref, width)
-        return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, _CODES), dtype)
+            own = scales[:, pl.ds(chunk * (chunk_size // BLOCK), chunk_size // BLOCK)]
+            x = x_ref[:, pl.ds(chunk * chunk_size, chunk_size)]
+            return _written_out_product(acc, codes, pairs_ref[...], own, x, plan.parts)
+        x = lanes.x_fragments(chunk, x_ref, plan.width, plan.parts)
+        return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, plan.codes), dtype)
 
     def one_tile(number, carry):
         share, coming = carry
@@ -224,7 +263,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgro
             coming = (*coming, load_codes(step + _AHEAD))
             return multiply(step, scales, acc, codes), coming
 
-        acc = plgpu.layout_cast(jnp.zeros((4 * rows, width), jnp.float32), plgpu.Layout.WGMMA)
+        acc = plgpu.layout_cast(jnp.zeros(partial_smem.shape[1:], jnp.float32), plgpu.Layout.WGMMA)
         acc, coming = lax.fori_loop(0, steps, one_step, (acc, coming))
         partial_smem.at[wg][...] = acc
         plgpu.barrier_arrive(done)
@@ -232,11 +271,9 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, warpgro
         @pl.when(wg == 0)
         def _():
             plgpu.barrier_wait(done)
-            here = pl.ds(row_of(number), rows)
             if interpreted:
-                parts = partial_smem[...].reshape(warpgroups, rows // _ROWS, 4, _ROWS, width)
-                total = parts.sum((0, 2)).reshape(rows, width)
-                out_ref[:, here] = total.T[: x_ref.shape[0]].astype(dtype)
+                total = _written_out_sums(partial_smem[...], x_ref.shape[0], plan.parts)
+                out_ref[:, pl.ds(row_of(number), _ROWS)] = total.astype(dtype)
             else:
                 lanes.store_sums(partial_smem, out_ref, row_of(number), dtype)
 
@@ -269,25 +306,25 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
 def _small_matmul(x: jax.Array, weight: FourBit, interpret) -> jax.Array:
     tokens, columns = x.shape
     rows = weight.shape[0]
-    width = 8 if tokens <= 8 else 16
+    plan = _plan(rows, columns, tokens)
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = _absmax_operands(weight)
     with jax.named_scope("small_matmul"):
         return _kernel(
-            functools.partial(_small_kernel, dtype=x.dtype, warpgroups=_WARPGROUPS),
+            functools.partial(_small_kernel, dtype=x.dtype, plan=plan),
             interpret,
             out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
-            grid=(min(rows // _ROWS, _PROGRAMS[width]),),
+            grid=(min(rows // _ROWS, plan.programs),),
             grid_names=("program",),
-            num_threads=_WARPGROUPS,
+            num_threads=plan.warpgroups,
             thread_name="wg",
             scratch_types=[
                 plgpu.SMEM((256, 32), jnp.uint32),
                 # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
                 plgpu.SMEM((2, _ROWS, columns // BLOCK + 4), jnp.float32),
-                plgpu.SMEM((_WARPGROUPS, 4 * _ROWS, width), jnp.float32),
-                plgpu.Barrier(num_arrivals=_WARPGROUPS),
-                plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                plgpu.SMEM((plan.warpgroups, 64 * plan.parts, plan.width), jnp.float32),
+                plgpu.Barrier(num_arrivals=plan.warpgroups),
+                plgpu.Barrier(num_arrivals=plan.warpgroups),
             ],
         )(
             x,

@@ -65,23 +65,24 @@ def _product(x, weight, contract, dtype=None):
     )
 
 
-def decoded(weight: FourBit, x: jax.Array, kernels: ModuleType) -> tuple[jax.Array, jax.Array]:
-    """(the tensor in x's dtype, x).
+def decoded(weight, x, kernels: ModuleType):
+    """(weight as an array, x); weights in four bits in x's dtype.
 
     Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
     or takes it out of a loop over tokens.
     """
-    weight, x = optimization_barrier((weight, x))
-    return _on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight), x
+    if isinstance(weight, FourBit):
+        weight, x = optimization_barrier((weight, x))
+        weight = _on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
+    return weight, x
 
 
 def _times(x, weight, contract, kernels: ModuleType):
     """The product of x and a weight over one axis of each."""
-    if isinstance(weight, FourBit):
-        if contract == (1, 1) and kernels.small_refusal(weight, x.dtype, x.shape[0]) is None:
-            weight, x = optimization_barrier((weight, x))
+    if isinstance(weight, FourBit) and contract == (1, 1):
+        if kernels.small_refusal(weight, x.dtype, x.shape[0]) is None:
             return _on_every_device(kernels.small_matmul, x, weight)
-        weight, x = decoded(weight, x, kernels)
+    weight, x = decoded(weight, x, kernels)
     return _product(x, weight, contract)
 
 

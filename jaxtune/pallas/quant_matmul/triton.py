@@ -16,6 +16,11 @@ from jaxtune.pallas.quant_matmul.formats import BLOCK, FourBit
 
 MAX_TOKENS = 16  # of small_matmul
 _VECTOR_TOKENS = 2  # up to so many the ordinary cores are faster than the tensor cores
+# Rows of W at a time, blocks of 64 of each, warps; as measured on an H200.
+_VECTOR_TILE = (4, 16, 4)
+_MATRIX_TILE, _TALL_MATRIX_TILE = (16, 8, 4), (64, 2, 4)
+_TALL = 8192  # rows of W from which on the second one is better
+_DEQUANTISE_BLOCKS, _DEQUANTISE_WARPS = 64, 4
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -43,12 +48,13 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     return None
 
 
-def _parts(weight: FourBit):
+def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
     """The arrays of a weight as the kernels take them, and whether its scales are quantised."""
-    nested = weight.nested_absmax is not None
-    unused = weight.absmax
-    scales = (weight.nested_absmax, weight.nested_map, weight.offset) if nested else (unused,) * 3
-    return (weight.codes, weight.absmax, *scales, jnp.asarray(weight.table)), int(nested)
+    scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
+    nested = len(scales) == 3
+    return [weight.codes, weight.absmax, *(scales if nested else [weight.absmax] * 3), jnp.asarray(weight.table)], int(
+        nested
+    )
 
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:
@@ -56,18 +62,17 @@ def dequantize(weight: FourBit, dtype=None) -> jax.Array:
     from jaxtune.pallas.quant_matmul import triton_kernels
 
     arrays, nested = _parts(weight)
-    blocks = 64
     (out,) = compat.triton_call(
         triton_kernels.dequantise_kernel,
         arrays,
         (jax.ShapeDtypeStruct((weight.size,), dtype or weight.dtype),),
-        (math.ceil(weight.size / (BLOCK * blocks)),),
-        warps=4,
+        (math.ceil(weight.size / (BLOCK * _DEQUANTISE_BLOCKS)),),
+        warps=_DEQUANTISE_WARPS,
         stages=1,
         contract=False,  # bitsandbytes rounds between the scale's product and sum
         SIZE=weight.size,
         NESTED=nested,
-        BLOCKS=blocks,
+        BLOCKS=_DEQUANTISE_BLOCKS,
     )
     return out.reshape(weight.shape)
 
@@ -83,35 +88,23 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """
     from jaxtune.pallas.quant_matmul import triton_kernels
 
-    (count, inner), outer = x.shape, weight.shape[0]
+    (tokens, inner), outer = x.shape, weight.shape[0]
     arrays, nested = _parts(weight)
-    result = (jax.ShapeDtypeStruct((count, outer), x.dtype),)
-    sizes = dict(INNER=inner, OUTER=outer, NESTED=nested)
-    if count <= _VECTOR_TOKENS:
-        rows, blocks = 8, 16
-        (out,) = compat.triton_call(
-            triton_kernels.vector_kernel,
-            (x, *arrays),
-            result,
-            (math.ceil(outer / rows), count),
-            warps=4,
-            stages=1,
-            ROWS=rows,
-            BLOCKS=blocks,
-            **sizes,
-        )
-    else:
-        rows, blocks = 32, 8
-        (out,) = compat.triton_call(
-            triton_kernels.matrix_kernel,
-            (x, *arrays),
-            result,
-            (math.ceil(outer / rows),),
-            warps=4,
-            stages=1,
-            COUNT=count,
-            ROWS=rows,
-            BLOCKS=blocks,
-            **sizes,
-        )
+    on_vectors = tokens <= _VECTOR_TOKENS
+    matrix_tile = _TALL_MATRIX_TILE if outer >= _TALL else _MATRIX_TILE
+    rows, blocks, warps = _VECTOR_TILE if on_vectors else matrix_tile
+    (out,) = compat.triton_call(
+        triton_kernels.vector_kernel if on_vectors else triton_kernels.matrix_kernel,
+        (x, *arrays),
+        (jax.ShapeDtypeStruct((tokens, outer), x.dtype),),
+        (math.ceil(outer / rows),),
+        warps=warps,
+        stages=1,
+        COUNT=tokens,
+        INNER=inner,
+        OUTER=outer,
+        NESTED=nested,
+        ROWS=rows,
+        BLOCKS=blocks,
+    )
     return out

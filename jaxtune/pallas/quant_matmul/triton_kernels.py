@@ -23,26 +23,34 @@ def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.conste
 
 
 @triton.jit
+def _looked_up(packed, table):
+    """(high, low): the table's entries for both nibbles of each byte, a flat array. The gather goes through shared
+    memory, where sixteen words never conflict; loads from the table in global memory take four times as long."""
+    entries = tl.load(table + tl.arange(0, 16))
+    packed = packed.to(tl.int32)
+    return tl.gather(entries, packed >> 4, 0), tl.gather(entries, packed & 15, 0)
+
+
+@triton.jit
 def dequantise_kernel(codes, absmax, nested_absmax, nested_map, offset, table, out,
                       SIZE: tl.constexpr, NESTED: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """BLOCKS blocks of a tensor of SIZE elements. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
-    blocks = tl.arange(0, BLOCKS)
+    blocks = first + tl.arange(0, BLOCKS)
     count: tl.constexpr = (SIZE + 63) // 64
-    stored = tl.load(absmax + first + blocks, mask=first + blocks < count, other=0)
-    scales = _decoded(stored, nested_absmax, nested_map, offset, first + blocks, count, NESTED)
-    places = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    stored = tl.load(absmax + blocks, mask=blocks < count, other=0)
+    scales = _decoded(stored, nested_absmax, nested_map, offset, blocks, count, NESTED)
+    places = tl.arange(0, BLOCKS * 32)
     if WHOLE:
-        packed = tl.load(codes + first * 32 + places).to(tl.int32)
+        packed = tl.load(codes + first * 32 + places)
     else:
-        packed = tl.load(codes + first * 32 + places, mask=2 * places < left, other=0).to(tl.int32)
-    high = tl.load(table + (packed >> 4)) * scales[:, None]
-    low = tl.load(table + (packed & 15)) * scales[:, None]
-    values = tl.reshape(tl.join(high, low), (BLOCKS, 64))
-    places = blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+        packed = tl.load(codes + first * 32 + places, mask=2 * places < left, other=0)
+    high, low = _looked_up(packed, table)
+    values = tl.reshape(tl.join(high, low), (BLOCKS, 64)) * scales[:, None]
     values = values.to(out.dtype.element_ty)
+    places = tl.arange(0, BLOCKS)[:, None] * 64 + tl.arange(0, 64)[None, :]
     if WHOLE:
         tl.store(out + first * 64 + places, values)
     else:
@@ -71,61 +79,56 @@ def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, 
 
 @triton.jit
 def vector_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, out,
-                  INNER: tl.constexpr, OUTER: tl.constexpr, NESTED: tl.constexpr,
+                  COUNT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, NESTED: tl.constexpr,
                   ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """out [M, OUTER] = x [M, INNER] W^T on the ordinary cores, ROWS rows of W for one row of x. Grid: (tiles, M)."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, ROWS rows of W. Grid: (tiles,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.program_id(1)
-    words = x.to(tl.pointer_type(tl.uint32)) + row * (INNER // 2)
+    words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
-    total = tl.zeros([ROWS, BLOCKS, 32], tl.float32)
+    totals = (tl.zeros([ROWS, BLOCKS, 32], tl.float32),) * COUNT
     next_packed, next_scales = _tile(codes, absmax, rows, 0, INNER, OUTER, BLOCKS)
     for first in range(0, per_row, BLOCKS):
-        packed, stored = next_packed.to(tl.int32), next_scales
+        packed, stored = next_packed, next_scales
         next_packed, next_scales = _tile(codes, absmax, rows, first + BLOCKS, INNER, OUTER, BLOCKS)
         blocks = first + tl.arange(0, BLOCKS)
-        places = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-        pair = tl.load(words + places, mask=(blocks < per_row)[:, None], other=0)
-        even, odd = _pair(pair, x.dtype.element_ty)
         numbers = rows.to(tl.int64)[:, None] * per_row + blocks[None, :]
-        scales = _decoded(stored, nested_absmax, nested_map, offset, numbers, OUTER * per_row, NESTED)
-        high = tl.load(table + (packed >> 4)) * even.to(tl.float32)[None, :, :]
-        low = tl.load(table + (packed & 15)) * odd.to(tl.float32)[None, :, :]
-        total += (high + low) * scales[:, :, None]
-    sums = tl.sum(tl.sum(total, 2), 1)
-    tl.store(out + row * OUTER + rows, sums.to(out.dtype.element_ty), mask=rows < OUTER)
+        scales = _decoded(stored, nested_absmax, nested_map, offset, numbers, OUTER * per_row, NESTED)[:, :, None]
+        high, low = _looked_up(tl.reshape(packed, (ROWS * BLOCKS * 32,)), table)
+        high = tl.reshape(high, (ROWS, BLOCKS, 32)) * scales
+        low = tl.reshape(low, (ROWS, BLOCKS, 32)) * scales
+        places = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+        sums = ()
+        for token in tl.static_range(COUNT):
+            pair = tl.load(words + token * (INNER // 2) + places, mask=(blocks < per_row)[:, None], other=0)
+            even, odd = _pair(pair, x.dtype.element_ty)
+            sums = sums + (totals[token] + high * even.to(tl.float32)[None] + low * odd.to(tl.float32)[None],)
+        totals = sums
+    for token in tl.static_range(COUNT):
+        values = tl.sum(tl.sum(totals[token], 2), 1)
+        tl.store(out + token * OUTER + rows, values.to(out.dtype.element_ty), mask=rows < OUTER)
 
 
 @triton.jit
-def matrix_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, out, COUNT: tl.constexpr,
-                  INNER: tl.constexpr, OUTER: tl.constexpr, NESTED: tl.constexpr,
+def matrix_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, out,
+                  COUNT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, NESTED: tl.constexpr,
                   ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16. Even and odd columns of W are
-    multiplied apart, as the bytes hold them. Grid: (tiles,)."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16. Grid: (tiles,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    members = tl.arange(0, 16)
-    words = x.to(tl.pointer_type(tl.uint32))
-    inside = (rows < OUTER)[:, None]
+    tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64
-    WIDTH: tl.constexpr = BLOCKS * 32
     DTYPE: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([ROWS, 16], tl.float32)
     next_packed, next_scales = _tile(codes, absmax, rows, 0, INNER, OUTER, BLOCKS)
     for first in range(0, per_row, BLOCKS):
-        packed, stored = next_packed.to(tl.int32), next_scales
+        packed, stored = next_packed, next_scales
         next_packed, next_scales = _tile(codes, absmax, rows, first + BLOCKS, INNER, OUTER, BLOCKS)
-        columns = first * 32 + tl.arange(0, WIDTH)
-        pair = tl.load(
-            words + members[None, :] * (INNER // 2) + columns[:, None],
-            mask=(members < COUNT)[None, :] & (columns < INNER // 2)[:, None],
-            other=0,
-        )
-        even, odd = _pair(pair, DTYPE)
+        columns = first * 64 + tl.arange(0, BLOCKS * 64)
+        mask = (tokens < COUNT)[None, :] & (columns < INNER)[:, None]
+        right = tl.load(x + tokens[None, :] * INNER + columns[:, None], mask=mask, other=0.0)
         numbers = rows.to(tl.int64)[:, None] * per_row + first + tl.arange(0, BLOCKS)[None, :]
         scales = _decoded(stored, nested_absmax, nested_map, offset, numbers, OUTER * per_row, NESTED)[:, :, None]
-        high = (tl.load(table + (packed >> 4)) * scales).to(DTYPE)
-        low = (tl.load(table + (packed & 15)) * scales).to(DTYPE)
-        total = tl.dot(tl.reshape(high, (ROWS, WIDTH)), even, total)
-        total = tl.dot(tl.reshape(low, (ROWS, WIDTH)), odd, total)
-    places = members[None, :] * OUTER + rows[:, None]
-    tl.store(out + places, total.to(DTYPE), mask=inside & (members < COUNT)[None, :])
+        high, low = _looked_up(tl.reshape(packed, (ROWS * BLOCKS * 32,)), table)
+        left = (tl.reshape(tl.join(high, low), (ROWS, BLOCKS, 64)) * scales).to(DTYPE)
+        total = tl.dot(tl.reshape(left, (ROWS, BLOCKS * 64)), right, total)
+    places = tokens[None, :] * OUTER + rows[:, None]
+    tl.store(out + places, total.to(DTYPE), mask=(rows < OUTER)[:, None] & (tokens < COUNT)[None, :])

@@ -48,13 +48,24 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int):
 
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index]; zero where index is past the end."""
+    """x[index]; zero where index is past the end.
+
+    16-bit rows are moved two numbers at a time: XLA's gather moves one element a thread (0.24 for 0.32 ms, H200).
+    """
+    if x.ndim == 2 and x.dtype.itemsize == 2 and x.shape[1] % 2 == 0:
+        pairs = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
+        rows = jax.lax.bitcast_convert_type(_gathered(pairs, index), x.dtype)
+        return rows.reshape(*index.shape, x.shape[1])
+    return _gathered(x, index)
+
+
+def _gathered(x, index):
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
     """[rows, H], slots [T, k] -> [T, H]: sum_j rows[slots[:, j]], in float32 from the first j to the last."""
-    first, *others = (rows_of(rows, column).astype(jnp.float32) for column in slots.T)
+    first, *others = (_gathered(rows, column).astype(jnp.float32) for column in slots.T)
     for other in others:
         first = first + other
     return first.astype(rows.dtype)

@@ -13,7 +13,7 @@ from tests.gpu.aot.target import H200
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1024, 8, 2
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("features", [{}, {"window": 100}, {"soft_cap": 30.0}], ids=["plain", "window", "soft_cap"])
 def test_kernels_compile_for_an_h200(dim, features):
     where = H200.sharding()

@@ -36,18 +36,24 @@ RESIDUALS = TOKENS * (3 * HIDDEN + (HEADS + 2 * KV_HEADS) * HEAD_DIM + 2 * INNER
 LOGITS = 2**27 * (4 + 2)
 
 
-def make_model(layers: int, four_bit: bool = False):
+def make_config(layers: int) -> DecoderConfig:
     rope = RopeConfig(
         5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
-    config = DecoderConfig(
+    return DecoderConfig(
         family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_heads=HEADS,
         num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, layers=(LayerSpec(),) * layers, max_position_embeddings=131_072,
         attention_scale=HEAD_DIM**-0.5, rotary=(rope,),
     )  # fmt: skip
 
+
+def make_full_model(layers: int):
+    return nnx.eval_shape(lambda: Decoder(make_config(layers), jax.random.key(0), "bfloat16"))
+
+
+def make_model(layers: int, four_bit: bool = False):
     def make():
-        model = Decoder(config, jax.random.key(0), "bfloat16")
+        model = Decoder(make_config(layers), jax.random.key(0), "bfloat16")
         return get_peft_model(quantize(model) if four_bit else model, r=16)
 
     return nnx.eval_shape(make)

@@ -5,14 +5,24 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
+from benchmarks.shapes import SHAPES as PUBLISHED
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.registry import config_from_hf
+from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.routing import route
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.step import StepProgram
 from tests.gpu.aot.target import H200
 
+GPT_OSS = PUBLISHED["gpt-oss-20b"]
 SHAPES = {"gpt-oss": (32, 65_536, 2880, 5760, True), "qwen3-30b-a3b": (128, 131_072, 768, 2048, False)}
 
 
@@ -50,3 +60,36 @@ def test_routing_stores_nothing_of_the_size_pairs_times_experts():
     with H200.lowering():
         memory = jax.jit(lambda choice: route(choice, 256)).lower(choice).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 50_000_000
+
+
+@pytest.mark.parametrize(("plan", "products"), [("keep", 4), ("recompute", 5)])
+def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
+    """The train step of a layer: gate_up and down forward, their dx; and gate_up again where it is not kept. What
+    the derivative of a segment computes again of its own output is dead code."""
+    layers, rows, length = 1, 8, 2048
+    config = config_from_hf({**GPT_OSS, "num_hidden_layers": layers})
+    residuals = ResidualPlan.uniform({"keep": KEEP, "recompute": RECOMPUTE}[plan], layers)
+
+    def make():
+        both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return get_peft_model(Decoder(config, jax.random.key(0), "bfloat16"), r=16, target_parameters=both)
+
+    graph, trainable, frozen = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    schedule = optax.constant_schedule(1e-4)
+    program = StepProgram(graph, optax.adamw(schedule), schedule, residuals, 16)
+    where = H200.sharding()
+
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    state = jax.eval_shape(lambda t: program.init(t, 0), trainable)
+    sums = jax.eval_shape(program.zero_sums, trainable)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = placed((sums, state, frozen, Batch.empty(rows, length), index))
+    with H200.lowering():
+        compiled = jax.jit(program.accumulate, donate_argnums=0).lower(*arguments).compile()
+    assert dispatch.record["grouped_matmul"] == ("mosaic", {})
+    assert dispatch.record["attention"][0] == "mosaic"
+    calls = compiled.as_text().count('custom_call_target="mosaic_gpu_v2"')
+    attention = 3 if plan == "keep" else 4  # forward, dq, dk with dv
+    assert calls == layers * (products + attention)

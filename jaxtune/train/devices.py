@@ -1,0 +1,89 @@
+"""What the planner takes a device to be able to do, and the memory that a run may use of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+
+from jaxtune.profile.device import data_sheet, known_ceilings, known_devices
+from jaxtune.train.config import TrainConfig
+
+# Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned
+# host memory 55 of 63 GB/s. Other devices are taken to reach the same shares until somebody measures them.
+_GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
+_SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
+CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
+FRAGMENTS = 0.02  # of the allocator's memory that cannot be used
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Rates in FLOP/s and bytes/s. memory_bytes: for arrays and programs, or None where nothing limits them.
+
+    link: of one direction to the host; 0 where offload is of no use (one memory for both). host_bytes: of its memory
+    that may be pinned. note: how the rates are known.
+    """
+
+    name: str
+    memory_bytes: float | None
+    gemm: float
+    copy: float
+    link: float
+    host_bytes: float
+    note: str
+
+
+_PINNED_SHARE = 0.7  # of the host's memory
+_ELSEWHERE_HOST_BYTES = 64e9  # of another machine's
+
+
+def _host_bytes() -> float:
+    """Memory of this machine, or of the container that this is."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path(file).read_text(encoding="ascii")))
+    return float(min(limits))
+
+
+def find_device(name: str, memory_bytes: float | None = None) -> Device:
+    """The device of this name: its rates as measured there (`jaxtune profile ceilings`), or from its data sheet.
+
+    Args:
+      memory_bytes: what the allocator of this machine's device may give out; None: a device elsewhere, with the memory
+        that its data sheet leaves after the context.
+    Raises:
+      ValueError: no such device, with the known ones.
+    """
+    if name == "cpu":  # for plans of tests and tiny runs: one memory, and rates that only rank
+        return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
+    sheet, known = data_sheet(name), known_ceilings(name)
+    if sheet is None and (known is None or memory_bytes is None):
+        raise ValueError(f"plan.device = {name!r}: not a device that is known; known: {', '.join(known_devices())}")
+    if known is not None and known.source == "measured":
+        rates = (known.gemm_bf16_tflops * 1e12 * _SUSTAINED, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
+        note = "rates measured on this machine"
+    else:
+        assert sheet is not None
+        rates = (
+            sheet.bf16_tflops * 1e12 * _GEMM_SHARE, sheet.copy_tbps * 1e12 * _COPY_SHARE,
+            sheet.link_gbps * 1e9 * _LINK_SHARE,
+        )  # fmt: skip
+        own = data_sheet("H200") is sheet
+        note = "measured" if own else "not measured: its data sheet, at the shares that an H200 reaches"
+    host = (_ELSEWHERE_HOST_BYTES if memory_bytes is None else _host_bytes()) * _PINNED_SHARE
+    if sheet is not None and memory_bytes is None:
+        memory_bytes = sheet.memory_gib * 2**30 - CONTEXT_BYTES
+    if sheet is not None and sheet.link_gbps == 0:
+        rates = (*rates[:2], 0.0)
+    return Device(name, memory_bytes, *rates, host, note)
+
+
+def budget(config: TrainConfig, device: Device) -> float | None:
+    """Bytes that a step's arrays and programs may take; None where nothing limits them."""
+    limits = [] if device.memory_bytes is None else [device.memory_bytes]
+    if config.memory.budget_gb is not None:
+        limits.append(config.memory.budget_gb * 1e9 - (0 if device.name == "cpu" else CONTEXT_BYTES))
+    return min(limits) * (1 - FRAGMENTS) if limits else None

@@ -1,0 +1,84 @@
+"""What full fine-tuning over bf16 weights, and QAT, take on an H200: of an 8B shape with a few layers."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from jaxtune.models.quant import prepare_qat
+from jaxtune.models.stack import KEEP, ResidualPlan
+from jaxtune.train.config import OptimConfig
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.loop import compiler_options
+from jaxtune.train.optim import make_optimizer
+from jaxtune.train.step import StepProgram
+from tests.gpu.aot.target import H200
+from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, LENGTH, ROWS, VOCAB, make_full_model, make_model
+
+
+def size(tree) -> int:
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+@functools.cache
+def where():
+    return H200.sharding()  # once: each call makes another device
+
+
+def placed(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where()), tree)
+
+
+def compiled(lowered):
+    return lowered.compile(compiler_options=compiler_options("gpu", deterministic=False)).memory_analysis()
+
+
+def program_of(model, layers: int, weights="fp32"):
+    """(program, abstract state, sums, frozen) of a step of one micro-batch with 8-bit AdamW."""
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    schedule = optax.constant_schedule(1e-5)
+    optimizer = make_optimizer(OptimConfig(name="adamw_8bit"), schedule)
+    program = StepProgram(graph, optimizer, schedule, ResidualPlan.uniform(KEEP, layers), 1, weights=weights)
+    state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
+    return program, state, placed(jax.eval_shape(program.zero_sums, state.trainable)), placed(frozen)
+
+
+@functools.cache
+def update_of(layers: int):
+    program, state, sums, _ = program_of(make_full_model(layers), layers, "bf16")
+    with H200.lowering():
+        lowered = jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums)
+    return compiled(lowered), size(state), size(sums), size(state.trainable)
+
+
+def test_bf16_state_is_six_bytes_a_parameter():
+    _, state, sums, weights = update_of(2)
+    parameters = sum(a.size for a in jax.tree.leaves(nnx.state(make_full_model(2), nnx.Param)))
+    assert weights == pytest.approx(2 * parameters, rel=1e-3) and sums == pytest.approx(weights, rel=1e-3)
+    assert state == pytest.approx((2 + 2 + 8 / 256) * parameters, rel=1e-3)
+
+
+def test_an_update_needs_room_for_a_tensor_not_for_the_model():
+    two, four = update_of(2)[0].temp_size_in_bytes, update_of(4)[0].temp_size_in_bytes
+    assert abs(four - two) < 1e8
+    assert two < 1.1 * 4 * VOCAB * HIDDEN  # the embedding in float32
+    assert update_of(4)[0].alias_size_in_bytes >= 0.99 * update_of(4)[0].argument_size_in_bytes
+
+
+def test_qat_leaves_no_rounded_weight_behind():
+    """Over NF4 with adapters: one group's rounded weights at a time, not those of the layers."""
+    layers = 2
+    found = []
+    for model in (make_model(layers, True), nnx.eval_shape(lambda: prepare_qat(make_model(layers, True)))):
+        program, state, sums, frozen = program_of(model, layers)
+        with H200.lowering():
+            batch, index = placed(Batch.empty(ROWS, LENGTH)), placed(jax.ShapeDtypeStruct((), jnp.int32))
+            lowered = jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, frozen, batch, index)
+        found.append(compiled(lowered).temp_size_in_bytes)
+    plain, qat = found
+    assert qat - plain < 3 * HIDDEN * INNER * 4  # bytes: less than one layer's MLP, merged in float32
