@@ -63,8 +63,8 @@ class Work:
 class Anatomy:
     """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
 
-    residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever the
-    tokens (empty rows of experts). work: {segment: Work}, likewise.
+    residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever
+    the tokens (empty rows of experts). work: {segment: Work}, likewise.
     fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
     live from forward to backward. head_bytes: of the head's gradient and its copy in the compute dtype, if it trains.
     expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
