@@ -37,6 +37,7 @@ class Segment:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    differentiable: bool = True
 
 
 SEGMENTS = (
@@ -48,7 +49,7 @@ SEGMENTS = (
 )
 MOE_SEGMENTS = (
     *SEGMENTS[:3],
-    Segment("route", ("mid",), ("choice",)),
+    Segment("route", ("mid",), ("choice",), differentiable=False),
     Segment("expand", ("mid", "choice"), ("gate_up",)),
     Segment("contract", ("gate_up", "choice", "mid"), ("layer_output",)),
 )
@@ -228,8 +229,9 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
     segments = segments_of(block, tile is not None)
     keys = _segment_keys(key, segments)
     again = [s for s in segments[:-1] if any(name not in env for name in s.outputs)]
+    back = [s for s in reversed(segments) if s.differentiable]
     work = [_work(segment, block, doutput) for segment in again]
-    work += [_work(segment, block, doutput, backward=True) for segment in reversed(segments)]
+    work += [_work(segment, block, doutput, backward=True) for segment in back]
     ferry = Ferry(coming, work, jax.memory.Space.Device)
     with jax.named_scope("layer"):
         with jax.named_scope("recompute"):
@@ -244,10 +246,8 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
             def accumulate(name, value):
                 grads[name] = grads[name] + value if name in grads else value
 
-            for stage, segment in enumerate(reversed(segments), len(again)):
+            for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
-                if not doutputs:
-                    continue  # a choice of experts has no derivative
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
                 inputs = ferry.depart(stage, inputs)

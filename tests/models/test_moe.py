@@ -275,7 +275,7 @@ def test_a_wrong_merge_of_one_expert_is_noticed(monkeypatch):
     from jaxtune.models import merge
 
     model = adapted_model(moe_model(1), r=2, target_parameters=BOTH)
-    right = merge._merged
+    right = merge.merged_weight
 
     def wrong(weight, lora):
         off = jnp.abs(weight).max() == biggest
@@ -283,7 +283,7 @@ def test_a_wrong_merge_of_one_expert_is_noticed(monkeypatch):
 
     weight = dict(experts(model))["model.layers.0.mlp.experts.down_proj"].stored_weight
     biggest = jnp.abs(weight[2]).max()
-    monkeypatch.setattr(merge, "_merged", wrong)
+    monkeypatch.setattr(merge, "merged_weight", wrong)
     merge._merge_experts.clear_cache()
     merge._merge_and_check.clear_cache()
     try:
