@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import RESULTS, honest  # noqa: E402
+from benchmarks.shapes import SHAPES  # noqa: E402
 
 README = ROOT / "README.md"
-KERNELS = ("kernels/attention", "kernels/triton_backends", "kernels/quant_matmul", "moe")
+KERNELS = ("kernels/attention", "kernels/quant_matmul", "moe")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -71,13 +72,15 @@ def step_table(records: list[dict]) -> list[str]:
     ]
     for r in records:
         what = f"LoRA r={r['adapter_rank']}" if r["adapter_rank"] else "full"
+        if SHAPES[r["shape"]].get("num_local_experts") or SHAPES[r["shape"]].get("num_experts"):
+            what += " on attention and experts"
         documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
         mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
         lines.append(
             f"| {r['shape']} {r.get('load_in') or 'bf16'} {what} | {r['rows']} x {r['length']:,} | {documents} "
-            f"| {r['attention']} | {r['residuals']} "
+            f"| {r['attention']} | {_residuals(r)} "
             f"| **{r['tokens_per_second']:,.0f}** | {mfu} | {r['peak_memory_gb']:.1f} "
-            f"| {r['compile_seconds_cold']:.1f} / {r['compile_seconds_cached']:.1f} |"
+            f"| {_seconds(r['compile_seconds_cold'])} / {_seconds(r['compile_seconds_cached'])} |"
         )
     commits = sorted({r["commit"][:7] for r in records})
     where = _versions(records[0]).rsplit(", commit", 1)[0]
@@ -129,12 +132,6 @@ def kernel_table(records: list[dict]) -> list[str]:
                 if entry["value"] is not None:
                     lower = "over that predicted" in entry["what"] or "share" in entry["what"]
                     rows.append(("attention", entry["what"], entry["value"], entry["floor"], entry["goal"], lower))
-        elif kind == "kernels/triton_backends":
-            dense = r["attention"]["dense, head dim 128"]["triton"]
-            name = "attention, Triton"
-            for key, what in (("forward", "forward"), ("both", "forward+backward")):
-                speed = dense[f"{key}_speed_of_flash2"]
-                rows.append((name, f"dense 8,192, {what}: speed over FlashAttention-2", speed, 0.8, 1.0, False))
         elif kind == "kernels/quant_matmul":
             bounds = {"1 tokens": (2.5, 3.3), "16 tokens": (2.0, 3.0), "4096 tokens, without LoRA": (0.88, 0.95)}
             bounds |= {"4096 tokens, with LoRA": (0.85, 0.95), "16384 tokens, without LoRA": (0.95, 0.98)}
