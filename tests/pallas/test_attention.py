@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import (
@@ -374,3 +375,30 @@ def test_shapes_that_do_not_fit(key_shape, value_shape, message):
 def test_segment_ids_of_another_shape():
     with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 5\), the tokens \(2, 6\)"):
         packed_layout((2, 6), jnp.zeros((2, 5), jnp.int32))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_over_a_mesh_give_what_one_device_gives(with_sinks):
+    rng = np.random.default_rng(7)
+    query, dout = (jnp.asarray(rng.standard_normal((4, 33, 4, 16)), jnp.float32) for _ in range(2))
+    key, value = (jnp.asarray(rng.standard_normal((4, 33, 2, 16)), jnp.float32) for _ in range(2))
+    sinks = jnp.asarray(rng.standard_normal(4), jnp.float32) if with_sinks else None
+    layout = packed_layout((4, 33), jnp.asarray(np.sort(rng.integers(0, 4, (4, 33)), axis=1)))
+
+    @jax.jit
+    def run(query, key, value, sinks, layout):
+        def loss(query, key, value, sinks):
+            return (attention(query, key, value, layout, scale=0.25, window=9, sinks=sinks) * dout).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3) if with_sinks else (0, 1, 2))(query, key, value, sinks)
+
+    alone = run(query, key, value, sinks, layout)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        shared = run(*jax.device_put((query, key, value), rows), sinks, jax.device_put(layout, rows))
+    assert len(shared) == 3 + with_sinks
+    for ours, theirs in zip(shared[:3], alone[:3], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    if with_sinks:
+        np.testing.assert_allclose(shared[3], alone[3], rtol=1e-5, atol=1e-6)

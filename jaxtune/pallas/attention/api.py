@@ -53,23 +53,25 @@ def _pick(query, key, value, layout, implementation, **options):
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
-def _over_mesh(function, arrays, layout, outputs):
-    """Runs function(*arrays, layout) on each device's rows: a kernel has no partitioning rule of its own.
+def _over_mesh(function, arrays, layout, sinks, outputs):
+    """Runs function(*arrays, layout, sinks=sinks) on each device's rows: a kernel has no partitioning rule of its own.
 
     The batch is divided over the mesh axis `data`, if the mesh in force has one. `outputs` says how many results
-    have the rows in front.
+    have the rows in front; what follows them, unless it is None, is a sum over rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes:
-        return function(*arrays, layout)
-    rows = P("data")
-    return jax.shard_map(
-        function,
-        in_specs=(*(rows for _ in arrays), jax.tree.map(lambda _: rows, layout)),
-        out_specs=(rows,) * outputs,
-        axis_names={"data"},
-        check_vma=False,
-    )(*arrays, layout)
+        return function(*arrays, layout, sinks=sinks)
+    rows, whole = P("data"), P()
+
+    def local(arrays, layout, sinks):
+        results = function(*arrays, layout, sinks=sinks)
+        return results[:outputs], [None if x is None else jax.lax.psum(x, "data") for x in results[outputs:]]
+
+    by_rows, sums = jax.shard_map(
+        local, in_specs=(rows, rows, whole), out_specs=(rows, whole), axis_names={"data"}, check_vma=False
+    )(arrays, layout, sinks)
+    return (*by_rows, *sums)
 
 
 def attention_forward(
@@ -92,8 +94,8 @@ def attention_forward(
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     chosen = _pick(query, key, value, layout, implementation, **options)
-    function = functools.partial(chosen.forward, scale=scale, **options)
-    return _over_mesh(function, (query, key, value), layout, 2)
+    function = functools.partial(chosen.forward, scale=scale, window=window, soft_cap=soft_cap)
+    return _over_mesh(function, (query, key, value), layout, sinks, 2)
 
 
 def attention_backward(
@@ -120,11 +122,8 @@ def attention_backward(
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     chosen = _pick(query, key, value, layout, implementation, **options)
-    function = functools.partial(chosen.backward, scale=scale, **options)
-    if sinks is not None:
-        return function(query, key, value, out, lse, dout, layout)
-    gradients = _over_mesh(lambda *a: function(*a)[:3], (query, key, value, out, lse, dout), layout, 3)
-    return (*gradients, None)
+    function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
+    return _over_mesh(function, (query, key, value, out, lse, dout), layout, sinks, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
