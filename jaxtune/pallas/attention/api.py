@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def _pick(query, key, value, layout, implementation, **options):
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
-def _over_mesh(function, arrays, layout, sinks, outputs):
+def _over_mesh(function, arrays, layout, sinks, outputs) -> tuple[Any, ...]:
     """Runs function(*arrays, layout, sinks=sinks) on each device's rows: a kernel has no partitioning rule of its own.
 
     The batch is divided over the mesh axis `data`, if the mesh in force has one. `outputs` says how many results
@@ -112,7 +113,7 @@ def attention_backward(
     soft_cap=None,
     sinks=None,
     implementation=None,
-):
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of attention from its saved output and log-sum-exp.
 
     Args: as in attention_forward; out and lse are its results, dout [B, T, heads, D] the gradient of out, which must be
@@ -123,7 +124,8 @@ def attention_backward(
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     chosen = _pick(query, key, value, layout, implementation, **options)
     function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
-    return _over_mesh(function, (query, key, value, out, lse, dout), layout, sinks, 3)
+    dquery, dkey, dvalue, dsinks = _over_mesh(function, (query, key, value, out, lse, dout), layout, sinks, 3)
+    return dquery, dkey, dvalue, dsinks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
