@@ -2,9 +2,8 @@
 
 Both directions, for tokens by the hundred, where a pass that writes the weight out is much of the time. Persistent: a
 program for each multiprocessor takes every n-th item, a tile of tokens times a tile of columns, in a part of the sum
-(`Tile.splits`). One or two warpgroups bring x and codes by TMA and decode a tile of the weight into shared memory; two
-others multiply. An adapter's product is a few more steps, of its own two operands; row scales and biases are applied
-to the sum. What is multiplied is weight.decode(dtype), to the bit.
+(`Tile.splits`). One warpgroup brings x and codes by TMA and decodes a tile of the weight into shared memory; two others
+multiply. An adapter's product is a few more steps, of its own two operands; a bias is added to the sum. What is multiplied is weight.decode(dtype), to the bit.
 """
 
 # Pallas' annotations know neither its own transforms nor barriers.
@@ -29,29 +28,30 @@ TILE_TOKENS = 128
 _WARPGROUPS = 2  # that multiply
 _OWN = TILE_TOKENS // _WARPGROUPS
 _STEP = BLOCK  # of the sum: 128 bytes, a row of the swizzle
-_UNITS = 128  # rows of 32 bytes of codes that a warpgroup decodes in a step: one a thread
+_UNITS = 128  # rows of 32 bytes of codes that are decoded together: one a thread
 _SMEM_BYTES = 227 * 1024
-_REGISTERS = {1: (104, 200), 2: (88, 168)}  # by decoding warpgroups: of a thread that decodes, that multiplies
+_DECODE_REGISTERS, _COMPUTE_REGISTERS = 104, 200
 _WEIGHT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_CODES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """decoders: warpgroups that decode, each 128 columns of the output. stages: steps that are on their way.
-    splits: programs that share a sum; their parts are added by XLA. band: tiles of tokens that go together."""
+    """parts: of 128 columns, of a tile of the output. stages: steps that are on their way. splits: programs that share a
+    sum; their parts are added by XLA. band: tiles of tokens that go together."""
 
-    decoders: int = 1
+    parts: int = 1
     stages: int = 4
     splits: int = 1
     band: int = 16
 
     @property
     def columns(self) -> int:
-        return _UNITS * self.decoders
+        return _UNITS * self.parts
 
 
 def _smem_bytes(tile: Tile, item_bytes: int) -> int:
-    codes = tile.decoders * _UNITS * 32
+    codes = tile.parts * _UNITS * 32
     stage = (TILE_TOKENS + tile.columns) * _STEP * 2 + codes
     return tile.stages * stage + TILE_TOKENS * tile.columns * item_bytes + 1024 + 4096  # map; barriers, alignment
 
@@ -61,7 +61,7 @@ def refusal(tile: Tile, weight: FourBit, contract: int) -> str | None:
     if weight.ndim != 2 or any(size % _UNITS for size in weight.shape):
         return f"weight {weight.shape}; wants multiples of {_UNITS}"
     columns, inner = weight.shape[1 - contract], weight.shape[contract]
-    if tile.decoders not in _REGISTERS or columns % tile.columns or inner % (_STEP * tile.splits):
+    if tile.parts not in (1, 2) or columns % tile.columns or inner % (_STEP * tile.splits):
         return f"{tile} does not divide {columns} columns or {inner} terms"
     needs = _smem_bytes(tile, 2 if tile.splits == 1 else 4)
     if needs > _SMEM_BYTES:
@@ -69,31 +69,30 @@ def refusal(tile: Tile, weight: FourBit, contract: int) -> str | None:
     return None
 
 
-def tiles(weight: FourBit, contract: int) -> list[Tile]:
-    """Tiles to measure."""
-    candidates = [Tile(1, 4), Tile(1, 3), Tile(2, 2), Tile(1, 3, 2), Tile(1, 3, 4)]
-    return [tile for tile in candidates if refusal(tile, weight, contract) is None]
+def tiles(weight: FourBit, contract: int, tokens: int, programs: int = 132) -> list[Tile]:
+    """Tiles to measure, the one whose busiest multiprocessor has the least to do first."""
+
+    def work(tile: Tile) -> float:
+        items = -(-tokens // TILE_TOKENS) * weight.shape[1 - contract] // tile.columns * tile.splits
+        return -(-items // programs) * tile.parts / tile.splits
+
+    candidates = [Tile(2, 2), Tile(1, 4), Tile(1, 3, 2), Tile(1, 3, 4)]
+    return sorted((tile for tile in candidates if refusal(tile, weight, contract) is None), key=work)
 
 
-def _codes_shape(contract: int) -> tuple[int, int]:
-    """Of what a warpgroup decodes in a step: rows of the weight, bytes."""
-    return (_UNITS, 32) if contract == 1 else (_STEP, _UNITS * 32 // _STEP)
-
-
-def _codes_transforms(contract: int):
-    wide = _codes_shape(contract)[1]
-    return (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(wide))
+def _rows(contract: int) -> int:
+    """Of the weight, in 128 units; blocks of 64 are the rest of them."""
+    return _UNITS if contract == 1 else _STEP
 
 
 def _kernel(
     x_ref, codes_ref, absmax_ref, *refs, tile: Tile, contract: int, programs: int, table: np.ndarray, nested: bool,
-    with_extra: bool, with_scale: bool, with_bias: bool, interpreted: bool,
+    with_extra: bool, with_bias: bool, interpreted: bool,
 ):  # fmt: skip
-    """refs: map, nested absmax, offset; u and its side; row scale; bias, as they exist; the output [splits, T, N]."""
+    """refs: map, nested absmax, offset; u and its side; bias, as they exist; the output [splits, T, N]."""
     refs = list(refs)
     map_ref, nested_ref, offset_ref = [refs.pop(0) for _ in range(3)] if nested else (None,) * 3
     u_ref, side_ref = [refs.pop(0) for _ in range(2)] if with_extra else (None,) * 2
-    scale_ref = refs.pop(0) if with_scale else None
     bias_ref = refs.pop(0) if with_bias else None
     out_ref, x_smem, w_smem, codes_smem, out_smem, map_smem, full, free, codes_full = refs
     stages, columns = tile.stages, tile.columns
@@ -124,33 +123,33 @@ def _kernel(
 
     def decode():
         if not interpreted:
-            plgpu.set_max_registers(_REGISTERS[tile.decoders][0], action="decrease")
-        decoder = wg - _WARPGROUPS
+            plgpu.set_max_registers(_DECODE_REGISTERS, action="decrease")
+        rows = _rows(contract)
         total = mine * main_steps
 
-        def units(number):
-            """(first row, first block) that this warpgroup decodes in a step of all of this program's."""
+        def units(number, part):
+            """(first row, first block) of a part of a step of all of this program's."""
             index = lax.div(number, jnp.int32(main_steps))
             split, _, column = place(index)
             along = split * main_steps + number - index * main_steps
-            across = column * columns + decoder * _UNITS
+            across = column * columns + part * _UNITS
             if contract == 1:
                 return across, along
             return along * _STEP, lax.div(across, jnp.int32(BLOCK))
 
         def bring_codes(number):
-            row, block = units(number)
-            rows, wide = _codes_shape(contract)
             slot = slot_of(number)
-            plgpu.copy_gmem_to_smem(
-                codes_ref.at[pl.ds(row, rows), pl.ds(block * (BLOCK // 2), wide)],
-                codes_smem.at[decoder, slot],
-                codes_full.at[decoder * stages + slot],
-            )
+            for part in range(tile.parts):
+                row, block = units(number, part)
+                for index in range(_UNITS // rows):
+                    plgpu.copy_gmem_to_smem(
+                        codes_ref.at[pl.ds(row, rows), pl.ds((block + index) * (BLOCK // 2), BLOCK // 2)],
+                        codes_smem.at[slot, part, pl.ds(index * rows, rows)],
+                        codes_full.at[slot],
+                    )
 
-        def load_absmax(number):
-            row, block = units(jnp.minimum(number, total - 1))
-            rows = _codes_shape(contract)[0]
+        def load_absmax(number, part):
+            row, block = units(jnp.minimum(number, total - 1), part)
             if not interpreted:
                 return lanes.unit_absmax(absmax_ref, nested_ref, row, block, rows)
             unit = jnp.arange(_UNITS)
@@ -158,24 +157,25 @@ def _kernel(
             values = absmax_ref[...][row, block]
             return values, nested_ref[...][(row * absmax_ref.shape[1] + block) // NESTED_BLOCK] if nested else None
 
-        def decode_step(number, slot, share):
-            rows, wide = _codes_shape(contract)
-            codes = codes_smem.at[decoder, slot_of(number)]
+        def all_absmax(number):
+            return tuple(load_absmax(number, part) for part in range(tile.parts))
+
+        def decode_part(number, slot, part, share):
+            codes = codes_smem.at[slot_of(number), part]
             if not interpreted:
-                found = [map_smem.at[decoder], offset_ref] if nested else []
-                transforms = (_codes_transforms(contract), _WEIGHT)
-                dtype = x_ref.dtype
-                lanes.decode_units(codes, share, found, w_smem.at[slot], decoder, table, transforms, dtype)
+                found = [map_smem, offset_ref] if nested else []
+                transforms = (_CODES, _WEIGHT)
+                lanes.decode_units(codes, share, found, w_smem.at[slot], part, rows, table, transforms, x_ref.dtype)
                 return
             values, factors = share
             if nested:
                 values = map_ref[...][values] * factors + offset_ref[0]
             bytes_ = codes[...]
-            nibbles = jnp.stack([bytes_ >> 4, bytes_ & 15], -1).reshape(rows, -1)
+            nibbles = jnp.stack([bytes_ >> 4, bytes_ & 15], -1).reshape(_UNITS, BLOCK)
             entries = sum(jnp.where(nibbles == i, float(value), 0.0) for i, value in enumerate(table))
-            scales = jnp.repeat(values.reshape(-1, rows).T, BLOCK, axis=1)
-            decoded = (entries * scales).astype(x_ref.dtype)
-            here = pl.ds(decoder * _UNITS, _UNITS)
+            decoded = (entries * values[:, None]).astype(x_ref.dtype)
+            decoded = decoded.reshape(-1, rows, BLOCK).transpose(1, 0, 2).reshape(rows, -1)
+            here = pl.ds(part * _UNITS, _UNITS)
             if contract == 1:
                 w_smem[slot, here, :] = decoded
             else:
@@ -183,9 +183,9 @@ def _kernel(
 
         for number in range(stages):
             pl.when(number < total)(functools.partial(bring_codes, jnp.int32(number)))
-        share = load_absmax(jnp.int32(0))
+        share = all_absmax(jnp.int32(0))
         if nested and not interpreted:
-            lanes.fill_table(map_ref, map_smem.at[decoder])
+            lanes.fill_table(map_ref, map_smem)
             lanes.warpgroup_barrier()
 
         def wait_free(at):
@@ -193,21 +193,18 @@ def _kernel(
 
         def item(index, carry):
             split, row_tile, column_tile = place(index)
-            rows = pl.ds(row_tile * TILE_TOKENS, TILE_TOKENS)
+            tokens = pl.ds(row_tile * TILE_TOKENS, TILE_TOKENS)
 
             def step(number, carry):
                 at, share = carry
                 slot, flat = slot_of(at), index * main_steps + number
                 wait_free(at)
-
-                @pl.when(decoder == 0)
-                def _():
-                    along = pl.ds((split * main_steps + number) * _STEP, _STEP)
-                    plgpu.copy_gmem_to_smem(x_ref.at[rows, along], x_smem.at[slot], full.at[slot])
-
-                coming = load_absmax(flat + 1)
-                plgpu.barrier_wait(codes_full.at[decoder * stages + slot_of(flat)])
-                decode_step(flat, slot, share)
+                along = pl.ds((split * main_steps + number) * _STEP, _STEP)
+                plgpu.copy_gmem_to_smem(x_ref.at[tokens, along], x_smem.at[slot], full.at[slot])
+                coming = all_absmax(flat + 1)
+                plgpu.barrier_wait(codes_full.at[slot_of(flat)])
+                for part in range(tile.parts):
+                    decode_part(flat, slot, part, share[part])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[slot])
                 pl.when(flat + stages < total)(lambda: bring_codes(flat + stages))
@@ -216,18 +213,10 @@ def _kernel(
             def extra_step(number, at):
                 slot = slot_of(at)
                 wait_free(at)
-
-                def bring():
-                    along = pl.ds(number * _STEP, _STEP)
-                    plgpu.copy_gmem_to_smem(u_ref.at[rows, along], x_smem.at[slot], full.at[slot])
-                    here = pl.ds(column_tile * columns, columns)
-                    side = side_ref.at[here, along] if contract == 1 else side_ref.at[along, here]
-                    plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
-
-                if tile.decoders == 1:
-                    bring()
-                else:
-                    lax.cond(decoder == 0, bring, lambda: plgpu.barrier_arrive(full.at[slot]))
+                along, here = pl.ds(number * _STEP, _STEP), pl.ds(column_tile * columns, columns)
+                plgpu.copy_gmem_to_smem(u_ref.at[tokens, along], x_smem.at[slot], full.at[slot])
+                side = side_ref.at[here, along] if contract == 1 else side_ref.at[along, here]
+                plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
                 return at + 1
 
             at, share = lax.fori_loop(0, main_steps, step, carry)
@@ -242,7 +231,7 @@ def _kernel(
 
     def compute():
         if not interpreted:
-            plgpu.set_max_registers(_REGISTERS[tile.decoders][1], action="increase")
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
         def release(at):
             plgpu.barrier_arrive(free.at[slot_of(at)])
@@ -271,10 +260,9 @@ def _kernel(
             at = at + steps
             release(at - 1)
             here = pl.ds(column_tile * columns, columns)
-            for ref, apply in ((scale_ref, jnp.multiply), (bias_ref, jnp.add)):
-                if ref is not None:
-                    values = plgpu.load(ref.at[here], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                    total = apply(total, lax.broadcast_in_dim(values, total.shape, [1]))
+            if with_bias:
+                bias = plgpu.load(bias_ref.at[here], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                total = total + lax.broadcast_in_dim(bias, total.shape, [1])
             rows = pl.ds(row_tile * TILE_TOKENS + wg * _OWN, _OWN)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item has left
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
@@ -290,7 +278,7 @@ def _kernel(
 
 def product(
     x: jax.Array, weight: FourBit, contract: int, tile: Tile, kernel, interpret, *, absmax, nested=(), extra=None,
-    row_scale=None, bias=None,
+    bias=None,
 ) -> jax.Array:  # fmt: skip
     """x [T, K] times the decoded weight, over its side `contract` (1: x weight^T, 0: x weight): [T, N] in x's dtype.
 
@@ -298,13 +286,11 @@ def product(
       absmax: uint8 or float32 of the weight's blocks; nested: map, nested absmax and offset float32[1] of a quantised
         one. kernel, interpret: as mosaic._kernel takes them.
       extra: (u [T, r], side [N, r] or [r, N] as the weight lies), whose product is added.
-      row_scale, bias: float32[N]; the sum is multiplied by the one, then the other is added. Not with splits.
+      bias: float[N], added in float32.
     """
     from jaxtune.pallas.dispatch import multiprocessors
 
     tokens, columns = x.shape[0], weight.shape[1 - contract]
-    if tile.splits > 1 and (row_scale is not None or bias is not None):
-        raise ValueError("fused product: a sum in parts has no epilogue")
     short = -tokens % TILE_TOKENS
     operands = [jnp.pad(x, ((0, short), (0, 0))) if short else x]
     operands += [weight.codes.reshape(weight.shape[0], -1), absmax.reshape(weight.shape[0], -1), *nested]
@@ -314,35 +300,40 @@ def product(
         widths = [(0, 0)] * 2
         widths[contract] = (0, rank)
         operands += [jnp.pad(u.astype(x.dtype), ((0, short), (0, rank))), jnp.pad(side.astype(x.dtype), widths)]
-    operands += [each for each in (row_scale, bias) if each is not None]
-    out_dtype = jnp.dtype(x.dtype if tile.splits == 1 else jnp.float32)
-    programs = 3 if interpret is not None else multiprocessors()
+    in_parts = tile.splits > 1
+    if bias is not None and not in_parts:
+        operands.append(bias.astype(jnp.float32))
+    out_dtype = jnp.dtype(jnp.float32 if in_parts else x.dtype)
+    items = (tokens + short) // TILE_TOKENS * (columns // tile.columns) * tile.splits
+    programs = min(3 if interpret is not None else multiprocessors(), items)
     stages = tile.stages
     out_transforms = (plgpu.TilingTransform((8, 128 // out_dtype.itemsize)), plgpu.SwizzleTransform(128))
     weight_tile = (tile.columns, _STEP) if contract == 1 else (_STEP, tile.columns)
     out = kernel(
         functools.partial(
             _kernel, tile=tile, contract=contract, programs=programs, table=weight.table, nested=bool(nested),
-            with_extra=extra is not None, with_scale=row_scale is not None, with_bias=bias is not None,
+            with_extra=extra is not None, with_bias=bias is not None and not in_parts,
         ),
         interpret,
         out_type=jax.ShapeDtypeStruct((tile.splits, tokens + short, columns), out_dtype),
         grid=(programs,),
         grid_names=("sm",),
-        num_threads=_WARPGROUPS + tile.decoders,
+        num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
             plgpu.SMEM((stages, TILE_TOKENS, _STEP), x.dtype, transforms=_WEIGHT),
             plgpu.SMEM((stages, *weight_tile), x.dtype, transforms=_WEIGHT),
-            plgpu.SMEM(
-                (tile.decoders, stages, *_codes_shape(contract)), jnp.uint8, transforms=_codes_transforms(contract)
-            ),
+            plgpu.SMEM((stages, tile.parts, _UNITS, BLOCK // 2), jnp.uint8, transforms=_CODES),
             plgpu.SMEM((_WARPGROUPS, _OWN, tile.columns), out_dtype, transforms=out_transforms),
-            plgpu.SMEM((tile.decoders, 256), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + tile.decoders, num_barriers=stages),
+            plgpu.SMEM((256,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=tile.decoders * stages),
+            plgpu.Barrier(num_arrivals=tile.parts * _UNITS // _rows(contract), num_barriers=stages),
         ],
     )(*operands)  # fmt: skip
-    out = out[0] if tile.splits == 1 else out.sum(0).astype(x.dtype)
+    if in_parts:
+        out = out.sum(0) + (0 if bias is None else bias.astype(jnp.float32))
+        out = out.astype(x.dtype)
+    else:
+        out = out[0]
     return out[:tokens] if short else out

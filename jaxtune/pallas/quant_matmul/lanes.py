@@ -722,11 +722,12 @@ def unit_absmax(absmax_ref, nested_ref, first_row, first_block, rows: int):
     return found if nested_ref is not None else (*found, None)
 
 
-def decode_units(codes_smem, share, nested_refs, w_smem, decoder, table: np.ndarray, transforms, dtype):
+def decode_units(codes_smem, share, nested_refs, w_smem, part, rows: int, table: np.ndarray, transforms, dtype):
     """Writes what a warpgroup decodes of a step to w_smem: bit for bit the table's entries times absmax.
 
-    codes_smem: uint8[rows, 32 x blocks], 128 units; share: of `unit_absmax`; nested_refs: map and offset, or none.
-    w_smem: `dtype`[all rows, 64] or [rows, all columns]; number `decoder` of several warpgroups has its part of them.
+    codes_smem: uint8[128, 32], a unit a row; share: of `unit_absmax`, of as many rows; nested_refs: map and offset, or
+    none.
+    w_smem: `dtype`[all rows, 64] or [rows, all columns]; of which these units are number `part`.
     transforms: of codes_smem and w_smem: tiled and swizzled.
 
     A thread has a unit, of which all elements are one of 16 values: it makes those, and keeps their upper and their
@@ -736,15 +737,14 @@ def decode_units(codes_smem, share, nested_refs, w_smem, decoder, table: np.ndar
     arrays = [part for part in share if part is not None]
     layout = plgpu.Layout.WG_STRIDED((128,), 1)
     refs = [codes_smem, w_smem, *nested_refs]
-    rows = codes_smem.shape[0]
 
     @plgpu.inline_mgpu(
         arg_types=(
-            SCALAR, *(layout for _ in arrays), *(plgpu.RefType(each) for each in transforms),
+            *(layout for _ in arrays), *(plgpu.RefType(each) for each in transforms),
             *(plgpu.RefType() for _ in nested_refs),
         ),
     )  # fmt: skip
-    def decode(_, decoder, *operands):
+    def decode(_, *operands):
         f32, i32, i8 = ir.F32Type.get(), _i32(), ir.IntegerType.get_signless(8)
         four = ir.VectorType.get((4,), i32)
         given, (codes_smem, w_smem, *nested_refs) = operands[: len(arrays)], operands[len(arrays) :]
@@ -755,13 +755,9 @@ def decode_units(codes_smem, share, nested_refs, w_smem, decoder, table: np.ndar
             entry = _load(map_ref, arith.extui(i32, scale), f32)
             scale = arith.addf(_product(entry, values[1]), _load(offset_ref, _const(0), f32))
 
-        row = arith.andi(_thread(), _const(rows - 1))
-        block = _shift_right(_thread(), rows.bit_length() - 1)
-        blocks = 128 // rows
-        at = _add(_mul(row, 32 * blocks), _mul(block, 32))
         words = []
         for chunk in range(2):
-            place = _swizzled(_add(at, _const(16 * chunk)), 32 * blocks)
+            place = _swizzled(_add(_mul(_thread(), 32), _const(16 * chunk)), 32)
             words += _words(llvm.load(four, _address(codes_smem, place, i8)), 4)
 
         def permuted(a, b, selector):
@@ -773,12 +769,14 @@ def decode_units(codes_smem, share, nested_refs, w_smem, decoder, table: np.ndar
             [permuted(pairs[i], pairs[i + 1], _const(which)) for i in range(0, 8, 2)] for which in (0x6420, 0x7531)
         ]  # the lower ones, the upper ones: of four entries each
         # w_smem is tiled by 8 rows and 64 columns.
+        row = arith.andi(_thread(), _const(rows - 1))
+        block, blocks = _shift_right(_thread(), rows.bit_length() - 1), 128 // rows
         tile, inner = _shift_right(row, 3), arith.andi(row, _const(7))
         if blocks == 1:
-            tile = _add(tile, _mul(_scalar(decoder), rows // 8))
+            tile = _add(tile, _const(part * (rows // 8)))
         else:
             wide = ir.MemRefType(w_smem.type).shape[1]
-            tile = _add(_mul(tile, wide), _mul(_scalar(decoder), blocks), block)
+            tile = _add(_mul(tile, wide), _const(part * blocks), block)
         target = _add(_mul(tile, 1024), _mul(inner, 128))
         for number, word in enumerate(words):
             below = arith.andi(word, _const(0x77777777))
@@ -794,7 +792,7 @@ def decode_units(codes_smem, share, nested_refs, w_smem, decoder, table: np.ndar
             place = _swizzled(_add(target, _const(16 * number)), 128)
             llvm.store(_vector(found), _address(w_smem, place, i8))
 
-    decode(decoder, *arrays, *refs)
+    decode(*arrays, *refs)
 
 
 # ---- eight bits a value (adam8.py)
