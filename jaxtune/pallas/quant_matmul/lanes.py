@@ -843,6 +843,18 @@ def _elementwise(arrays, refs, layout, dtype, function):
     return apply(*arrays, *refs)
 
 
+def with_layout(array, shape, layout, result_layout):
+    """The array in another shape and layout, in which every lane has the same elements in the same order."""
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, array.dtype, result_layout))
+    def relabel(_, array):
+        result = result_layout.to_mgpu()
+        registers = array.registers.reshape(result.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=result, _is_signed=None)
+
+    return relabel(array)
+
+
 def looked_up(codes, table_smem, layout):
     """float32 table_smem[codes]; codes: uint8."""
 
