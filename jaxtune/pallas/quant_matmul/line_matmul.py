@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ _SPAN = 4  # lines whose scales are decoded together
 _WARPS = 4
 _TRANSFORMS = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 _SMEM_BYTES = 227 * 1024  # of a program, at most
+CANDIDATES = 8  # that `tiles` offers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +69,21 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Tiles to measure for a weight [rows, columns], the one that leaves the fewest multiprocessors idle first."""
+    """Tiles to measure for a weight [rows, columns]: those that leave the fewest multiprocessors idle."""
 
-    def rounds(tile: Tile) -> float:
-        """Of the busiest multiprocessor, in rows of the weight, and what a split costs: another kernel."""
-        count = -(-rows // tile.rows) * tile.splits
-        lines = -(-columns // LINE // (tile.splits * tile.warpgroups)) * tile.warpgroups
-        return -(-count // programs) * tile.rows * lines * LINE / columns
+    def work(tile: Tile) -> float:
+        """Rows of the weight that the busiest multiprocessor has; warpgroups wait for the one with the most lines."""
+        rounds = -(-(-(-rows // tile.rows) * tile.splits) // programs)
+        lines = columns // LINE / (tile.splits * tile.warpgroups)
+        return rounds * tile.rows / tile.splits * -(-lines // 1) / lines
 
     found = []
-    for splits in (1, 2, 3, 4) if tokens > 4 else (1,):
-        for groups in range(1, 9):
-            for warpgroups in (4, 2):
-                for stages in (8, 6, 4, 3, 2):
-                    tile = Tile(groups, warpgroups, stages, splits)
-                    if refusal(tile, rows, columns, tokens) is None:
-                        found.append(tile)
-                        break
-    return sorted(found, key=lambda tile: (rounds(tile), -tile.groups, tile.splits, -tile.warpgroups))
+    for splits, groups, warpgroups in itertools.product((1, 2, 3, 4) if tokens > 4 else (1,), range(1, 9), (4, 2)):
+        fitting = (Tile(groups, warpgroups, stages, splits) for stages in (8, 6, 4, 3, 2))
+        found += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
+    found = sorted(filter(None, found), key=lambda tile: (work(tile), -tile.groups))
+    whole = [tile for tile in found if tile.splits == 1][:2]  # a sum in parts is another kernel
+    return [*whole, *(tile for tile in found if tile not in whole)][:CANDIDATES]
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):

@@ -3,7 +3,7 @@
 `dequantize` is bound by memory: it reads half a byte and writes two for an element, before the vendor's GEMM.
 `small_matmul` (1 to 16 tokens, decoding) reads the codes only, and multiplies on the tensor cores as they come.
 
-Where a measurement of the GPU says so (pallas/tuning.py, tune.py), `small_matmul` is that of line_matmul.py, and a
+Where a measurement of the GPU says so (pallas/tuning.py), `small_matmul` is that of line_matmul.py, and a
 product of many tokens that of fused_matmul.py.
 """
 

@@ -143,7 +143,9 @@ def _products_fwd(x, source, weights, loras, biases, static):
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (_scaled(part, scale), b)
-    outputs = tuple(_times(x, weight, (1, 1), kernels, *rest) for weight, *rest in zip(weights, more, biases, strict=True))
+    outputs = tuple(
+        _times(x, weight, (1, 1), kernels, *rest) for weight, *rest in zip(weights, more, biases, strict=True)
+    )
     return outputs, (x, source, weights, loras, biases, inner)
 
 
