@@ -327,7 +327,8 @@ def main() -> int:
     scale = options.scale
     shapes = [(rows // scale, columns // scale) for rows, columns in WEIGHTS]
     copy = copy_gb_per_s(2**29 // scale**2)
-    record = {"benchmark": "kernels/quant_matmul", **environment(), "copy_gb_per_s": copy, "products": [], "summary": {}}
+    record = {"benchmark": "kernels/quant_matmul", **environment(), "copy_gb_per_s": copy}
+    record |= {"products": [], "summary": {}}
     print(f"copy {copy:.0f} GB/s", flush=True)
 
     def keep(name: str, rows: list[dict]) -> None:

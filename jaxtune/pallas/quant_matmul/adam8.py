@@ -1,7 +1,8 @@
 """Adam's update over 8-bit moments as one Pallas Mosaic GPU kernel for Hopper: every byte is read and written once.
 
 A warp holds a block of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
-moments twice: once for the absmax, and again to encode them. Moments are updated in place: a donated state is not copied.
+moments twice: once for the absmax, and again to encode them. Moments are updated in place: a donated state is not
+copied.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.

@@ -3,7 +3,8 @@
 Both directions, for tokens by the hundred, where a pass that writes the weight out is much of the time. Persistent: a
 program for each multiprocessor takes every n-th item, a tile of tokens times a tile of columns, in a part of the sum
 (`Tile.splits`). One warpgroup brings x and codes by TMA and decodes a tile of the weight into shared memory; two others
-multiply. An adapter's product is a few more steps, of its own two operands; a bias is added to the sum. What is multiplied is weight.decode(dtype), to the bit.
+multiply. An adapter's product is a few more steps, of its own two operands; a bias is added to the sum. What is
+multiplied is weight.decode(dtype), to the bit.
 """
 
 # Pallas' annotations know neither its own transforms nor barriers.
@@ -37,8 +38,8 @@ _CODES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(32))
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """parts: of 128 columns, of a tile of the output. stages: steps that are on their way. splits: programs that share a
-    sum; their parts are added by XLA. band: tiles of tokens that go together."""
+    """parts: of 128 columns, of a tile of the output. stages: steps that are on their way. splits: programs that share
+    a sum; their parts are added by XLA. band: tiles of tokens that go together."""
 
     parts: int = 1
     stages: int = 4

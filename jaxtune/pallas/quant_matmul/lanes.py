@@ -426,9 +426,9 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
         thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
-        four = ir.VectorType.get((4,), _i32())
-        for step in range(256 * 8 // (128 * warpgroups)):
-            place = _add(thread, _const(step * 128 * warpgroups))
+        for start in range(0, 256 * 8, 128 * warpgroups):
+            # With three warpgroups the last rows are written twice.
+            place = arith.minui(_add(thread, _const(start)), _const(256 * 8 - 1))
             row = _shift_right(place, 3)
             at = _add(_mul(row, 64), _mul(arith.andi(place, _const(7)), 4), _const(first))
             llvm.store(_vector([_load(source_ref, row, _i32())] * 4), _address(table_smem, at, _i32()))
@@ -726,8 +726,7 @@ def decode_units(codes_smem, share, nested_refs, w_smem, part, rows: int, table:
     """Writes what a warpgroup decodes of a step to w_smem: bit for bit the table's entries times absmax.
 
     codes_smem: uint8[128, 32], a unit a row; share: of `unit_absmax`, of as many rows; nested_refs: map and offset, or
-    none.
-    w_smem: `dtype`[all rows, 64] or [rows, all columns]; of which these units are number `part`.
+    none. w_smem: `dtype`[all rows, 64] or [rows, all columns], of which these units are number `part`.
     transforms: of codes_smem and w_smem: tiled and swizzled.
 
     A thread has a unit, of which all elements are one of 16 values: it makes those, and keeps their upper and their

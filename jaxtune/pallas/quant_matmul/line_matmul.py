@@ -1,9 +1,10 @@
-"""The product of a few tokens by a weight in four bits, by whole lines of memory: a Pallas Mosaic GPU kernel for Hopper.
+"""The product of a few tokens by a weight in four bits, by whole lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A program has up to 128 rows of the weight and a part of the columns, which its warpgroups divide among themselves. Each
-has lines of codes (128 bytes of each row) and the tokens' elements that go with them brought by TMA, several ahead; of
-a line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on its way takes shared memory, not
-registers; x is read once for all rows of a program, not for every 16; a code byte becomes an address by one instruction.
+A program has up to 128 rows of the weight and a part of the columns, which its warpgroups divide among themselves. To
+each, TMA brings lines of codes (128 bytes of each row) and the tokens' elements that go with them, several ahead; of a
+line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on its way takes shared memory, not
+registers; x is read once for all rows of a program, not for every 16; a code byte becomes an address by one
+instruction.
 
 Sums are added in one order: warps within a program, then the parts of the columns.
 """
@@ -219,8 +220,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
       nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
       pairs: x's dtype [256, 2], the elements of each byte. kernel, interpret: as mosaic._kernel takes them.
     """
-    tokens, columns = x.shape
-    rows, splits = codes.shape[0], tile.splits
+    tokens, rows, splits = x.shape[0], codes.shape[0], tile.splits
     ring = (tile.warpgroups, tile.stages)
     lines = (
         plgpu.SMEM((*ring, tile.rows, LINE // 2), jnp.uint8, transforms=_TRANSFORMS),
