@@ -1,24 +1,32 @@
 """NF4 weights against bf16 weights of the same shape, in one run on one GPU.
 
-    python benchmarks/kernels/quant_matmul.py --output FILE.json
+    python benchmarks/kernels/quant_matmul.py --output FILE.json [--parts bandwidth,many,few,fused] [--table FILE.json]
 
 Both sides are jaxtune's quant_matmul: over an array it is the vendor's GEMM, with the same LoRA (rank 16) through XLA.
 "ratio" is bf16 time over NF4 time. Many tokens: forward and backward to x (and to A and B), wall clock over several
 queued calls, the two sides in turns. Few tokens: forward, time of the kernels on the device (CUPTI), over copies of the
 weight that together are at least four times the L2. Dequantising and 8-bit Adam: bytes that must move over device
 time, as a share of the fastest copy of the run. Every case is checked first.
+
+Few tokens, and hundreds of them: beside what is chosen today, every tile of line_matmul.py and of fused_matmul.py, in
+the same run. --table writes the GPU's table of measured blocks (jaxtune/pallas/tuned) with what was fastest; there it
+becomes the choice. The record is written after each part: a kernel that hangs costs only its own part.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,8 +34,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.record import environment, write
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import NF4, LoraWeights, blockwise8, mosaic, quant_matmul
+from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas.quant_matmul import NF4, LoraWeights, blockwise8, fused_matmul, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 from jaxtune.train.adam8 import scale_by_adam_8bit
@@ -35,6 +43,8 @@ from jaxtune.train.adam8 import scale_by_adam_8bit
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every product goes to cuBLASLt
 L2_BYTES = 60_000_000
 RANK = 16
+WORST = 0.01  # relative error of a 16-bit product: more is a wrong kernel
+PARTS = ("bandwidth", "many", "few", "fused")
 
 
 def compiled(function, *arguments):
@@ -115,9 +125,38 @@ def dequantising(rows: int, columns: int, copy: float) -> dict:
     }
 
 
+def variants(tiles: Sequence, run: Callable, arguments: Sequence[tuple], want) -> list[dict]:
+    """Each tile's error and device time over all of `arguments`; why not, where it does not run or is wrong.
+
+    run: (tile, *arguments) -> the product; want: that of the first arguments.
+    """
+    found = []
+    for tile in tiles:
+        row: dict[str, Any] = {"tile": dataclasses.asdict(tile)}
+        print("   ", tile, flush=True)
+        try:
+            program = compiled(functools.partial(run, tile), *arguments[0])
+            row["error"] = distance(program(*arguments[0]), want)
+            row |= {"ms": device_ms(program, arguments)} if row["error"] <= WORST else {"refused": "wrong"}
+        except Exception as error:  # what does not fit this GPU is a finding
+            row["refused"] = f"{type(error).__name__}: {str(error)[:200]}"
+        found.append(row)
+    return found
+
+
+def fastest(untuned_ms: float, found: list[dict]) -> dict:
+    """The table's entry: the blocks of the fastest variant, or {} where what is chosen without a table is faster."""
+    tried = [[{}, untuned_ms], *([row["tile"], row.get("ms", row.get("refused"))] for row in found)]
+    blocks, ms = min((pair for pair in tried if isinstance(pair[1], float)), key=lambda pair: pair[1])
+    return {"blocks": blocks, "milliseconds": ms, "tried": tried}
+
+
 def few_tokens(rows: int, columns: int, tokens: int) -> dict:
     def product(x, weight):
         return quant_matmul(x, [weight])[0]
+
+    def by_lines(tile, x, weight):
+        return mosaic.small_matmul(x, weight, tile)
 
     size = rows * columns
     arrays = [
@@ -137,6 +176,10 @@ def few_tokens(rows: int, columns: int, tokens: int) -> dict:
         "bf16": device_ms(over_array, [(x, w) for w in arrays]),
         "nf4": device_ms(over_packed, [(x, w) for w in packed]),
     }
+    with tuning.forced("small_matmul", {}):  # whatever a table says
+        untuned = device_ms(compiled(product, x, packed[0]), [(x, w) for w in packed])
+    found = variants(line_matmul.tiles(rows, columns, tokens), by_lines, [(x, w) for w in packed], want)
+    entry = fastest(untuned, found)
     return {
         "shape": [rows, columns],
         "tokens": tokens,
@@ -144,6 +187,49 @@ def few_tokens(rows: int, columns: int, tokens: int) -> dict:
         "ms": times,
         "nf4_gb_per_s": packed[0].nbytes / times["nf4"] / 1e6,
         "ratio": times["bf16"] / times["nf4"],
+        "variants": found,
+        "best_ratio": times["bf16"] / entry["milliseconds"],
+        "table": {tuning._key("small_matmul", mosaic.small_bucket(packed[0], tokens), x.dtype): entry},
+    }
+
+
+def hundreds(rows: int, columns: int, tokens: int, contract: int) -> dict:
+    """One direction (contract 1: forward, 0: dx): the vendor's GEMM over bf16, over a weight decoded first, fused."""
+    weights = [random_nf4(rows, columns, seed) for seed in range(max(2, -(-4 * L2_BYTES * 2 // (rows * columns))))]
+    arrays = [weight.decode(jnp.bfloat16) for weight in weights[: max(2, -(-4 * L2_BYTES // (2 * rows * columns)))]]
+    x = jax.random.normal(jax.random.key(7), (tokens, (rows, columns)[contract]), jnp.bfloat16)
+
+    def product(x, weight):
+        forward = jax.ShapeDtypeStruct((tokens, columns), x.dtype)
+        if contract == 1:
+            return quant_matmul(x, [weight])[0]
+        _, pullback = jax.vjp(lambda y: quant_matmul(y, [weight])[0], jnp.zeros(forward.shape, forward.dtype))
+        return pullback(x)[0]
+
+    def fused(tile, x, weight):
+        return mosaic.fused_product(x, weight, contract, tile)
+
+    programs = {"bf16": compiled(product, x, arrays[0]), "nf4": compiled(product, x, weights[0])}
+    want = programs["bf16"](x, arrays[0])
+    error = distance(programs["nf4"](x, weights[0]), want)
+    times = {
+        "bf16": device_ms(programs["bf16"], [(x, w) for w in arrays]),
+        "nf4": device_ms(programs["nf4"], [(x, w) for w in weights]),
+    }
+    with tuning.forced("fused_matmul", {}):  # whatever a table says
+        untuned = device_ms(compiled(product, x, weights[0]), [(x, w) for w in weights])
+    found = variants(fused_matmul.tiles(weights[0], contract, tokens), fused, [(x, w) for w in weights], want)
+    entry = fastest(untuned, found)
+    return {
+        "shape": [rows, columns],
+        "tokens": tokens,
+        "direction": "forward" if contract == 1 else "dx",
+        "error": error,
+        "ms": times,
+        "ratio": times["bf16"] / times["nf4"],
+        "variants": found,
+        "best_ratio": times["bf16"] / entry["milliseconds"],
+        "table": {tuning._key("fused_matmul", mosaic.fused_bucket(weights[0], contract, tokens), x.dtype): entry},
     }
 
 
@@ -215,42 +301,69 @@ def adam(count: int, copy: float) -> dict:
     }
 
 
-def summary(rows: list[dict]) -> dict:
-    ratios = [row["ratio"] for row in rows]
+def summary(rows: list[dict], which: str = "ratio") -> dict:
+    ratios = [row[which] for row in rows]
     return {"geometric_mean": math.exp(statistics.mean(map(math.log, ratios))), "worst": min(ratios)}
+
+
+def write_table(path: str, entries: dict) -> None:
+    """The packaged table of this GPU with these entries in it."""
+    name = tuning._file_name(jax.devices()[0].device_kind)
+    packaged = resources.files("jaxtune.pallas") / "tuned" / name
+    table = json.loads(packaged.read_text(encoding="utf-8")) if packaged.is_file() else {"entries": {}}
+    write(path, table | {"entries": table["entries"] | entries})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
+    parser.add_argument("--parts", default=",".join(PARTS), help="of the run, by commas")
+    parser.add_argument("--table", help="file for the table of measured blocks with what was fastest in this run")
     parser.add_argument("--scale", type=int, default=1, help="divide every size by this, to try the script elsewhere")
     options = parser.parse_args()
+    parts = options.parts.split(",")
+    if set(parts) - set(PARTS):
+        parser.error(f"--parts {options.parts}: there are {', '.join(PARTS)}")
     scale = options.scale
     shapes = [(rows // scale, columns // scale) for rows, columns in WEIGHTS]
     copy = copy_gb_per_s(2**29 // scale**2)
     record = {"benchmark": "kernels/quant_matmul", **environment(), "copy_gb_per_s": copy}
+    record |= {"products": [], "summary": {}}
     print(f"copy {copy:.0f} GB/s", flush=True)
 
-    record["dequantise"] = [dequantising(*shape, copy) for shape in shapes]
-    for row in record["dequantise"]:
-        print(row["shape"], row["equal_to_decode"], f"{row['share_of_copy']:.3f} of copy", row["ms"], flush=True)
-    record["adam_8bit"] = adam(2**28 // scale**2, copy)
-    print("8-bit Adam", record["adam_8bit"], flush=True)
-    record["products"], record["summary"] = [], {}
-    for tokens in (1, 16):
-        rows = [few_tokens(*shape, tokens) for shape in shapes]
+    def keep(name: str, rows: list[dict]) -> None:
         record["products"] += rows
-        record["summary"][f"{tokens} tokens"] = summary(rows)
-        print(tokens, [round(row["ratio"], 3) for row in rows], record["summary"][f"{tokens} tokens"], flush=True)
-    for tokens in (4096, 16384):
-        for with_lora in (False, True):
-            rows = [many_tokens(*shape, tokens // scale, with_lora) for shape in shapes]
-            record["products"] += rows
-            name = f"{tokens} tokens, {'with' if with_lora else 'without'} LoRA"
-            record["summary"][name] = summary(rows)
-            print(name, [round(row["ratio"], 3) for row in rows], record["summary"][name], flush=True)
-    record["implementation"] = dispatch.record["quant_matmul"]
-    write(options.output, record)
+        record["summary"][name] = summary(rows)
+        if "best_ratio" in rows[0]:
+            record["summary"][f"{name}, fastest tiles"] = summary(rows, "best_ratio")
+        shown = {key: value for key, value in record["summary"].items() if key.startswith(name)}
+        print(name, [round(row["ratio"], 3) for row in rows], shown, flush=True)
+        record["implementation"] = dispatch.record["quant_matmul"]
+        write(options.output, record)
+
+    if "bandwidth" in parts:
+        record["dequantise"] = [dequantising(*shape, copy) for shape in shapes]
+        for row in record["dequantise"]:
+            print(row["shape"], row["equal_to_decode"], f"{row['share_of_copy']:.3f} of copy", row["ms"], flush=True)
+        record["adam_8bit"] = adam(2**28 // scale**2, copy)
+        print("8-bit Adam", record["adam_8bit"], flush=True)
+        write(options.output, record)
+    if "many" in parts:
+        for tokens in (4096, 16384):
+            for with_lora in (False, True):
+                rows = [many_tokens(*shape, tokens // scale, with_lora) for shape in shapes]
+                keep(f"{tokens} tokens, {'with' if with_lora else 'without'} LoRA", rows)
+    # What has not run on every GPU yet comes last.
+    if "few" in parts:
+        for tokens in (1, 4, 8, 16):
+            keep(f"{tokens} tokens", [few_tokens(*shape, tokens) for shape in shapes])
+    if "fused" in parts:
+        for tokens in (64, 256, 1024):
+            for contract, direction in ((1, "forward"), (0, "dx")):
+                rows = [hundreds(*shape, tokens, contract) for shape in shapes]
+                keep(f"{tokens} tokens, {direction}", rows)
+    if options.table:
+        write_table(options.table, {k: v for row in record["products"] for k, v in row.get("table", {}).items()})
     print(json.dumps(record["summary"]))
     return 0
 

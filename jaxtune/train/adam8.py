@@ -16,7 +16,7 @@ import optax
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import adam8 as kernel
-from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, SIGNED_ZERO, decode, encode, in_blocks
+from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, SIGNED_ZERO
 
 MIN_SIZE = 4096  # elements; smaller tensors keep float32 moments
 
@@ -65,23 +65,15 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
 
         def one(g, m, m_absmax, v, v_absmax):
             """(direction, and the new m, m_absmax, v, v_absmax) of one tensor."""
-            shape, rounded = g.shape, m.dtype == jnp.uint8
-            if rounded:
+            if m.dtype == jnp.uint8:
                 table: dispatch.Table = {"mosaic": lambda: kernel.refusal(g, m), "reference": lambda: None}
-                if dispatch.choose("adamw_8bit", table, None) == "mosaic":
-                    return kernel.adam_update(
-                        g, m, m_absmax, v, v_absmax, correction1, correction2, betas=(beta1, beta2), eps=eps
-                    )
+                by_kernel = dispatch.choose("adamw_8bit", table, None) == "mosaic"
+                step = kernel.adam_update if by_kernel else kernel.plain_update
+                return step(g, m, m_absmax, v, v_absmax, correction1, correction2, betas=(beta1, beta2), eps=eps)
             g = g.astype(jnp.float32)
-            if rounded:
-                g, m, v = in_blocks(g), decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
-            direction = m / correction1 / (jnp.sqrt(v) / jnp.sqrt(correction2) + eps)
-            if rounded:
-                direction = direction.reshape(-1)[: math.prod(shape)].reshape(shape)
-                (m, m_absmax), (v, v_absmax) = encode(m, signed=True), encode(v, signed=False)
-            return direction, m, m_absmax, v, v_absmax
+            return m / correction1 / (jnp.sqrt(v) / jnp.sqrt(correction2) + eps), m, m_absmax, v, v_absmax
 
         leaves, structure = jax.tree.flatten(updates)
         states = (jax.tree.leaves(tree) for tree in state[1:])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import adam8 as kernel
@@ -34,9 +35,10 @@ def test_a_cell_gives_the_nearest_code(signed):
 
 
 def test_steps_are_those_of_the_reference(monkeypatch):
-    """Three steps over two tensors, one of them with blocks of zeros; the third is too small for 8 bits."""
+    """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
+    small for 8 bits."""
     monkeypatch.setattr(kernel, "_PROGRAMS", 3)
-    shapes = {"matrix": (80, 128), "padded": (4096,), "short": (100,)}
+    shapes = {"matrix": (81, 130), "padded": (4096,), "short": (100,)}
     adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
     names = list(shapes)
 
@@ -67,7 +69,7 @@ def test_steps_are_those_of_the_reference(monkeypatch):
     [
         (4096, jnp.bfloat16, (8, 0), "Hopper"),
         (4096, jnp.float16, (9, 0), "dtype float16"),
-        (4096 + BLOCK, jnp.float32, (9, 0), "4352 elements, no multiple of 2048"),
+        (1024, jnp.float32, (9, 0), "1024 elements, fewer than 2048"),
         (4096, jnp.float32, (9, 0), None),
     ],
 )
@@ -75,3 +77,37 @@ def test_refusals_say_why(size, dtype, capability, reason):
     with dispatch.compile_for(capability):
         said = kernel.refusal(jnp.zeros(size, dtype), jnp.zeros((size // BLOCK, BLOCK), jnp.uint8))
     assert said is None if reason is None else reason in said
+
+
+def test_over_a_mesh_xla_divides_the_update_and_inside_a_shard_map_each_device_has_its_own(monkeypatch):
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    chosen = []
+
+    def update(gradient, state):
+        direction, state = adam.update(gradient, state)
+        chosen.append(dispatch.record["adamw_8bit"])
+        return direction, state
+
+    gradient = jax.random.normal(jax.random.key(0), (2 * 4096,))
+    state = adam.init(gradient)
+    half = PartitionSpec("data")
+    divided = jax.tree.map(lambda a: half if a.ndim else PartitionSpec(), state)
+    with dispatch.compile_for((9, 0)), jax.set_mesh(mesh):
+        jax.jit(update)(gradient, state)
+        mapped = jax.shard_map(update, in_specs=(half, divided), out_specs=(half, divided), check_vma=False)
+        monkeypatch.setattr(kernel, "adam_update", kernel.plain_update)  # as on a GPU: what is asked is who is called
+        jax.eval_shape(mapped, gradient, state)
+    assert chosen[0] == ("reference", {"mosaic": "a mesh of several devices: the kernel cannot be divided"})
+    assert chosen[1] == ("mosaic", {})
+
+
+def test_the_check_at_first_use_compares_the_kernel_with_xla():
+    """As on a GPU, but interpreted: three chunks and a part of one."""
+    with mosaic.interpreted():
+        got, want = kernel._small_case(jnp.bfloat16)
+    assert len(got) == len(want) == 3
+    for one, other in zip(got, want, strict=True):
+        assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other)

@@ -1,7 +1,8 @@
 """Adam's update over 8-bit moments as one Pallas Mosaic GPU kernel for Hopper: every byte is read and written once.
 
 A warp holds a block of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
-moments twice: once for the absmax, and again to encode them.
+moments twice: once for the absmax, and again to encode them. Moments are updated in place: a donated state is not
+copied.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.
@@ -19,10 +20,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import lanes, mosaic
-from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, SIGNED_ZERO, dynamic_map, upper_bounds
+from jaxtune.pallas.quant_matmul.blockwise8 import (
+    BLOCK,
+    SIGNED_ZERO,
+    decode,
+    dynamic_map,
+    encode,
+    in_blocks,
+    upper_bounds,
+)
 
 _BLOCKS = 8  # that a program has in hand at a time: two a warp
+_CHUNK = _BLOCKS * BLOCK
 _PROGRAMS = 5 * 132  # as many as fit an H100's or H200's multiprocessors by their registers
 # By signedness: how many lower bits of a float32 number lie within a cell (see `cells`), and the first cell: that of
 # 2^-22 and of 2^-23, below which every magnitude is nearest to 0.
@@ -31,6 +42,7 @@ _FIRST = {True: (127 - 22) << 6, False: (127 - 23) << 7}
 
 # float32 or uint8 [blocks, 256]: a block a warp, eight neighbours a lane.
 _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 256), (8,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+_FLAT = plgpu.Layout.WG_STRIDED((_CHUNK,), 8)  # of [2048]: every lane has the same elements as in _LAYOUT
 
 
 @functools.cache
@@ -50,17 +62,48 @@ def cells(signed: bool) -> np.ndarray:
 
 def refusal(gradient, m_codes) -> str | None:
     """Why the kernel cannot serve this tensor, or None."""
-    from jaxtune.pallas.dispatch import compute_capability
-
-    if mosaic._interpret is None and compute_capability() != (9, 0):
+    if mosaic._interpret is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if gradient.dtype not in (jnp.bfloat16, jnp.float32):
         return f"dtype {gradient.dtype}"
-    if m_codes.dtype != jnp.uint8 or gradient.size % (_BLOCKS * BLOCK):
-        return f"{gradient.size} elements, no multiple of {_BLOCKS * BLOCK}"
-    if jax.sharding.get_abstract_mesh().size > 1:
+    if m_codes.dtype != jnp.uint8 or gradient.size < _CHUNK:
+        return f"{gradient.size} elements, fewer than {_CHUNK}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
         return "a mesh of several devices: the kernel cannot be divided"
-    return None
+    if mosaic._interpret is not None:
+        return None
+    return dispatch.first_use("adamw_8bit", "mosaic", str(gradient.dtype), lambda: _small_case(gradient.dtype))
+
+
+def _small_case(dtype):
+    """(what the kernel makes, what XLA makes) of a second step over three chunks and a part of one."""
+    betas = (0.9, 0.95)
+
+    @jax.jit
+    def both():
+        first, second = (jax.random.normal(jax.random.key(i), (3 * _CHUNK + 300,)).astype(dtype) for i in range(2))
+        m, v = ((1 - beta) * first.astype(jnp.float32) ** power for beta, power in zip(betas, (1, 2), strict=True))
+        moments = *encode(m, signed=True), *encode(v, signed=False)
+        corrections = [jnp.float32(1 - beta**2) for beta in betas]
+        found = []
+        for update in (adam_update, plain_update):
+            direction, m, m_absmax, v, v_absmax = update(second, *moments, *corrections, betas=betas, eps=1e-8)
+            found.append((direction, decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)))
+        return found
+
+    return both()
+
+
+def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, *, betas, eps):
+    """`adam_update` in plain jnp: on any machine, and divided by XLA over any mesh."""
+    (beta1, beta2), shape = betas, gradient.shape
+    g = in_blocks(gradient)
+    m = beta1 * decode(m, m_absmax, signed=True) + (1 - beta1) * g
+    v = beta2 * decode(v, v_absmax, signed=False) + (1 - beta2) * g * g
+    direction = m / correction1 / (jnp.sqrt(v) / jnp.sqrt(correction2) + eps)
+    direction = direction.reshape(-1)[: gradient.size].reshape(shape)
+    return direction, *encode(m, signed=True), *encode(v, signed=False)
 
 
 def _written_out_places(x, table, signed: bool):
@@ -75,9 +118,11 @@ def _written_out_places(x, table, signed: bool):
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    tables, outputs, smem = refs[:4], refs[4:9], refs[9:]
+    """g_ref, and the output: flat; m_ref to v_max_ref are updated in place. A lane writes what it has read itself, or,
+    of an absmax, what depends on all that its warp has read."""
+    tables, direction_ref, smem = refs[:4], refs[4], refs[5:]
     program, programs = lax.axis_index("program"), lax.axis_size("program")
-    chunks = lax.div(g_ref.shape[0] // _BLOCKS - program + (programs - 1), programs)
+    chunks = lax.div(direction_ref.shape[0] // _CHUNK - program + (programs - 1), programs)
     (beta1, beta2), shape = betas, (_BLOCKS, BLOCK)
     of_block = _LAYOUT.reduce(1)
     if not interpreted:
@@ -103,12 +148,14 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         return lanes.places(scaled, smem[2 + which], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
 
     def one(index, _):
-        here = pl.ds((program + index * programs) * _BLOCKS, _BLOCKS)
+        chunk = program + index * programs
+        here, flat = pl.ds(chunk * _BLOCKS, _BLOCKS), pl.ds(chunk * _CHUNK, _CHUNK)
 
         def load(ref, layout=_LAYOUT):
             return plgpu.load(ref.at[here], layout=layout, optimized=False)
 
-        g = load(g_ref).astype(jnp.float32)
+        g = plgpu.load(g_ref.at[flat], layout=_FLAT, optimized=False).astype(jnp.float32)
+        g = g.reshape(shape) if interpreted else lanes.with_layout(g, shape, _FLAT, _LAYOUT)
         m = decoded(load(m_ref), load(m_max_ref, of_block), 0)
         v = decoded(load(v_ref), load(v_max_ref, of_block), 1)
         m = beta1 * m + (1 - beta1) * g
@@ -118,7 +165,11 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         else:
             mean, root = (plgpu.layout_cast(jnp.broadcast_to(factors_ref[i], shape), _LAYOUT) for i in range(2))
             direction = lanes.adam_direction(m, v, mean, root, eps, _LAYOUT)
-        for ref, values in zip(outputs, (direction, *encoded(m, 0), *encoded(v, 1)), strict=True):
+        direction_ref[flat] = (
+            direction.reshape(_CHUNK) if interpreted else lanes.with_layout(direction, (_CHUNK,), _LAYOUT, _FLAT)
+        )
+        moments = (m_ref, m_max_ref, v_ref, v_max_ref)
+        for ref, values in zip(moments, (*encoded(m, 0), *encoded(v, 1)), strict=True):
             ref[here] = values
 
     lax.fori_loop(0, chunks, one, None)
@@ -140,19 +191,29 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, *,
 
 @functools.partial(jax.jit, static_argnums=(7, 8, 9))
 def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, betas, eps, interpret):
-    blocks = gradient.size // BLOCK
+    size = gradient.size
+    whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
+    flat = gradient.reshape(size)
     factors = jnp.stack([1 / correction1, 1 / jnp.sqrt(correction2)])
     tables = [dynamic_map(True), dynamic_map(False), cells(True), cells(False)]
-    codes = jax.ShapeDtypeStruct((blocks, BLOCK), jnp.uint8)
-    absmax = jax.ShapeDtypeStruct((blocks,), jnp.float32)
-    direction, *moments = mosaic._kernel(
+    moments = [jax.new_ref(each) for each in (m, m_absmax, v, v_absmax)]
+    rest = []
+    if whole < size:
+        old = (ref[whole // BLOCK :] for ref in moments)
+        last, *new = plain_update(flat[whole:], *old, correction1, correction2, betas=betas, eps=eps)
+        for ref, values in zip(moments, new, strict=True):  # before the kernel: XLA cannot write into what it returns
+            ref[whole // BLOCK :] = values
+        rest = [last]
+    direction = mosaic._kernel(
         functools.partial(_kernel, betas=betas, eps=eps),
         interpret,
-        out_type=[jax.ShapeDtypeStruct((blocks, BLOCK), jnp.float32), codes, absmax, codes, absmax],
-        grid=(min(blocks // _BLOCKS, _PROGRAMS),),
+        out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
+        grid=(min(whole // _CHUNK, _PROGRAMS),),
         grid_names=("program",),
         scratch_types=[plgpu.SMEM(table.shape, table.dtype) for table in tables],
-        # Nothing in memory is both read and written but the tables, and those wait for each other themselves.
+        # Nothing in memory is both read and written by several lanes but absmax (see _kernel) and the tables, and those
+        # wait for each other themselves.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(gradient.reshape(blocks, BLOCK), m, m_absmax, v, v_absmax, factors, *map(jnp.asarray, tables))
-    return direction.reshape(gradient.shape), *moments
+    )(flat, *moments, factors, *map(jnp.asarray, tables))
+    direction = jnp.concatenate([direction, *rest]).reshape(gradient.shape)
+    return direction, *(ref[...] for ref in moments)

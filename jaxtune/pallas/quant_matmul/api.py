@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import jax
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import mosaic, reference, triton
+from jaxtune.pallas.quant_matmul import mosaic, mosaic_fused, reference, triton
 from jaxtune.pallas.quant_matmul.formats import FourBit
 
-# Who decodes weights in four bits; the products of many tokens are the vendor's in any case.
-IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
+# Who decodes weights in four bits; the products of many tokens are the vendor's, but for those of "mosaic_fused", which
+# is taken only by name.
+IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference, "mosaic_fused": mosaic_fused}
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +53,7 @@ def quant_matmul(
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", "mosaic_fused", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
     """

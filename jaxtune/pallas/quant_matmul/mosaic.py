@@ -2,6 +2,9 @@
 
 `dequantize` is bound by memory: it reads half a byte and writes two for an element, before the vendor's GEMM.
 `small_matmul` (1 to 16 tokens, decoding) reads the codes only, and multiplies on the tensor cores as they come.
+
+Where a measurement of the GPU says so (pallas/tuning.py), `small_matmul` is that of line_matmul.py, and a
+product of many tokens that of fused_matmul.py.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.
@@ -22,8 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import lanes
-from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, FourBit
+from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul
+from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, NF4, FourBit
 
 MAX_TOKENS = 16  # of small_matmul
 _LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at once: four a lane
@@ -47,9 +51,7 @@ def interpreted():
 
 def refusal(weight: FourBit, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
-    from jaxtune.pallas.dispatch import compute_capability
-
-    if _interpret is None and compute_capability() != (9, 0):
+    if _interpret is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
@@ -294,21 +296,61 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
-def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
+def small_bucket(weight: FourBit, tokens: int) -> str:
+    """What of a small product's shape its measurement is for."""
+    rows, columns = weight.shape
+    return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
+
+
+def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
+    """The tile of line_matmul that this product takes because it was measured to be the fastest, or None."""
+    found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype)
+    if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
+        return None
+    return tile
+
+
+def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
+    """Why `small_matmul` with this tile cannot serve this call, or None; on a GPU, its first use is checked."""
+    reason = small_refusal(weight, dtype, tokens) or line_matmul.refusal(tile, *weight.shape, tokens)
+    if reason is not None or _interpret is not None:
+        return reason
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 2)
+        rows, columns = tile.rows + 16, 1024 * tile.warpgroups * tile.splits + 1024
+        small = NF4.encode(jax.random.normal(keys[0], (rows, columns)), weight.nested_absmax is not None)
+        x = jax.random.normal(keys[1], (tokens, columns)).astype(dtype)
+        want = jnp.dot(x.astype(jnp.float32), small.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
+        return [small_matmul(x, small, tile)], [want]
+
+    quantised = "quantised" if weight.nested_absmax is not None else "float32"
+    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {tokens} tokens, {tile}"
+    return dispatch.first_use("quant_matmul", "mosaic, by lines", call, compare)
+
+
+def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = None) -> jax.Array:
     """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
 
     Table entries are rounded to x's dtype, products summed in float32 and scaled there by a block's absmax.
+
+    Args:
+      tile: makes it the product of line_matmul with this tile; by default `line_tile` decides.
     """
-    return _small_matmul(x, weight, _interpret)
+    return _small_matmul(x, weight, tile or line_tile(weight, x.dtype, x.shape[0]), _interpret)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _small_matmul(x: jax.Array, weight: FourBit, interpret) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = _absmax_operands(weight)
+    if tile is not None:
+        codes, absmax = weight.codes.reshape(rows, -1), absmax.reshape(rows, -1)
+        with jax.named_scope("small_matmul"):
+            return line_matmul.matmul(x, codes, absmax, nested, pairs, tile, _kernel, interpret)
     with jax.named_scope("small_matmul"):
         return _kernel(
             functools.partial(_small_kernel, dtype=x.dtype, plan=plan),
@@ -332,4 +374,64 @@ def _small_matmul(x: jax.Array, weight: FourBit, interpret) -> jax.Array:
             absmax.reshape(rows, -1),
             jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
             *nested,
+        )
+
+
+# ---- dequantising and multiplying in one
+
+
+def fused_bucket(weight: FourBit, contract: int, tokens: int) -> str:
+    """What of a product's shape its measurement is for; tokens up to a power of two."""
+    rows, columns = weight.shape
+    return f"{rows} x {columns}, {'forward' if contract == 1 else 'dx'}, tokens={1 << (tokens - 1).bit_length()}"
+
+
+def fused_tile(weight: FourBit, dtype, tokens: int, contract: int) -> fused_matmul.Tile | None:
+    """The tile with which `fused_product` makes this product because it was measured to be faster than dequantising
+    and the vendor's GEMM, or None."""
+    found = tuning.tuned("fused_matmul", fused_bucket(weight, contract, tokens), dtype)
+    if not found or fused_refusal(tile := fused_matmul.Tile(**found), weight, dtype, contract) is not None:
+        return None
+    return tile
+
+
+def fused_refusal(tile: fused_matmul.Tile, weight: FourBit, dtype, contract: int) -> str | None:
+    """Why `fused_product` with this tile cannot serve a product over side `contract` of the weight (1: forward, 0: dx),
+    or None; on a GPU, its first use is checked."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
+        return "a mesh of several devices: the kernel cannot be divided"
+    reason = refusal(weight, dtype) or fused_matmul.refusal(tile, weight, contract)
+    if reason is not None or _interpret is not None:
+        return reason
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 4)
+        inner, columns, rank = 128 * max(tile.splits, 3), 2 * tile.columns, 16
+        shape = (columns, inner) if contract == 1 else (inner, columns)
+        small = NF4.encode(jax.random.normal(keys[0], shape), weight.nested_absmax is not None)
+        x = jax.random.normal(keys[1], (200, inner)).astype(dtype)
+        u = jax.random.normal(keys[2], (200, rank)).astype(dtype)
+        side = jax.random.normal(keys[3], (columns, rank) if contract == 1 else (rank, columns)).astype(dtype)
+        bias = jnp.arange(columns, dtype=jnp.float32) / columns
+        got = jax.jit(lambda *operands: fused_product(*operands[:2], contract, tile, operands[2:4], operands[4]))
+
+        def product(x, weight):
+            sides = ((1,), (contract,)), ((), ())
+            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+            return lax.dot_general(x, weight, sides, precision=lax.Precision.HIGHEST)
+
+        return [got(x, small, u, side, bias)], [product(x, small.decode(dtype)) + product(u, side) + bias]
+
+    quantised = "quantised" if weight.nested_absmax is not None else "float32"
+    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {'forward' if contract == 1 else 'dx'}, {tile}"
+    return dispatch.first_use("quant_matmul", "mosaic, fused", call, compare)
+
+
+def fused_product(x: jax.Array, weight: FourBit, contract: int, tile: fused_matmul.Tile, extra=None, bias=None):
+    """See fused_matmul.product; [T, N] in x's dtype."""
+    absmax, *nested = _absmax_operands(weight)
+    with jax.named_scope("fused_matmul"):
+        return fused_matmul.product(
+            x, weight, contract, tile, _kernel, _interpret, absmax=absmax, nested=nested, extra=extra, bias=bias
         )

@@ -4,8 +4,8 @@ The backward is written out so that every sum is the `c` of a GEMM that follows:
 Autodiff adds the products pairwise, and XLA then spends a pass over memory on each addition.
 
 Weights in four bits are decoded before each product, in either direction; no decoded weight is a residual. Who decodes
-them, and who multiplies a few tokens by them, is an argument (`kernels`): this module or one with the same four
-functions, `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
+them, who multiplies a few tokens by them, and who may do both in one, is an argument (`kernels`): this module or one
+with the same six functions, `refusal`, `dequantize`, `small_refusal`, `small_matmul`, `fused_tile`, `fused_product`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,16 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     raise NotImplementedError(small_refusal(weight, x.dtype, x.shape[0]))
 
 
+def fused_tile(weight: FourBit, dtype, tokens: int, contract: int):
+    """How `fused_product` makes a product over side `contract` of the weight, or None: it does not."""
+    del weight, dtype, tokens, contract
+
+
+def fused_product(x: jax.Array, weight: FourBit, contract: int, tile, extra=None, bias=None) -> jax.Array:
+    """x times the weight over its side `contract`, plus the product of `extra` (u, side), plus bias."""
+    raise NotImplementedError("a decoded weight and the vendor's GEMM")
+
+
 def _on_every_device(function, *operands):
     """A kernel has no partitioning rule of its own: under a mesh every device runs it on whole operands."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -77,13 +87,25 @@ def decoded(weight, x, kernels: ModuleType):
     return weight, x
 
 
-def _times(x, weight, contract, kernels: ModuleType):
-    """The product of x and a weight over one axis of each."""
-    if isinstance(weight, FourBit) and contract == (1, 1):
-        if kernels.small_refusal(weight, x.dtype, x.shape[0]) is None:
-            return _on_every_device(kernels.small_matmul, x, weight)
-    weight, x = decoded(weight, x, kernels)
-    return _product(x, weight, contract)
+def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
+    """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
+    side = contract[1]
+    small = isinstance(weight, FourBit) and contract == (1, 1)
+    small = small and kernels.small_refusal(weight, x.dtype, x.shape[0]) is None
+    tile = None
+    if isinstance(weight, FourBit) and not small:
+        tile = kernels.fused_tile(weight, x.dtype, x.shape[0], side)
+    if tile is not None:
+        return kernels.fused_product(x, weight, side, tile, more, bias)
+    if small:
+        out = _on_every_device(kernels.small_matmul, x, weight)
+    else:
+        weight, x = decoded(weight, x, kernels)
+        out = _product(x, weight, contract)
+    if more is not None:
+        # In this order: XLA makes the right operand the c of the left GEMM.
+        out = out + _product(*more, contract)
+    return out if bias is None else out + bias.astype(out.dtype)
 
 
 def _scaled(part, scale):
@@ -103,30 +125,34 @@ def _join(loras, dtype):
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _products(x, source, weights, loras, static):
-    return _products_fwd(x, source, weights, loras, static)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _products(x, source, weights, loras, biases, static):
+    return _products_fwd(x, source, weights, loras, biases, static)[0]
 
 
-def _products_fwd(x, source, weights, loras, static):
-    """x [tokens, in]; source: the adapters' input if it differs from x (dropout), else None; loras: (a, b) pairs.
+def _products_fwd(x, source, weights, loras, biases, static):
+    """x [tokens, in]; source: the adapters' input if it differs from x (dropout), else None; loras: (a, b) pairs;
+    biases: one entry a weight, or None.
 
     static: (which weight each adapter belongs to, scales, kernels for weights in four bits).
     """
     owners, scales, kernels = static
-    outputs = [_times(x, weight, (1, 1), kernels) for weight in weights]
+    more: list = [None] * len(weights)
     inner = None
     if loras:
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
-            outputs[owner] = outputs[owner] + _product(_scaled(part, scale), b, (1, 1))
-    return tuple(outputs), (x, source, weights, loras, inner)
+            more[owner] = (_scaled(part, scale), b)
+    outputs = tuple(
+        _times(x, weight, (1, 1), kernels, *rest) for weight, *rest in zip(weights, more, biases, strict=True)
+    )
+    return outputs, (x, source, weights, loras, biases, inner)
 
 
 def _products_bwd(static, residuals, doutputs):
     owners, scales, kernels = static
-    x, source, weights, loras, inner = residuals
-    dx = dsource = None
+    x, source, weights, loras, biases, inner = residuals
+    dsource = more = None
     dloras = []
     if loras:
         dinner = []
@@ -137,17 +163,24 @@ def _products_bwd(static, residuals, doutputs):
         dinner = jnp.concatenate(dinner, axis=1)
         da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
         dloras = [(part.T, db) for part, db in zip(_parts(da.T, loras), dloras, strict=True)]
-        first = _product(dinner, _join(loras, x.dtype), (1, 0))
-        dx, dsource = (first, None) if source is None else (None, first)
+        more = (dinner, _join(loras, x.dtype))
+        if source is not None:
+            dsource, more = _product(*more, (1, 0)), None
+    dx = None
     for dout, weight in zip(doutputs, weights, strict=True):
-        part = _times(dout, weight, (1, 0), kernels)
+        part = _times(dout, weight, (1, 0), kernels, more)
         dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the c of the left GEMM
+        more = None
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweights = tuple(
         None if isinstance(w, FourBit) else _product(dout, x, (0, 0), w.dtype)
         for dout, w in zip(doutputs, weights, strict=True)
     )
-    return dx, dsource, dweights, tuple(dloras)
+    dbiases = tuple(
+        None if bias is None else dout.astype(jnp.float32).sum(0).astype(bias.dtype)
+        for dout, bias in zip(doutputs, biases, strict=True)
+    )
+    return dx, dsource, dweights, tuple(dloras), dbiases
 
 
 _products.defvjp(_products_fwd, _products_bwd)
@@ -168,11 +201,16 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels: Module
         source = dropout(flat, dropout_rate, dropout_key)
     pairs = tuple((loras[index].a, loras[index].b) for index in owners)
     scales = tuple(loras[index].scale for index in owners)
-    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, (owners, scales, kernels))  # type: ignore
+    # A row scale stands between the product and its bias.
+    row_scales = [None if lora is None else lora.row_scale for lora in loras]
+    added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
+    static = (owners, scales, kernels)
+    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, static)  # type: ignore
     finished = []
-    for out, lora, bias in zip(outputs, loras, biases, strict=True):
+    for out, row_scale, bias in zip(outputs, row_scales, biases, strict=True):
         out = out.reshape(*x.shape[:-1], -1)
-        if lora is not None and lora.row_scale is not None:
-            out = (out * lora.row_scale).astype(x.dtype)
-        finished.append(out if bias is None else out + bias.astype(out.dtype))
+        if row_scale is not None:
+            out = (out * row_scale).astype(x.dtype)
+            out = out if bias is None else out + bias.astype(out.dtype)
+        finished.append(out)
     return tuple(finished)

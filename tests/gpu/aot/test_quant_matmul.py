@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import NF4, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import NF4, LoraWeights, fused_matmul, line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from tests.gpu.aot.target import H200
 
 KERNEL = 'custom_call_target="mosaic_gpu_v2"'
 
 
-def compiled(function, *arguments):
+def compiled(function, *arguments, **options):
     where = H200.sharding()
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arguments)
     with H200.lowering():
-        return jax.jit(function).lower(*arguments).compile()
+        return jax.jit(function, **options).lower(*arguments).compile()
 
 
 def packed(rows, columns, double_quant=True):
@@ -64,6 +64,53 @@ def test_small_product(tokens, double_quant, ptxas):
     assert not any(ptxas())
 
 
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [(1, line_matmul.Tile(7, 4, 2)), (4, line_matmul.Tile(2, 4, 6)), (16, line_matmul.Tile(8, 2, 2, 4))],
+)
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_small_product_by_lines(tokens, tile, double_quant, ptxas):
+    weight = packed(1024, 4096, double_quant)
+    program = compiled(lambda x, w: mosaic.small_matmul(x, w, tile), array(tokens, 4096), weight)
+    assert program.as_text().count(KERNEL) == 1
+    sums = 0 if tile.splits == 1 else 4 * tile.splits * tokens * 1024
+    assert program.memory_analysis().temp_size_in_bytes == sums
+    assert not any(ptxas())
+
+
+@pytest.mark.parametrize("tile", [fused_matmul.Tile(1, 4), fused_matmul.Tile(2, 2), fused_matmul.Tile(1, 3, 2)])
+@pytest.mark.parametrize("contract", [1, 0])
+def test_fused_product(contract, tile, ptxas):
+    weight = packed(1024, 4096)
+    columns = weight.shape[1 - contract]
+    extra = (array(256, 64), array(columns, 64) if contract == 1 else array(64, columns))
+
+    def product(x, weight, extra, bias):
+        return mosaic.fused_product(x, weight, contract, tile, extra, bias)
+
+    program = compiled(product, array(256, weight.shape[contract]), weight, extra, array(columns, dtype=jnp.float32))
+    assert program.as_text().count(KERNEL) == 1
+    sums = 0 if tile.splits == 1 else 4 * tile.splits * 256 * columns
+    assert program.memory_analysis().temp_size_in_bytes <= sums + 64 * columns * 2
+    assert not any(ptxas())
+
+
+def test_the_fused_choice_writes_no_decoded_weight():
+    """With an adapter, both directions: beside the products there are but the adapter's thin ones."""
+    lora = LoraWeights(array(16, 4096, dtype=jnp.float32), array(2048, 16, dtype=jnp.float32), None, 2.0)
+
+    def step(x, weight, lora, dout):
+        def output(x, lora):
+            return quant_matmul(x, [weight], [lora], implementation="mosaic_fused")[0]
+
+        out, pullback = jax.vjp(output, x, lora)
+        return out, pullback(dout)
+
+    text = compiled(step, array(256, 4096), packed(2048, 4096), lora, array(256, 2048)).as_text()
+    assert text.count(KERNEL) == 2
+    assert "bf16[2048,4096]" not in text and "bf16[4096,2048]" not in text
+
+
 def test_both_directions_decode_by_the_kernel():
     def step(x, weights, dout):
         outputs, pullback = jax.vjp(lambda x: quant_matmul(x, weights), x)
@@ -74,13 +121,20 @@ def test_both_directions_decode_by_the_kernel():
     assert program.as_text().count(KERNEL) == 3  # forward of the second (its result is the cotangent), backward of both
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_adam_is_one_kernel(dtype, ptxas):
-    """Beside it: the step count and the corrections, no tensor."""
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1024, 4096), jnp.bfloat16), ((1024, 4096), jnp.float32), ((1023, 4095), jnp.bfloat16)]
+)
+def test_adam_is_one_kernel_that_updates_a_donated_state_in_place(shape, dtype, ptxas):
+    """Beside it: the step count and the corrections, and of an odd size less than a chunk; no copy of a tensor."""
     adam = scale_by_adam_8bit(0.9, 0.999, 1e-8)
-    gradient = array(1024, 4096, dtype=dtype)
-    program = compiled(adam.update, gradient, jax.eval_shape(adam.init, gradient))
+    gradient = array(*shape, dtype=dtype)
+    program = compiled(adam.update, gradient, jax.eval_shape(adam.init, gradient), donate_argnums=1)
     assert dispatch.record["adamw_8bit"] == ("mosaic", {})
     assert program.as_text().count(KERNEL) == 1
-    assert program.memory_analysis().temp_size_in_bytes < 100_000  # the tables
+    memory = program.memory_analysis()
+    odd = gradient.size % 2048 != 0
+    # The tables; of an odd size the direction is put together.
+    assert memory.temp_size_in_bytes < 100_000 + odd * 4 * gradient.size
+    assert memory.alias_size_in_bytes > 2 * gradient.size
+    assert not re.search(r"= (f32\[\d+\]|u8\[\d+,256\])\S* copy\(", program.as_text())
     assert not any(ptxas())

@@ -1,0 +1,249 @@
+"""The product of a few tokens by a weight in four bits, by whole lines: a Pallas Mosaic GPU kernel for Hopper.
+
+A program has up to 128 rows of the weight and a part of the columns, which its warpgroups divide among themselves. To
+each, TMA brings lines of codes (128 bytes of each row) and the tokens' elements that go with them, several ahead; of a
+line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on its way takes shared memory, not
+registers; x is read once for all rows of a program, not for every 16; a code byte becomes an address by one
+instruction.
+
+Sums are added in one order: warps within a program, then the parts of the columns.
+"""
+
+# Pallas' annotations know neither its own transforms nor barriers.
+# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.quant_matmul import lanes
+from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
+
+LINE = 256  # elements: their codes are a line of memory
+_SPAN = 4  # lines whose scales are decoded together
+_WARPS = 4
+_TRANSFORMS = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+_SMEM_BYTES = 227 * 1024  # of a program, at most
+CANDIDATES = 8  # that `tiles` offers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """groups: of 16 rows of the weight, that a program has. stages: lines that are on their way to a warpgroup.
+    splits: programs that share the columns of a row; their sums are added by XLA."""
+
+    groups: int
+    warpgroups: int
+    stages: int
+    splits: int = 1
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.groups
+
+
+def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
+    """Why this tile cannot serve a weight [rows, columns] and so many tokens, or None."""
+    if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
+        return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
+    if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
+        return f"{tile}: at most 8 groups, 4 warpgroups and 32 stages in all"
+    if _smem_bytes(tile, tokens) > _SMEM_BYTES:
+        return f"{tile} with {tokens} tokens takes {_smem_bytes(tile, tokens)} bytes of shared memory"
+    return None
+
+
+def _smem_bytes(tile: Tile, tokens: int) -> int:
+    ring = tile.warpgroups * tile.stages * (tile.rows * LINE // 2 + tokens * LINE * 2)
+    partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
+    scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
+    return 256 * 64 * 4 + max(ring, partial) + scales + 4096  # barriers, and what alignment costs
+
+
+def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
+    """Tiles to measure for a weight [rows, columns]: those that leave the fewest multiprocessors idle."""
+
+    def work(tile: Tile) -> float:
+        """Rows of the weight that the busiest multiprocessor has; warpgroups wait for the one with the most lines."""
+        rounds = -(-(-(-rows // tile.rows) * tile.splits) // programs)
+        lines = columns // LINE / (tile.splits * tile.warpgroups)
+        return rounds * tile.rows / tile.splits * -(-lines // 1) / lines
+
+    found = []
+    for splits, groups, warpgroups in itertools.product((1, 2, 3, 4) if tokens > 4 else (1,), range(1, 9), (4, 2)):
+        fitting = (Tile(groups, warpgroups, stages, splits) for stages in (8, 6, 4, 3, 2))
+        found += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
+    found = sorted(filter(None, found), key=lambda tile: (work(tile), -tile.groups))
+    whole = [tile for tile in found if tile.splits == 1][:2]  # a sum in parts is another kernel
+    return [*whole, *(tile for tile in found if tile not in whole)][:CANDIDATES]
+
+
+def _written_out_sums(codes, x, scales, table, widths: int):
+    """What lanes.line_product adds for one line, for the interpreter: float32[512 groups widths] in its order.
+
+    codes: uint8[rows, 128]; scales: float32[rows, 4]; table: `dtype`[256, 2].
+    """
+    rows = codes.shape[0]
+    values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
+    x = jnp.pad(x.astype(jnp.float32), ((0, 8 * widths - x.shape[0]), (0, 0))).reshape(-1, _WARPS, BLOCK)
+    sums = jnp.einsum("rwk,twk->rtw", values, x) * scales[:, None, :]
+    # Row (i, h, low bits of the quad's number, its upper bit), token (width, q, e), warp.
+    sums = sums.reshape(rows // 16, 2, 4, 2, widths, 4, 2, _WARPS)
+    return sums.transpose(0, 4, 7, 3, 2, 5, 1, 6).reshape(-1)
+
+
+def _written_out_partial(acc, tokens: int, groups: int, widths: int):
+    """What lanes.keep_line_sums stores, for the interpreter: float32[4 warps, tokens, rows]."""
+    sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
+    return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
+
+
+def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
+    """refs: map, nested absmax and offset, if absmax is quantised; the output [splits, tokens, rows]; shared memory."""
+    *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
+    (codes_smem, x_smem), (partial_smem,) = aliased
+    wg, split = lax.axis_index("wg"), lax.axis_index("split")
+    tokens, columns = x_ref.shape
+    rows, warpgroups, stages = tile.rows, tile.warpgroups, tile.stages
+    widths = -(-tokens // 8)
+    first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)  # the last ones may overlap
+    lines, parts = columns // LINE, tile.splits * warpgroups
+    part = split * warpgroups + wg
+    first = lax.div(part * lines, jnp.int32(parts))
+    steps = lax.div((part + 1) * lines, jnp.int32(parts)) - first
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    def bring(step):
+        slot, line = slot_of(step), first + step
+        barrier = full.at[wg * stages + slot]
+        plgpu.copy_gmem_to_smem(
+            codes_ref.at[pl.ds(first_row, rows), pl.ds(line * (LINE // 2), LINE // 2)], codes_smem.at[wg, slot], barrier
+        )
+        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(line * LINE, LINE)], x_smem.at[wg, slot], barrier)
+
+    def all_of_this_warpgroup():
+        if not interpreted:
+            lanes.warpgroup_barrier()
+
+    def load_absmax(span):
+        line = first + span * _SPAN
+        if not interpreted:
+            return lanes.span_absmax(absmax_ref, nested_refs[1] if nested_refs else None, first_row, line, rows)
+        line = jnp.minimum(line + jnp.arange(_SPAN), lines - 1)
+        block = (4 * line[:, None] + jnp.arange(4)).reshape(-1)
+        values = absmax_ref[pl.ds(first_row, rows)][:, block]
+        if not nested_refs:
+            return values, None
+        place = (first_row + jnp.arange(rows)[:, None]) * absmax_ref.shape[1] + block
+        return values, nested_refs[1][...][place // NESTED_BLOCK]
+
+    def keep_scales(share):
+        scales = scales_smem.at[wg]
+        if not interpreted:
+            lanes.keep_span(share, nested_refs[2] if nested_refs else None, table_smem, scales, rows)
+            return
+        values, factors = share
+        if nested_refs:
+            values = nested_refs[0][...][values] * factors + nested_refs[2][0]
+        scales[:, pl.ds(0, rows)] = values.T
+
+    def multiply(step, acc, index):
+        codes, x, scales = codes_smem.at[wg, slot_of(step)], x_smem.at[wg, slot_of(step)], scales_smem.at[wg]
+        if not interpreted:
+            return lanes.line_product(acc, codes, x, scales, index * 4, table_smem, _TRANSFORMS, dtype)
+        own = scales[pl.ds(index * 4, 4), pl.ds(0, rows)].T
+        return acc + _written_out_sums(codes[...], x[...], own, pairs_ref[...], widths)
+
+    for step in range(stages):
+        pl.when(step < steps)(functools.partial(bring, jnp.int32(step)))
+    share = load_absmax(0)
+    if not interpreted:
+        lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
+        if nested_refs:
+            lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
+    plgpu.barrier_arrive(done)
+    plgpu.barrier_wait(done)
+
+    def one_span(span, carry):
+        acc, share = carry
+        keep_scales(share)  # every warp is through with the span before
+        share = load_absmax(span + 1)
+        all_of_this_warpgroup()
+
+        def one_line(step, acc):
+            plgpu.barrier_wait(full.at[wg * stages + slot_of(step)])
+            acc = multiply(step, acc, step - span * _SPAN)
+            all_of_this_warpgroup()
+            pl.when(step + stages < steps)(lambda: bring(step + stages))
+            return acc
+
+        return lax.fori_loop(span * _SPAN, jnp.minimum((span + 1) * _SPAN, steps), one_line, acc), share
+
+    size = 512 * tile.groups * widths
+    acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WG_STRIDED((size,), 4))
+    acc, _ = lax.fori_loop(0, lax.div(steps + (_SPAN - 1), jnp.int32(_SPAN)), one_span, (acc, share))
+    plgpu.barrier_arrive(done)  # what follows lies where lines have been
+    plgpu.barrier_wait(done)
+    if interpreted:
+        partial = _written_out_partial(acc, tokens, tile.groups, widths)
+        partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = partial
+    else:
+        lanes.keep_line_sums(acc, partial_smem, wg * _WARPS)
+    plgpu.barrier_arrive(done)
+    plgpu.barrier_wait(done)
+    if not interpreted:
+        lanes.store_line_sums(partial_smem, out_ref, split, first_row, warpgroups)
+    else:
+
+        @pl.when(wg == 0)
+        def _():
+            total = partial_smem[:, :, pl.ds(0, rows)].sum(0).astype(out_ref.dtype)
+            out_ref[split, :, pl.ds(first_row, rows)] = total
+
+
+def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
+    """x [tokens, in] weight^T: [tokens, out] in x's dtype; see `refusal`.
+
+    Args:
+      codes: uint8[out, in / 2]; absmax: uint8 or float32[out, in / 64].
+      nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
+      pairs: x's dtype [256, 2], the elements of each byte. kernel, interpret: as mosaic._kernel takes them.
+    """
+    tokens, rows, splits = x.shape[0], codes.shape[0], tile.splits
+    ring = (tile.warpgroups, tile.stages)
+    lines = (
+        plgpu.SMEM((*ring, tile.rows, LINE // 2), jnp.uint8, transforms=_TRANSFORMS),
+        plgpu.SMEM((*ring, tokens, LINE), x.dtype),
+    )
+    partial = (plgpu.SMEM((tile.warpgroups * _WARPS, tokens, tile.rows + 4), jnp.float32),)
+    sums = kernel(
+        functools.partial(_kernel, tile=tile, dtype=x.dtype),
+        interpret,
+        out_type=jax.ShapeDtypeStruct((splits, tokens, rows), x.dtype if splits == 1 else jnp.float32),
+        grid=(-(-rows // tile.rows), splits),
+        grid_names=("tile", "split"),
+        num_threads=tile.warpgroups,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM((256, 64), jnp.uint32),
+            plgpu.RefUnion(lines, partial),
+            # Two more than a multiple of 16: four lines of a row are stored to different banks.
+            plgpu.SMEM((tile.warpgroups, 4 * _SPAN, tile.rows + 2), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=tile.warpgroups * tile.stages),
+            plgpu.Barrier(num_arrivals=tile.warpgroups),
+        ],
+        # Within a warpgroup the kernel waits where it must, above.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(x, codes, absmax, jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)), *nested)
+    return sums[0] if splits == 1 else sums.sum(0).astype(x.dtype)
