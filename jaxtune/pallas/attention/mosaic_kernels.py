@@ -1,8 +1,8 @@
 """The bodies of the Mosaic GPU attention kernels (mosaic.py says what they do, and starts them).
 
-A kernel runs as many programs as the GPU has multiprocessors, each with two warpgroups that compute and one that
-brings blocks. A program works through a list of items: a tile of queries of two heads (or, without grouped heads, two
-tiles of one head), or a tile of keys of one key head. An item's own side (queries and their gradient, or keys and
+A kernel runs as many programs as the GPU has multiprocessors, each with two (or three) warpgroups that compute and one
+that brings blocks. A program works through a list of items: a tile of queries of two heads (or, without grouped heads,
+two tiles of one head), or a tile of keys of one key head. An item's own side (queries and their gradient, or keys and
 values) is double-buffered and the bringing warpgroup runs ahead across items, so that an item's start and end hide
 behind the work of its neighbours: on packed rows an item has two to ten steps, and they cost as much as the steps.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,21 +23,49 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
-WARPGROUPS = 2  # that compute
 _MASKED = -1e30
-# A thread's. All three warpgroups start with 168, which makes 2 x 240 + 24: to ask for one more is to wait for ever.
-_COMPUTE_REGISTERS, _MEMORY_REGISTERS = 240, 24
+# Where the running maximum of scores starts: so far above _MASKED that a masked score weighs exactly nothing, whatever
+# a fused multiply-add leaves of the difference.
+_UNSEEN = -1e20
+# A thread's registers, computing and bringing, by the number of computing warpgroups. All warpgroups start with an
+# equal share of 65,536 / 128 = 512, in steps of 8: three with 168, four with 128. To ask for more than there are is to
+# wait for ever.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How a kernel cuts its work: each warpgroup holds `own` rows and walks the other side in blocks of `step`, of
-    which `stages` are on their way at a time. turns: whether the warpgroups take turns on the tensor cores (_Turns)."""
+    """How a kernel cuts its work, and in which of its forms it runs.
+
+    Attributes:
+      own: rows that a warpgroup holds.
+      step: rows of the other side that it takes at a time.
+      stages: blocks of `step` rows that are on their way at a time.
+      turns: whether the two warpgroups take turns on the tensor cores (_Turns).
+      lean: fewer instructions a score: a mask by one comparison and, in the forward, the scale and the subtraction of
+        the maximum in one multiply-add.
+      warpgroups: that compute, 2 or 3; the forward's only.
+      ahead: the scores of the next block are made while this one's softmax runs; the forward's only.
+      buffers: of an item's own side; 1 where shared memory has no room for 2. The forward's only.
+    """
 
     own: int
     step: int
     stages: int
     turns: bool
+    lean: bool = False
+    warpgroups: int = 2
+    ahead: bool = False
+    buffers: int = 2
+
+    def __post_init__(self):
+        if self.turns and (self.warpgroups != 2 or self.ahead):
+            raise ValueError(f"{self}: two warpgroups take turns, and only with the scores of one block at a time")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields, without those that have their default."""
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
 
 def smem(shape, dtype):
@@ -110,6 +139,44 @@ def _add_product(total, left, right, interpreted):
     return pl.run_state(compute)(plgpu.ACC.init(total))
 
 
+class _Softmax:
+    """The running softmax of the forward, in powers of two. Its state, one number a row: the maximum so far and the sum
+    of the weights. lean: the maximum is that of the scores as they are (of the tanh, with a soft cap), and the factor
+    on them goes into the multiply-add that subtracts it."""
+
+    def __init__(self, scale, soft_cap, lean):
+        self.scale, self.soft_cap = scale, soft_cap
+        self.unit = (scale if soft_cap is None else soft_cap) * LOG2E
+        self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
+
+    def start(self, own, layout):
+        return _filled((own,), _UNSEEN if self.lean else _MASKED, layout), _filled((own,), 0.0, layout)
+
+    def step(self, scores, state, mask):
+        """(weights of a block, by what the sums so far fade, state)."""
+        top, total = state
+        if not self.lean:
+            scores, _ = _capped(scores, self.scale, self.soft_cap)
+        elif self.soft_cap is not None:
+            scores = jnp.tanh(scores * (self.scale / self.soft_cap))
+        scores = mask(scores)
+        new = jnp.maximum(top, scores.max(axis=1))
+        if self.lean:
+            fade = jnp.exp2((top - new) * self.unit)
+            weights = jnp.exp2(scores * self.unit - _rows(new * self.unit, scores.shape))
+        else:
+            fade = jnp.exp2(top - new)
+            weights = jnp.exp2(scores - _rows(new, scores.shape))
+        return weights, fade, (new, total * fade + weights.sum(axis=1))
+
+    def end(self, state):
+        """(1 / sum, log-sum-exp in natural log)."""
+        top, total = state
+        if self.lean:
+            top = top * self.unit
+        return 1.0 / total, (top + jnp.log2(total)) * (1.0 / LOG2E)
+
+
 class _Turns:
     """Keeps the two warpgroups half a step apart: while one has the tensor cores, the other does its softmax
     (FlashAttention-3, arXiv 2407.08608, calls it ping-pong). Every step swaps twice."""
@@ -127,6 +194,15 @@ class _Turns:
 
     def end(self):
         pl.when(self.wg == 0)(self.swap)
+
+
+def _within(shape, axis, base, first, count):
+    """Whether base + the index along `axis` is one of the `count` numbers from `first` on (count, first: one for each
+    index of the other axis): as unsigned numbers one comparison is enough."""
+    offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+    offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
+    count = lax.broadcast_in_dim(count, shape, [1 - axis])
+    return offset.astype(jnp.uint32) < count.astype(jnp.uint32)
 
 
 class _Items:
@@ -163,23 +239,23 @@ class _Items:
         return lax.fori_loop(0, self.rounds, one, (jnp.int32(0), self.at(jnp.int32(0))))[0]
 
 
-def _compute(wg):
+def _compute(wg, blocks: Blocks):
     """Decorates what the computing warpgroups do; _memory, what the one that brings blocks does."""
 
     def decorate(body):
-        @pl.when(wg < WARPGROUPS)
+        @pl.when(wg < blocks.warpgroups)
         def _():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(_REGISTERS[blocks.warpgroups][0], action="increase")
             body()
 
     return decorate
 
 
-def _memory(wg):
+def _memory(wg, blocks: Blocks):
     def decorate(body):
-        @pl.when(wg == WARPGROUPS)
+        @pl.when(wg == blocks.warpgroups)
         def _():
-            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(_REGISTERS[blocks.warpgroups][1], action="decrease")
             body()
 
     return decorate
@@ -202,26 +278,30 @@ def _drain(done, stages: int, *frees):
 class _QuerySide:
     """What the forward and dq share: where an item's queries are, and which of its scores are masked.
 
-    pairs: the two warpgroups take the same queries of two heads that share their keys; else neighbouring queries of
+    pairs: the warpgroups take the same queries of as many heads that share their keys; else neighbouring queries of
     one head. A line of the table: row, first query, first block of keys, number of blocks.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg):
-        heads = q_ref.shape[2]
+        heads, self.length = q_ref.shape[2], q_ref.shape[1]
         self.blocks, self.pairs, self.wg = blocks, pairs, wg
         self.group = heads // k_ref.shape[2]
-        self.items = _Items(table_ref, heads // 2 if pairs else heads)
+        self.items = _Items(table_ref, heads // blocks.warpgroups if pairs else heads)
 
     def place(self, item):
         """(row, head, first query) of this warpgroup."""
         own = self.blocks.own
         if self.pairs:
-            return item[1], item[0] * 2 + self.wg, pl.multiple_of(item[2], own)
-        return item[1], item[0], pl.multiple_of(item[2] + self.wg * own, own)
+            return item[1], item[0] * self.blocks.warpgroups + self.wg, pl.multiple_of(item[2], own)
+        first = item[2] + self.wg * own
+        if self.length % (self.blocks.warpgroups * own):
+            # The row's last tile may be a warpgroup short: that one does its neighbour's work again, bit for bit.
+            first = jnp.minimum(first, self.length - own)
+        return item[1], item[0], pl.multiple_of(first, own)
 
     def keys(self, item, i):
         """(row, keys of step i, key head)."""
-        head = item[0] * 2 if self.pairs else item[0]
+        head = item[0] * self.blocks.warpgroups if self.pairs else item[0]
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 
@@ -230,8 +310,12 @@ class _QuerySide:
         base, keys, shape = self.place(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
         def mask(values):
-            key_ids = _ids(shape, 1, keys)
-            seen = (key_ids <= _ids(shape, 0, base)) & (key_ids >= _rows(lower, shape))
+            if self.blocks.lean:
+                query_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
+                seen = _within(shape, 1, keys, lower, query_ids + 1 - lower)
+            else:
+                key_ids = _ids(shape, 1, keys)
+                seen = (key_ids <= _ids(shape, 0, base)) & (key_ids >= _rows(lower, shape))
             return jnp.where(seen, values, fill)
 
         crossed = (keys + self.blocks.step > base + 1) | (keys < last_lower)
@@ -280,22 +364,23 @@ def forward_kernel(
     soft_cap,
     interpreted,
 ):
-    """out and lse (natural log, without sinks) of tiles of queries."""
+    """out and lse (natural log, without sinks; 0 at padding) of tiles of queries."""
     wg = lax.axis_index("wg")
     side = _QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
     own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
     shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    softmax = _Softmax(scale, soft_cap, blocks.lean)
 
-    @_memory(wg)
+    @_memory(wg, blocks)
     def _():
         side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
 
-    @_compute(wg)
+    @_compute(wg, blocks)
     def _():
         turns = _Turns(turn_barrier, wg, blocks.turns)
 
         def buffer(turn):
-            return wg * 2 + lax.rem(turn, jnp.int32(2))
+            return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
 
         def fetch(turn, item):
             row, head, base = side.place(item)
@@ -306,12 +391,38 @@ def forward_kernel(
         def work(turn, done, item, following):
             row, head, base = side.place(item)
             qo = qo_smem.at[buffer(turn)]
+            if blocks.buffers == 1:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
+                fetch(turn, item)
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
             last_lower = lower_smem[buffer(turn), own - 1]
 
+            def fetch_following():
+                if blocks.buffers == 2:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+
+            def key_of(slot):
+                return k_smem.at[slot].transpose((1, 0))
+
+            def add_values(i, scores, carry):
+                """What is left of step i once its scores are there."""
+                acc, state = carry
+                slot = lax.rem(done + i, stages)
+                weights, fade, state = softmax.step(
+                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, _MASKED)
+                )
+                acc = acc * _rows(fade, acc.shape)
+                narrow = weights.astype(v_ref.dtype)
+                turns.swap()
+                if blocks.ahead:
+                    plgpu.barrier_wait(v_full.at[slot])
+                acc = _add_product(acc, narrow, v_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(v_free.at[slot])
+                return acc, state
+
             def step(i, carry):
-                acc, top, total = carry
                 slot = lax.rem(done + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
 
@@ -319,43 +430,53 @@ def forward_kernel(
                     turns.swap()
                     plgpu.barrier_wait(v_full.at[slot])
 
-                (scores,) = _products((qo, k_smem.at[slot].transpose((1, 0))), shape=shape, issued=issued)
+                (scores,) = _products((qo, key_of(slot)), shape=shape, issued=issued)
                 plgpu.barrier_arrive(k_free.at[slot])
-                scores, _ = _capped(scores, scale, soft_cap)
-                scores = side.masked(scores, item, i, lower, last_lower, _MASKED)
-                new = jnp.maximum(top, scores.max(axis=1))
-                fade = jnp.exp2(top - new)
-                weights = jnp.exp2(scores - _rows(new, shape))
-                total = total * fade + weights.sum(axis=1)
-                acc = acc * _rows(fade, acc.shape)
-                narrow = weights.astype(v_ref.dtype)
-                turns.swap()
-                acc = _add_product(acc, narrow, v_smem.at[slot], interpreted)
-                plgpu.barrier_arrive(v_free.at[slot])
-                return acc, new, total
+                return add_values(i, scores, carry)
 
-            start = (
-                _filled((own, dim), 0.0, plgpu.Layout.WGMMA),
-                _filled((own,), _MASKED, rows),
-                _filled((own,), 0.0, rows),
-            )
-            # The first step hides how the last item's results leave the buffer that the next item's queries go to.
-            start = step(jnp.int32(0), start)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
-            acc, top, total = lax.fori_loop(1, item[4], step, start)
-            # Padding saw nothing: its weights are those of masked scores, and are dropped here.
+            def step_ahead(i, carry):
+                """Step i, and the scores of step i + 1."""
+                scores, carry = carry
+                slot = lax.rem(done + i + 1, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+
+                def compute(next_scores):
+                    plgpu.wgmma(next_scores, qo, key_of(slot))
+                    results = add_values(i, scores, carry)
+                    return next_scores[...], results
+
+                carry = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+                plgpu.barrier_arrive(k_free.at[slot])
+                return carry
+
+            start = _filled((own, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own, rows)
+            # The first product or step hides how the last item's results leave the buffer that the next item's
+            # queries go to.
+            if blocks.ahead:
+                slot = lax.rem(done, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+                (scores,) = _products((qo, key_of(slot)), shape=shape, issued=fetch_following)
+                plgpu.barrier_arrive(k_free.at[slot])
+                scores, carry = lax.fori_loop(0, item[4] - 1, step_ahead, (scores, start))
+                acc, state = add_values(item[4] - 1, scores, carry)
+            else:
+                start = step(jnp.int32(0), start)
+                fetch_following()
+                acc, state = lax.fori_loop(1, item[4], step, start)
+            # Padding saw nothing: what stands there is dropped.
             real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
-            inverse = jnp.where(real, 1.0 / total, 0.0)
+            inverse, lse = softmax.end(state)
+            inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
             qo[...] = (acc * _rows(inverse, (own, dim))).astype(q_ref.dtype)
-            lse_smem.at[wg][...] = (top + jnp.log2(total)) * (1.0 / LOG2E)
+            lse_smem.at[wg][...] = lse
             plgpu.commit_smem()
             here = pl.ds(base, own)
             plgpu.copy_smem_to_gmem(qo, out_ref.at[row, here, head])
             plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, here])
             return item[4]
 
-        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        if blocks.buffers == 2:
+            pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
         turns.begin()
         side.items.each(work)
         turns.end()
@@ -397,11 +518,11 @@ def query_kernel(
     own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
     shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
 
-    @_memory(wg)
+    @_memory(wg, blocks)
     def _():
         side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
 
-    @_compute(wg)
+    @_compute(wg, blocks)
     def _():
         turns = _Turns(turn_barrier, wg, blocks.turns)
 
@@ -414,7 +535,7 @@ def query_kernel(
             plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], q_smem.at[buffer(turn)], full)
             plgpu.copy_gmem_to_smem(do_ref.at[row, here, head], do_smem.at[buffer(turn)], full)
             plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[wg], full)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[WARPGROUPS + wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[blocks.warpgroups + wg], full)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
 
         def work(turn, done, item, following):
@@ -422,7 +543,7 @@ def query_kernel(
             query, dout = q_smem.at[buffer(turn)], do_smem.at[buffer(turn)]
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             stat = plgpu.load(numbers_smem.at[wg], layout=rows)
-            delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
+            delta = plgpu.load(numbers_smem.at[blocks.warpgroups + wg], layout=rows)
             lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
             last_lower = lower_smem[buffer(turn), own - 1]
             plgpu.commit_smem()  # every warp has read them: the next item's may come
@@ -507,7 +628,7 @@ def key_kernel(
     shape = (own, width)
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-    @_memory(wg)
+    @_memory(wg, blocks)
     def _():
         def work(turn, done, item, following):
             kv_head, row, _, first, count, *_ = item
@@ -534,7 +655,7 @@ def key_kernel(
 
         _drain(items.each(work), blocks.stages, q_free, do_free)
 
-    @_compute(wg)
+    @_compute(wg, blocks)
     def _():
         turns = _Turns(turn_barrier, wg, blocks.turns)
 
@@ -588,8 +709,12 @@ def key_kernel(
                 )
 
                 def masked(weights):
-                    query_ids = _ids(shape, 1, queries)
-                    seen = (query_ids >= _ids(shape, 0, base)) & (query_ids < _rows(upper, shape))
+                    if blocks.lean:
+                        key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=rows) + base
+                        seen = _within(shape, 1, queries, key_ids, upper - key_ids)
+                    else:
+                        query_ids = _ids(shape, 1, queries)
+                        seen = (query_ids >= _ids(shape, 0, base)) & (query_ids < _rows(upper, shape))
                     return jnp.where(seen, weights, 0.0)
 
                 crossed = (queries < base + own - 1) | (queries + width > first_upper)
