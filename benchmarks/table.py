@@ -122,11 +122,11 @@ def attention_pair_text(record: dict) -> list[str]:
         parts = sorted(arm["profile"]["categories"].items(), key=lambda part: -part[1])
         shares = (f"{part} {100 * ms / arm['profile']['step_ms']:.1f} %" for part, ms in parts)
         texts.append(f"{name} **{arm['step_seconds']:.3f} s** a step ({', '.join(shares)})")
-    documents = "one a row" if record["documents"] == "full" else f"packed, up to {record['max_documents']} a row"
+    documents = "whole rows" if record["documents"] == "full" else f"up to {record['max_documents']} documents a row"
     what = f"LoRA r={record['adapter_rank']}" if record["adapter_rank"] else "full"
+    shape = f"{record['shape']} {record['load_in'] or 'bf16'} {what}, {record['rows']} x {record['length']:,} tokens"
     text = (
-        f"The step with two implementations of attention, taking turns in one process ({record['shape']} "
-        f"{record['load_in'] or 'bf16'} {what}, {record['rows']} x {record['length']:,} tokens, documents {documents}): "
+        f"The step with two implementations of attention, taking turns in one process ({shape}, {documents}): "
         f"{texts[0]} against {texts[1]}, **{record['speedup']:.3f}** times as fast. {_versions(record)}. "
         "`python benchmarks/train/attention_pair.py`."
     )

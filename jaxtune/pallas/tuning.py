@@ -96,15 +96,17 @@ def measure(
     for blocks, program in zip(candidates, waiting, strict=True):
         words = f"{op}, {bucket}: " + ", ".join(f"{name} {value}" for name, value in blocks.items())
         say(f"{words}: ")  # a kernel that hangs is the one named last
+        milliseconds = math.inf
         try:
             run = program.result()
             problem = wrong(run())
-            milliseconds = None if problem else _milliseconds(run)
+            if problem is None:
+                milliseconds = _milliseconds(run)
         except Exception as error:  # does not fit this GPU: that is what is being found out
-            milliseconds, problem = None, f"{type(error).__name__}: {str(error)[:120]}"
+            problem = f"{type(error).__name__}: {str(error)[:120]}"
         tried.append([dict(blocks), problem or round(milliseconds, 4)])
         say(f"{problem or f'{milliseconds:.4f} ms'}\n")
-        if milliseconds is not None and milliseconds < best_ms:
+        if milliseconds < best_ms:
             best, best_ms = dict(blocks), milliseconds
     if best is None:
         raise RuntimeError(f"{op}, {bucket}: no candidate runs on {kind}: {tried}")

@@ -55,8 +55,10 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """The blocks measured for such calls, else those for packed rows, else the heuristic's; query as kernels take it."""
+    """The blocks measured for such calls, else those for packed rows, else the heuristic's; query as in a kernel."""
     op, dim = f"attention {kernel}", query.shape[-1]
+    if dim not in HEURISTIC[kernel]:
+        raise ValueError(f"attention: there is no {kernel} kernel for head dim {dim}")
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
         found = tuning.tuned(op, name, query.dtype)
         if found:

@@ -406,7 +406,7 @@ def forward_kernel(
             def key_of(slot):
                 return k_smem.at[slot].transpose((1, 0))
 
-            def add_values(i, scores, carry):
+            def add_values(i, scores, carry) -> Any:
                 """What is left of step i once its scores are there."""
                 acc, state = carry
                 slot = lax.rem(done + i, stages)
