@@ -4,7 +4,7 @@ Which blocks exist is decided by the layout: a tile of queries [a, b] needs keys
 document's start, or the window's) to b; a tile of keys [a, b] is needed by queries from a to the upper bound of b.
 Bounds never fall along a row, so the first and last token of a tile bound all of it. Blocks between the bounds are
 loaded; of those only the ones that a bound crosses are masked. XLA writes the tiles into a table, the most expensive
-first, and the kernels (mosaic_kernels.py) work through it.
+first, and the kernels (mosaic_forward.py, mosaic_backward.py) work through it.
 
 The backward is two kernels, one for dq and one for dk and dv (which walks all query heads of its key head), so that
 every sum has one fixed order: bitwise deterministic without atomics.
@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import tuning
-from jaxtune.pallas.attention import mosaic_kernels as kernels
+from jaxtune.pallas.attention import mosaic_backward, mosaic_forward
 from jaxtune.pallas.attention.layout import PackedLayout
-from jaxtune.pallas.attention.mosaic_kernels import LOG2E, Blocks, smem
+from jaxtune.pallas.attention.mosaic_parts import LOG2E, Blocks, smem
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 
 _PAD = 128  # rows are padded to a multiple of this
@@ -161,7 +161,7 @@ def _table(starts, first, count, falling: bool | None):
 
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
-    """See mosaic_kernels._QuerySide. full: whether every row is one document without padding."""
+    """See mosaic_parts.QuerySide. full: whether every row is one document without padding."""
     size = blocks.own * (1 if pairs else blocks.warpgroups)
     starts = jnp.arange(0, lower.shape[1], size, dtype=jnp.int32)
     first = lower[:, ::size] // blocks.step
@@ -173,7 +173,7 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 
 def _key_table(upper, blocks: Blocks, full: bool):
-    """See mosaic_kernels.key_kernel, and _query_table."""
+    """See mosaic_backward.key_kernel, and _query_table."""
     size = blocks.own * blocks.warpgroups
     starts = jnp.arange(0, upper.shape[1], size, dtype=jnp.int32)
     first = jnp.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
@@ -222,7 +222,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     own, pairs = blocks.own, _pairs(query, key, blocks)
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
     outputs = _call(
-        kernels.forward_kernel,
+        mosaic_forward.forward_kernel,
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, padded), jnp.float32)],
         2,
         [
@@ -259,7 +259,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     own, pairs, count = blocks.own, _pairs(query, key, blocks), 2 * blocks.warpgroups
     both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dquery = _call(
-        kernels.query_kernel,
+        mosaic_backward.query_kernel,
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         5,
         [both, both, _numbers(count, own, jnp.float32), _numbers(count, own, jnp.int32)],
@@ -276,7 +276,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     count = 2 * blocks.warpgroups
     both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dkey, dvalue = _call(
-        kernels.key_kernel,
+        mosaic_backward.key_kernel,
         [jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
         3,
         [both, both, _numbers(count, own, jnp.int32)],
