@@ -38,8 +38,22 @@ part_trajectory() {
         "$data/datasets/gsm8k/train.jsonl" --rows "$data/datasets/gsm8k/train.jsonl" --output "$1/trajectory.json"
 }
 limit[trajectory]=180
-part_attention() { $python benchmarks/kernels/attention.py --output "$1/attention.json"; }
-limit[attention]=200
+# The blocks of the attention kernels: FOLDER/tuned/ begins as the packaged file and can replace it.
+part_tune() {
+    mkdir -p "$1/tuned" && cp -n jaxtune/pallas/tuned/*.json "$1/tuned/"
+    export JAXTUNE_TUNING_DIR=$1/tuned
+    local tune="$python -m jaxtune.cli tune"
+    $tune --head-dim 64 --documents whole --kernels forward &&
+        $tune --head-dim 128 --documents whole --rows 1 --length 32768 --window 128 &&
+        $tune --head-dim 128 --documents whole &&
+        $tune --head-dim 256 --heads 16 --soft-cap 50 --kernels forward
+}
+limit[tune]=500
+# With the blocks of `tune`, if that was run.
+part_attention() { JAXTUNE_TUNING_DIR=$1/tuned $python benchmarks/kernels/attention.py --output "$1/attention.json"; }
+limit[attention]=220
+part_attention_pair() { $python benchmarks/train/attention_pair.py --output "$1/attention_pair_8b.json"; }
+limit[attention_pair]=240
 part_quant_matmul() { $python benchmarks/kernels/quant_matmul.py --output "$1/quant_matmul.json"; }
 limit[quant_matmul]=150
 part_moe() { $python benchmarks/kernels/moe.py --output "$1/moe.json"; }
@@ -53,7 +67,7 @@ limit[qlora_load]=120
 part_memory() { $python benchmarks/train/memory.py --output "$1/memory.json"; }
 limit[memory]=600
 
-parts=(step long packed nf4 startup pair profile_check trajectory attention quant_matmul moe triton packing_metadata
+parts=(step long packed nf4 startup pair profile_check trajectory tune attention attention_pair quant_matmul moe triton packing_metadata
     qlora_load memory)
 if [ "${1:-}" = --list ]; then
     for part in "${parts[@]}"; do echo "$part (at most ${limit[$part]} s)"; done

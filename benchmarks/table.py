@@ -39,8 +39,9 @@ def load(folder: Path = RESULTS) -> list[dict]:
     records = []
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record.get("benchmark") == "train/step":
-            problem = honest(record)
+        proofs = {"train/step": [record], "train/attention_pair": record.get("arms", {}).values()}
+        for proof in proofs.get(record.get("benchmark"), ()):
+            problem = honest(proof)
             if problem is not None:
                 raise Rejected(f"{path.name}: {problem}")
         records.append(record)
@@ -110,6 +111,26 @@ def pair_text(record: dict) -> list[str]:
         "{speedup:.1f} times. {where}. `python benchmarks/train/profile_pair.py`."
     )
     return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]
+
+
+def attention_pair_text(record: dict) -> list[str]:
+    """One line: the step with two implementations of attention, and where each one's time goes."""
+    names = list(record["arms"])
+    texts = []
+    for name in names:
+        arm = record["arms"][name]
+        parts = sorted(arm["profile"]["categories"].items(), key=lambda part: -part[1])
+        shares = (f"{part} {100 * ms / arm['profile']['step_ms']:.1f} %" for part, ms in parts)
+        texts.append(f"{name} **{arm['step_seconds']:.3f} s** a step ({', '.join(shares)})")
+    documents = "whole rows" if record["documents"] == "full" else f"up to {record['max_documents']} documents a row"
+    what = f"LoRA r={record['adapter_rank']}" if record["adapter_rank"] else "full"
+    shape = f"{record['shape']} {record['load_in'] or 'bf16'} {what}, {record['rows']} x {record['length']:,} tokens"
+    text = (
+        f"The step with two implementations of attention, taking turns in one process ({shape}, {documents}): "
+        f"{texts[0]} against {texts[1]}, **{record['speedup']:.3f}** times as fast. {_versions(record)}. "
+        "`python benchmarks/train/attention_pair.py`."
+    )
+    return [text]
 
 
 def trajectory_text(record: dict) -> list[str]:
@@ -192,6 +213,9 @@ def measured(records: list[dict]) -> str:
     for r in records:
         if r.get("benchmark") == "train/pair":
             parts += ["", *pair_text(r)]
+    for r in records:
+        if r.get("benchmark") == "train/attention_pair":
+            parts += ["", *attention_pair_text(r)]
     for r in records:
         if r.get("benchmark") == "train/startup":
             parts += ["", *startup_table(r)]

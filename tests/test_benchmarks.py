@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -14,10 +15,11 @@ from flax import nnx
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, load
-from benchmarks.train import qlora_load, quant_acceptance
+from benchmarks.table import Rejected, attention_pair_text, load, measured
+from benchmarks.train import attention_pair, qlora_load, quant_acceptance
 from jaxtune.models.hf import model_from_config
 from jaxtune.models.quant import quantize
+from jaxtune.pallas.attention import api, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {
@@ -104,6 +106,45 @@ def test_each_bound_of_the_acceptance_run_can_fail(name, change):
     }
     assert all(verdict["holds"] for verdict in quant_acceptance.verdicts(good).values())
     assert not all(v["holds"] for v in quant_acceptance.verdicts(good | {name: good[name] + change}).values())
+
+
+@pytest.fixture
+def attention_pair_record(monkeypatch, tmp_path):
+    """A run of tiny size whose second arm attends to twice the values."""
+    whole = api.implementations
+
+    def doubled(*arrays, **options):
+        out, lse = reference.forward(*arrays, **options)
+        return 2 * out, lse
+
+    module = types.SimpleNamespace(forward=doubled, backward=reference.backward)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "doubled", module)
+    monkeypatch.setattr(api, "implementations", lambda *a, **o: {**whole(*a, **o), "doubled": lambda: None})
+    monkeypatch.setitem(SHAPES, "tiny", SMALL | dict(num_hidden_layers=1))
+    options = ["--shape", "tiny", "--rows", "2", "--length", "64", "--rank", "2", "--steps", "1", "--rounds", "2"]
+    parsed = attention_pair.arguments().parse_args([*options, "--arms", "reference", "doubled"])
+    parsed.profile = str(tmp_path / "profile")
+    return attention_pair.measure(parsed)
+
+
+def test_two_attentions_in_one_step(attention_pair_record, tmp_path):
+    """Each arm runs its own implementation, from the same weights, and both have a profile."""
+    record = attention_pair_record
+    ours, other = record["arms"]["reference"], record["arms"]["doubled"]
+    assert ours["losses"][0] != other["losses"][0] and record["largest_loss_difference"] > 0
+    assert all(honest(arm) is None for arm in (ours, other))
+    assert len(ours["step_seconds_of_rounds"]) == len(other["step_seconds_of_rounds"]) == 2
+    assert record["speedup"] == other["step_seconds"] / ours["step_seconds"]
+    for arm in (ours, other):
+        profile = arm["profile"]
+        assert sum(profile["categories"].values()) == pytest.approx(profile["step_ms"], rel=1e-6)
+    (line,) = attention_pair_text(record)
+    assert f"reference **{ours['step_seconds']:.3f} s** a step (" in line and "GEMM " in line
+    assert f"**{record['speedup']:.3f}** times as fast" in line and line in measured([record])
+    other["first_loss"] = 0.0
+    (tmp_path / "pair.json").write_text(json.dumps(record))
+    with pytest.raises(Rejected, match="not near ln V"):
+        load(tmp_path)
 
 
 def test_what_packing_metadata_compares_is_one_model_and_differs_in_what_it_says(tmp_path):

@@ -84,18 +84,22 @@ def driver_memory_gb() -> float | None:
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20 / 1e9
 
 
-def measure(options) -> dict:
-    shape = SHAPES[options.shape]
-    started = time.perf_counter()
-    model = random_model(shape, jax.random.key(0), options.load_in)
+def build(options) -> tuple[Trainer, int]:
+    """The trainer of a random model, and the bytes of the model's weights."""
+    model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in)
     model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     if options.rank:
         model = jaxtune.get_peft_model(
             model, r=options.rank, lora_alpha=options.rank, target_parameters=[name for name, _ in experts(model)]
         )
+    return make_trainer(options, model), model_bytes
+
+
+def measure(options) -> dict:
+    shape = SHAPES[options.shape]
+    started = time.perf_counter()
+    trainer, model_bytes = build(options)
     init_seconds = time.perf_counter() - started
-    trainer = make_trainer(options, model)
-    del model
     state, sums, frozen = trainer.first_state()
     programs = trainer.compile(state, sums, frozen)
     if options.compile_only:

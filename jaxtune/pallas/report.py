@@ -17,7 +17,7 @@ from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 
-_ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 16
+_ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _WIDE_HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 256, 16
 _HIDDEN, _EXPERTS = 4096, 32
 
 
@@ -42,6 +42,7 @@ class KernelChoice:
 def kernel_choices() -> list[KernelChoice]:
     """The choices of every op, for bfloat16 and the GPU of this machine (or that of dispatch.compile_for)."""
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
+    wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
     whole = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
@@ -57,6 +58,11 @@ def kernel_choices() -> list[KernelChoice]:
             f"{call} packed, up to {_DOCUMENTS} documents a row",
             attention.implementations(query, packed, kv_heads=_KV_HEADS),
         ),
+        _choice(
+            "attention",
+            f"bfloat16, head dim {_WIDE_HEAD_DIM}, packed, soft cap, forward",
+            attention.implementations(wide, packed, kv_heads=_KV_HEADS, soft_cap=50.0),
+        ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
         _choice(
@@ -66,24 +72,6 @@ def kernel_choices() -> list[KernelChoice]:
         ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]
-
-
-def tune() -> str:
-    """Measures the blocks of the kernels that have a choice, keeps them for this GPU, and says which they are.
-
-    Raises:
-      ValueError: this machine's GPU runs none of them.
-    """
-    from jaxtune.pallas.attention.tune import tune
-
-    if dispatch.compute_capability() != (9, 0):
-        raise ValueError("--tune: only the attention kernels for Hopper GPUs have blocks to measure, and there is none")
-    lines = []
-    for head_dim in (64, 128):
-        for kernel, entry in tune(head_dim).items():
-            blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
-            lines.append(f"attention {kernel}, head dim {head_dim}: {blocks}: {entry['milliseconds']:.3f} ms")
-    return "\n".join(lines)
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
