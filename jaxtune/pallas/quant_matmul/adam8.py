@@ -199,8 +199,10 @@ def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, b
     moments = [jax.new_ref(each) for each in (m, m_absmax, v, v_absmax)]
     rest = []
     if whole < size:
-        old = (ref[whole // BLOCK :] for ref in moments)
-        last, *new = plain_update(flat[whole:], *old, correction1, correction2, betas=betas, eps=eps)
+        m, m_absmax, v, v_absmax = (ref[whole // BLOCK :] for ref in moments)
+        last, *new = plain_update(
+            flat[whole:], m, m_absmax, v, v_absmax, correction1, correction2, betas=betas, eps=eps
+        )
         for ref, values in zip(moments, new, strict=True):  # before the kernel: XLA cannot write into what it returns
             ref[whole // BLOCK :] = values
         rest = [last]

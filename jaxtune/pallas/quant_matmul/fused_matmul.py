@@ -9,6 +9,7 @@ multiplied is weight.decode(dtype), to the bit.
 
 # Pallas' annotations know neither its own transforms nor barriers.
 # pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 from __future__ import annotations
 

@@ -312,7 +312,8 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
     """Why `small_matmul` with this tile cannot serve this call, or None; on a GPU, its first use is checked."""
-    reason = small_refusal(weight, dtype, tokens) or line_matmul.refusal(tile, *weight.shape, tokens)
+    reason = small_refusal(weight, dtype, tokens)
+    reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or _interpret is not None:
         return reason
 
@@ -414,7 +415,7 @@ def fused_refusal(tile: fused_matmul.Tile, weight: FourBit, dtype, contract: int
         u = jax.random.normal(keys[2], (200, rank)).astype(dtype)
         side = jax.random.normal(keys[3], (columns, rank) if contract == 1 else (rank, columns)).astype(dtype)
         bias = jnp.arange(columns, dtype=jnp.float32) / columns
-        got = jax.jit(lambda *operands: fused_product(*operands[:2], contract, tile, operands[2:4], operands[4]))
+        got = jax.jit(lambda x, w, u, side, bias: fused_product(x, w, contract, tile, (u, side), bias))
 
         def product(x, weight):
             sides = ((1,), (contract,)), ((), ())

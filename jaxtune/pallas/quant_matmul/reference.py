@@ -89,22 +89,18 @@ def decoded(weight, x, kernels: ModuleType):
 
 def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
     """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
-    side = contract[1]
-    small = isinstance(weight, FourBit) and contract == (1, 1)
-    small = small and kernels.small_refusal(weight, x.dtype, x.shape[0]) is None
-    tile = None
-    if isinstance(weight, FourBit) and not small:
-        tile = kernels.fused_tile(weight, x.dtype, x.shape[0], side)
-    if tile is not None:
-        return kernels.fused_product(x, weight, side, tile, more, bias)
-    if small:
+    call = (weight, x.dtype, x.shape[0])
+    if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = _on_every_device(kernels.small_matmul, x, weight)
+    elif isinstance(weight, FourBit) and (tile := kernels.fused_tile(*call, contract[1])) is not None:
+        return kernels.fused_product(x, weight, contract[1], tile, more, bias)
     else:
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)
     if more is not None:
         # In this order: XLA makes the right operand the c of the left GEMM.
-        out = out + _product(*more, contract)
+        u, side = more
+        out = out + _product(u, side, contract)
     return out if bias is None else out + bias.astype(out.dtype)
 
 
