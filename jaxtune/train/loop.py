@@ -27,6 +27,7 @@ from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatibl
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses
 from jaxtune.train.memory import COMPUTE_DTYPES
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.planner import Planner, out_of_memory
@@ -68,6 +69,8 @@ _INCOMPATIBLE = (
             "precision",
             "seed",
             "max_grad_norm",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
             "optim",
             "schedule",
             "qat",
@@ -191,6 +194,7 @@ class Trainer:
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
             weights=weight_storage(config.optim.weights, config.precision, _size(self._trainable)),
+            router_losses=_router_losses(config, model),
         )
         self._program_before_qat = None
         if config.qat is not None and config.qat.start > 0:
@@ -635,6 +639,21 @@ class Trainer:
         model = nnx.merge(graph, trainable, frozen)
         model.dtype = self._given.dtype
         return model
+
+
+def _router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
+    moe = model.config.moe
+    if moe is None:
+        for key in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(config, key):
+                raise ValueError(
+                    f"{key} = {getattr(config, key)}: a {model.config.family} model has no experts: unset it"
+                )
+        return NO_ROUTER_LOSSES
+    aux = config.router_aux_loss_coef
+    if aux is None:
+        aux = moe.router_aux_loss_coef if moe.output_router_logits else 0.0
+    return RouterLosses(aux, config.router_z_loss_coef)
 
 
 def _size(tree) -> int:
