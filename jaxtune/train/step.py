@@ -152,7 +152,8 @@ class StepProgram:
         Returns:
           (state, zeroed sums, metrics): loss (mean over targets, without what the routers add: router_aux_loss and
           router_z_loss, before their coefficients, where they are asked for), grad_norm (before clipping),
-          learning_rate, targets, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a trainable tensor.
+          learning_rate, targets, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a
+          trainable tensor.
         """
         with jax.named_scope("optimizer"):
             count = jnp.maximum(sums.count, 1.0)
