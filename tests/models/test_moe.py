@@ -261,7 +261,7 @@ def test_four_bit_experts_that_no_file_can_hold(tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint of this family stores its experts so: use dequantize"):
         save_pretrained(quantize(golden_model("gpt_oss")), tmp_path / "out")
     odd = four_bit_model("qwen3_moe", 1, moe_intermediate_size=33, hidden_size=48)
-    with pytest.raises(ValueError, match=r"pieces of 33 x 48 are not whole blocks of 64"):
+    with pytest.raises(ValueError, match=r"are not whole blocks of 64"):
         save_pretrained(odd, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
