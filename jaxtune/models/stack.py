@@ -347,13 +347,14 @@ def _stack_bwd(static: _Static, residuals, gradient):
     for index in range(len(kept) - 1, -1, -1):
         saved = {**kept[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
-        # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them.
-        saved, dx = optimization_barrier((saved, dx))
+        # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them. So
+        # it does with trained weights in the compute dtype: 26 MB a layer of adapters on a 30B model's experts.
+        saved, dx, trainable = optimization_barrier((saved, dx, trainables[index]))
         coming = tuple(hosted[index - 1].values()) if index else ()
         gradients[index], dx, arrived = layer_backward(
             static.graphs[index],
             static.specs[index],
-            trainables[index],
+            trainable if short else trainables[index],
             frozens[index],
             saved,
             dx,
