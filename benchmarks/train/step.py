@@ -72,7 +72,9 @@ def train_config(options) -> TrainConfig:
 
 def make_trainer(options, model) -> Trainer:
     documents = random_documents(options.documents, options.rows, options.length, model.config.vocab_size)
-    return Trainer(model, None, train_config(options), TokenDataset(documents, Summary(), options.length))
+    return Trainer(
+        model, None, train_config(options), TokenDataset(documents, Summary(), options.length), keeps_model=False
+    )
 
 
 def driver_memory_gb() -> float | None:
@@ -97,6 +99,7 @@ def measure(options) -> dict:
     trainer = make_trainer(options, model)
     del model
     state, sums, frozen = trainer.first_state()
+    trainer.release_model()  # as the command does
     programs = trainer.compile(state, sums, frozen)
     if options.compile_only:
         return {"compile_seconds": programs.seconds}

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.stack import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
 
 
@@ -37,6 +38,26 @@ class RouterLosses:
 
 
 NO_ROUTER_LOSSES = RouterLosses()
+
+
+def router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
+    """Those that a run adds: the config's, and where it names no router_aux_loss_coef the model's, as in transformers.
+
+    Raises:
+      ValueError: a model without experts.
+    """
+    moe = model.config.moe
+    if moe is None:
+        for key in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(config, key):
+                raise ValueError(
+                    f"{key} = {getattr(config, key)}: a {model.config.family} model has no experts; unset it"
+                )
+        return NO_ROUTER_LOSSES
+    aux = config.router_aux_loss_coef
+    if aux is None:
+        aux = moe.router_aux_loss_coef if moe.output_router_logits else 0.0
+    return RouterLosses(aux, config.router_z_loss_coef)
 
 
 def loss_sum_and_count(

@@ -137,7 +137,7 @@ def test_the_coefficient_is_the_models_where_the_config_names_none(tmp_path):
     assert coefficients(moe_model(**on), router_aux_loss_coef=0.0, router_z_loss_coef=0.1) == (0.0, 0.1)
     assert coefficients(moe_model(router_aux_loss_coef=0.02)) == (0.0, 0.0)
     assert coefficients(moe_model(), router_aux_loss_coef=0.5) == (0.5, 0.0)
-    with pytest.raises(ValueError, match=r"router_z_loss_coef = 0\.1: a llama model has no experts"):
+    with pytest.raises(ValueError, match=r"router_z_loss_coef = 0\.1: a llama model has no experts; unset it"):
         coefficients(lora_model(), router_z_loss_coef=0.1)
     with pytest.raises(ValueError, match="router_aux_loss_coef"):
         make_config(tmp_path, router_aux_loss_coef=-1.0)
