@@ -81,7 +81,7 @@ ARMS = {
 # (claim, arm that is off, arm that is on, models it is of, {model: published gain of the step})
 _ALL = tuple(MODELS)
 _LAYOUT = {"qwen3-14b": "14.3 %", "llama-3.2-1b": "11.5 % (predicted)", "qwen3-0.6b": "14.8 % (predicted)"}
-CLAIMS = (
+CLAIMS: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("packed layout: once, not in every layer", "layout_kept", "on", _ALL, {}),
     ("packed layout: no round trip to the host a layer", "layout_host", "on", _ALL, _LAYOUT),
     ("overlapped reload: not serial", "serial", "offload", _ALL, dict.fromkeys(("llama-3.1-8b", "qwen3-14b"), "8 %")),

@@ -225,11 +225,11 @@ def split_packed_experts(name: str, value: FourBit, files: ExpertFiles | None) -
             f"blocks of {BLOCK}: use dequantize first (jaxtune.models.quant)"
         )
     if value.offset is not None and size % (BLOCK * NESTED_BLOCK):
-        fields = dict(shape=value.shape, dtype_name=value.dtype_name)
-        value = type(value)(value.codes, value.block_absmax(), None, None, None, **fields)
+        absmax = value.block_absmax()
+        value = dataclasses.replace(value, absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
     # Numbers of the tensor for one entry of each array.
     arrays = {"": (value.codes, 2), ".absmax": (value.absmax, BLOCK)}
-    if value.offset is not None:
+    if value.nested_absmax is not None:
         arrays[".nested_absmax"] = (value.nested_absmax, BLOCK * NESTED_BLOCK)
 
     def part(number: int, suffix: str):

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -253,8 +254,10 @@ def _stream(
 
     def load(name, entry):
         if isinstance(entry, _PACKED):
-            stacked = isinstance(entry, expert_files.StackedPackedEntry)
-            packed, digest = expert_files.read_packed_experts(entry) if stacked else quant.read_packed(entry)
+            if isinstance(entry, quant.PackedEntry):
+                packed, digest = quant.read_packed(entry)
+            else:
+                packed, digest = expert_files.read_packed_experts(entry)
             packed = jax.device_put(packed)
             return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
         if isinstance(entry, expert_files.MXFP4Entry):
@@ -453,7 +456,13 @@ def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[
     value = variable.get_value()
     if isinstance(value, FourBit):
         if ".experts." in name:
-            return expert_files.split_packed_experts(name, value, files)
+            parts = expert_files.split_packed_experts(name, value, files)
+            warnings.warn(
+                "experts in four bits are written as the linears of transformers 4, which jaxtune loads again and "
+                "transformers 5 does not: it has no experts in four bits (dequantize writes 16)",
+                stacklevel=3,
+            )
+            return parts
         return quant.checkpoint_tensors(name, value)
     if files is not None and ".experts." in name:
         return expert_files.split_experts(name, value, dtype, files)
