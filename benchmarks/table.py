@@ -74,6 +74,8 @@ def step_table(records: list[dict]) -> list[str]:
         what = f"LoRA r={r['adapter_rank']}" if r["adapter_rank"] else "full"
         if SHAPES[r["shape"]].get("num_local_experts") or SHAPES[r["shape"]].get("num_experts"):
             what += " on attention and experts"
+        if r.get("optimizer", "adamw") != "adamw":
+            what += f", {r['optimizer']}"
         documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
         mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
         lines.append(
