@@ -510,6 +510,10 @@ class Trainer:
             f"compute {self.config.precision}; trained weights {kept['weights']}{rounding}; gradients "
             f"{self._gradients}; optimizer state {kept['optimizer']}"
         ]
+        if losses := self.program.router_losses:
+            notes.append(
+                f"routers: load-balancing loss times {losses.aux_loss_coef:g}, z-loss times {losses.z_loss_coef:g}"
+            )
         if self.qat is not None:
             size, start = self.qat.group_size, 0 if self.config.qat is None else self.config.qat.start
             skipped = not_quantized(self._given, self.qat)

@@ -129,8 +129,12 @@ def test_a_step_adds_what_is_documented(tmp_path, changes):
 
 def test_the_coefficient_is_the_models_where_the_config_names_none(tmp_path):
     def coefficients(model, **settings):
-        program = Trainer(model, None, make_config(tmp_path, **settings), train_rows=dataset(documents(8))).program
-        return program.router_losses.aux_loss_coef, program.router_losses.z_loss_coef
+        trainer = Trainer(model, None, make_config(tmp_path, **settings), train_rows=dataset(documents(8)))
+        losses = trainer.program.router_losses
+        aux, z = losses.aux_loss_coef, losses.z_loss_coef
+        said = f"routers: load-balancing loss times {aux:g}, z-loss times {z:g}"
+        assert trainer.precision_notes()[1:] == ([said] if aux or z else [])
+        return aux, z
 
     on = dict(router_aux_loss_coef=0.02, output_router_logits=True)
     assert coefficients(moe_model(**on)) == (0.02, 0.0)
