@@ -75,6 +75,8 @@ def step_table(records: list[dict]) -> list[str]:
         what = f"LoRA r={r['adapter_rank']}" if r["adapter_rank"] else "full"
         if SHAPES[r["shape"]].get("num_local_experts") or SHAPES[r["shape"]].get("num_experts"):
             what += " on attention and experts"
+        if r.get("optimizer", "adamw") != "adamw":
+            what += f", {r['optimizer']}"
         documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
         mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
         lines.append(
@@ -101,6 +103,32 @@ def startup_table(record: dict) -> list[str]:
         f"{record['plain_read_gb_per_second']:.1f} GB/s); {_versions(record)}. `python benchmarks/train/startup.py`."
     )
     return [*lines, "", note]
+
+
+def ablation_table(record: dict) -> list[str]:
+    """What the field's claims are worth; a row for each claim and model that was measured."""
+    lines = [
+        "| what the field claims | model | published, step | here, step | forward | range over 5 runs of the step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["claims"]:
+        low, high = row["forward_backward_gain_range"]
+        lines.append(
+            f"| {row['claim']} | {row['model']} | {row['published'] or '-'} "
+            f"| **{100 * row['forward_backward_gain']:+.1f} %** | {100 * row['forward_gain']:+.1f} % "
+            f"| {100 * low:+.1f} to {100 * high:+.1f} % |"
+        )
+    entries = [entry for entry in record["entries"].values() if "error" not in entry]
+    commits = ", ".join(sorted({entry["commit"][:7] for entry in entries}))
+    where = _versions(entries[0]).rsplit(", commit", 1)[0]
+    note = (
+        "Time without it over time with it, less one; {layers} layers of each model, packed rows, {rows} x {length:,} "
+        "tokens, LoRA r=16. ".format(**record["settings"])
+        + f"{where}, commits {commits}. "
+        "`python benchmarks/train/ablation.py --help` says what is compared."
+    )
+    failed = [key for key, entry in record["entries"].items() if "error" in entry]
+    return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
 
 
 def pair_text(record: dict) -> list[str]:
@@ -207,6 +235,9 @@ def plot_trajectory(record: dict, path: Path) -> None:
 def measured(records: list[dict]) -> str:
     """The text between the README's markers."""
     parts: list[str] = []
+    for r in records:
+        if r.get("benchmark") == "train/ablation":
+            parts += [*ablation_table(r), ""]
     steps = [r for r in records if r.get("benchmark") == "train/step"]
     if steps:
         parts += step_table(steps)

@@ -1,5 +1,6 @@
 """The table maker refuses records that prove nothing, and the README's figures are those of the stored records."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -8,6 +9,7 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,10 +17,13 @@ from flax import nnx
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, attention_pair_text, load, measured
-from benchmarks.train import attention_pair, qlora_load, quant_acceptance
+from benchmarks.table import Rejected, ablation_table, attention_pair_text, load, measured
+from benchmarks.train import ablation, attention_pair, qlora_load, quant_acceptance
+from jaxtune.models.config import MoEConfig
 from jaxtune.models.hf import model_from_config
+from jaxtune.models.moe import ExpertLora, MoE
 from jaxtune.models.quant import quantize
+from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.attention import api, reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,3 +164,98 @@ def test_what_packing_metadata_compares_is_one_model_and_differs_in_what_it_says
     assert len({round(arm["loss"], 5) for arm in arms.values()}) == 1
     scans = [arm["scans_in_program"] for arm in arms.values()]
     assert scans[0] == scans[1] < scans[2]
+
+
+def ablation_gradients(how, model, x, choice):
+    """(output, gradients by all that trains and x) of a layer's experts, computed in one of the ablation's ways."""
+    graph, trained, rest = nnx.split(model, nnx.Param, ...)
+    probe = jax.random.normal(jax.random.key(9), x.shape)
+
+    @jax.jit
+    def run(trained, x):
+        def total(trained, x):
+            moe = nnx.merge(graph, trained, rest)
+            gate_up, down = ablation._EXPERTS.get(how, (type(moe).gate_up, type(moe).down))
+            out = down(moe, gate_up(moe, x, choice), choice, x)
+            return (out * probe).sum(), out
+
+        return jax.grad(total, (0, 1), has_aux=True)(trained, x)
+
+    gradients, out = run(trained, x)
+    return out, gradients
+
+
+@pytest.mark.parametrize("gpt_oss", [True, False])
+def test_the_ways_to_compute_experts_are_numerically_equal(gpt_oss):
+    """With padding, an expert without tokens, biases where the family has them, and adapters."""
+    options = dict(router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.7)
+    moe = MoEConfig(5, 2, 24, **(options if gpt_oss else {}))
+    config = dataclasses.replace(config_from_hf(dict(SMALL)), moe=moe, initializer_range=0.3)
+    module = MoE(config, jax.random.key(0), "float32")
+    for seed, linear in enumerate((module.experts.gate_up_proj, module.experts.down_proj)):
+        count, out_size, in_size = linear.sizes
+        linear.lora = ExpertLora(count, in_size, out_size, 4, 8.0, jax.random.key(seed))
+        linear.lora.b.set_value(0.1 * jax.random.normal(jax.random.key(seed + 7), linear.lora.b.shape))
+        if linear.bias is not None:
+            linear.bias.set_value(jax.random.normal(jax.random.key(seed + 3), linear.bias.shape))
+    x = jax.random.normal(jax.random.key(5), (2, 30, 32))
+    choice = np.stack([np.random.default_rng(i).permutation(4)[:2] for i in range(60)]).astype(np.int32)  # never 4
+    choice[40:47] = 5
+    want = ablation_gradients("sorted", module, x, jnp.asarray(choice))
+    for how in ("ragged", "loop"):
+        got = ablation_gradients(how, module, x, jnp.asarray(choice))
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            where = f"{how} {jax.tree_util.keystr(path)}"
+            np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, np.abs(b).max()), rtol=0, err_msg=where)
+        assert np.abs(want[0]).max() > 0.1 and not np.asarray(got[0]).reshape(60, -1)[40:47].any()
+
+
+def test_the_arms_of_the_ablation_train_one_model():
+    """On against everything off at once, of a tiny gpt-oss: one loss, one gradient."""
+    options = types.SimpleNamespace(layers=2, rows=2, length=64, steps=1, tiny=True)
+    found = {name: ablation.measure("gpt-oss-20b", name, options) for name in ("on", "all_off")}
+    for key in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(found["all_off"][key], found["on"][key], rtol=0.02, err_msg=key)  # in bfloat16
+    assert all(len(entry["forward_backward_ms"]) == ablation.RUNS for entry in found.values())
+    entries = {f"gpt-oss-20b {name.replace('on', 'offload')}": entry for name, entry in found.items()}
+    (row,) = ablation.gains(entries)
+    low, high = row["forward_backward_gain_range"]
+    assert row["claim"] == "all together" and low <= row["forward_backward_gain"] <= high
+
+
+def test_the_ablation_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """Every arm once; one that ran out of its own time is written down, one that ran out of the call's is not."""
+    calls = []
+
+    def child(model, name, options, seconds):
+        calls.append(name)
+        if name == "layout_kept":
+            return {"error": ablation._OUT_OF_TIME, "seconds": seconds}
+        return {"forward_ms": [1.0, 2.0], "forward_backward_ms": [4.0, 6.0 if name == "serial" else 5.0], "loss": 1.0}
+
+    monkeypatch.setattr(ablation, "_child", child)
+    output = tmp_path / "out.json"
+
+    def call(*options):
+        calls.clear()
+        argv = ["ablation.py", "--output", str(output), "--models", "llama-3.2-1b", *options]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert ablation.main() == 0
+        return list(calls)
+
+    assert call("--arms", "on,layout_kept,serial") == ["on", "layout_kept", "serial"]
+    assert call("--seconds", "1") == []
+    assert call() == ["layout_host", "offload", "all_off"]
+    assert call() == []
+    assert call("--again") == ["layout_kept"]
+    record = json.loads(output.read_text())
+    rows = {row["off"]: row["forward_backward_gain"] for row in record["claims"]}
+    assert rows == {"layout_host": 0.0, "serial": pytest.approx(5.0 / 4.5 - 1), "all_off": 0.0}
+    where = dict(device="a GPU", versions={"jax": "1"}, commit="0123456789")
+    for entry in record["entries"].values():
+        entry.update(where if "error" not in entry else {})
+    table = ablation_table(record)
+    assert "| overlapped reload: not serial | llama-3.2-1b | - | **+11.1 %** | +0.0 % | -20.0 to +50.0 % |" in table
+    assert table[-1].endswith("Without a result: llama-3.2-1b layout_kept.")
+    with pytest.raises(SystemExit):
+        call("--layers", "3")

@@ -72,7 +72,9 @@ def train_config(options) -> TrainConfig:
 
 def make_trainer(options, model) -> Trainer:
     documents = random_documents(options.documents, options.rows, options.length, model.config.vocab_size)
-    return Trainer(model, None, train_config(options), TokenDataset(documents, Summary(), options.length))
+    return Trainer(
+        model, None, train_config(options), TokenDataset(documents, Summary(), options.length), keeps_model=False
+    )
 
 
 def driver_memory_gb() -> float | None:
@@ -101,6 +103,7 @@ def measure(options) -> dict:
     trainer, model_bytes = build(options)
     init_seconds = time.perf_counter() - started
     state, sums, frozen = trainer.first_state()
+    trainer.release_model()  # as the command does
     programs = trainer.compile(state, sums, frozen)
     if options.compile_only:
         return {"compile_seconds": programs.seconds}
@@ -149,7 +152,7 @@ def measure(options) -> dict:
         "max_documents": trainer.program.max_documents,
         "fill": statistics.mean(c["tokens"] for c in counts) / slots,
         "attention": dispatch.record["attention"][0],
-        "residuals": residuals_text(planner.plan.residuals, planner.anatomy.names),
+        "residuals": residuals_text(planner.plan.residuals),
         "micro_batches": planner.plan.micro_batches,
         "chunk_tokens": planner.plan.chunk_tokens,
         "budget_gb": options.budget_gb,

@@ -372,6 +372,11 @@ class TrainConfig:
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows and dropout."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
+    router_aux_loss_coef: Annotated[
+        float | None,
+        "Load-balancing loss of experts, times this; null: as config.json says (0 unless output_router_logits).",
+    ] = None
+    router_z_loss_coef: Annotated[float, "Mean square of the routers' log-sum-exp, times this."] = 0.0
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     qat: Annotated[
@@ -398,7 +403,8 @@ class TrainConfig:
         object.__setattr__(self, "output", self.output.replace("{recipe}", "default"))
         for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm"):
             _positive(key, getattr(self, key))
-        _not_negative("seed", self.seed)
+        for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
+            _not_negative(key, getattr(self, key))
         _require(self.output != "", "output", "", "must name a folder")
 
         rows, parts, devices = self.rows_per_step, self.micro_batches or 1, self.mesh.data

@@ -112,8 +112,9 @@ def _nbytes(tree) -> float:
     return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
-def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> Anatomy:
-    """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length."""
+def anatomy(model: Decoder, config: TrainConfig, length: int | None = None, keeps_model: bool = False) -> Anatomy:
+    """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length;
+    keeps_model: the model that was given lies beside the run, as it does not in a run of the command."""
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
@@ -128,7 +129,7 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     packed = sum(_nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
     fixed = {
         "frozen weights": _nbytes(frozen) + _PACKED_SLACK * packed,
-        "the model as it was given": _nbytes(trainable),
+        **({"the model as it was given": _nbytes(trainable)} if keeps_model else {}),
         f"trained parameters ({storage})": _nbytes(kept),
         "optimizer states": _nbytes(states),
         "gradient sums": _nbytes(masters if config.micro_batches != 1 else kept),

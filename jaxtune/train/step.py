@@ -19,7 +19,7 @@ from jax.lax import optimization_barrier
 
 from jaxtune.models.stack import ResidualPlan
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_count_and_routers, loss_sum_and_count
 from jaxtune.train.rounding import stochastic_round
 
 # Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
@@ -53,11 +53,13 @@ class TrainState:
 @dataclasses.dataclass(frozen=True)
 class Sums:
     """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count. float32; where a
-    step is one micro-batch and nothing adds up, gradients have the dtype of their weights."""
+    step is one micro-batch and nothing adds up, gradients have the dtype of their weights. routers: [2], the losses
+    on routers times the count, where they are asked for."""
 
     gradients: Any
     loss: jax.Array
     count: jax.Array
+    routers: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class StepProgram:
       weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
         update, the rest in float32. Updates are made in float32.
       micro_batches: that a step adds up.
+      router_losses: added to the loss of a model with experts.
     """
 
     graph: nnx.GraphDef
@@ -85,6 +88,7 @@ class StepProgram:
     weights: Literal["fp32", "bf16"] = "fp32"
     micro_batches: int = 1
     chunk_tokens: int | None = None
+    router_losses: RouterLosses = NO_ROUTER_LOSSES
 
     def init(self, trainable, seed: int) -> TrainState:
         """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs."""
@@ -114,7 +118,8 @@ class StepProgram:
         """Sums to begin with, for the trainable tensors of a TrainState."""
         adds_up = self.micro_batches > 1
         gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
-        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        routers = jnp.zeros(2, jnp.float32) if self.router_losses else None
+        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), routers)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
@@ -125,26 +130,30 @@ class StepProgram:
 
         def scaled_loss(trainable):
             model = nnx.merge(self.graph, trainable, frozen)
-            loss, count = loss_sum_and_count(
-                model,
-                batch,
-                max_documents=self.max_documents,
-                plan=self.plan,
-                chunk_tokens=self.chunk_tokens,
-                dropout_key=key,
+            options: dict[str, Any] = dict(
+                max_documents=self.max_documents, plan=self.plan, chunk_tokens=self.chunk_tokens, dropout_key=key
             )
-            return loss * state.loss_scale if self.scale_loss else loss, (loss, count)
+            routers = None
+            if self.router_losses:
+                loss, count, values = loss_count_and_routers(model, batch, **options)
+                total, routers = loss + count * self.router_losses.added(values), count * values
+            else:
+                loss, count = loss_sum_and_count(model, batch, **options)
+                total = loss
+            return total * state.loss_scale if self.scale_loss else total, (loss, count, routers)
 
-        gradients, (loss, count) = jax.grad(scaled_loss, has_aux=True)(state.trainable)
+        gradients, measured = jax.grad(scaled_loss, has_aux=True)(state.trainable)
         with jax.named_scope("accumulate"):
-            return Sums(jax.tree.map(jnp.add, sums.gradients, gradients), sums.loss + loss, sums.count + count)
+            return jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.
 
         Returns:
-          (state, zeroed sums, metrics): loss (mean over targets), grad_norm (before clipping), learning_rate, targets,
-          finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a trainable tensor.
+          (state, zeroed sums, metrics): loss (mean over targets, without what the routers add: router_aux_loss and
+          router_z_loss, before their coefficients, where they are asked for), grad_norm (before clipping),
+          learning_rate, targets, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a
+          trainable tensor.
         """
         with jax.named_scope("optimizer"):
             count = jnp.maximum(sums.count, 1.0)
@@ -156,7 +165,7 @@ class StepProgram:
             gradients = jax.tree.leaves(scaled(sums.gradients, scale))
             squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
-            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)  # a router's loss shows in the gradient
             clip = 1.0 if self.max_grad_norm is None else jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
 
             def moved(parameters, opt_state, gradients):
@@ -209,6 +218,8 @@ class StepProgram:
                 "loss_scale": loss_scale,
                 "grad_norms": jnp.sqrt(squares),
             }
+            if sums.routers is not None:
+                metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
             return new, jax.tree.map(jnp.zeros_like, sums), metrics
 
     def _kept(self, state: TrainState, wide):

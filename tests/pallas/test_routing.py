@@ -10,10 +10,9 @@ import pytest
 from jaxtune.pallas.routing import (
     choose_experts,
     expert_weights,
-    load_balancing_loss,
     permute,
     route,
-    router_z_loss,
+    router_sums,
     row_weights,
     unpermute,
 )
@@ -132,12 +131,19 @@ def test_refusals():
 def test_load_balancing_and_z_loss_against_their_definition(masked):
     logits = rng.standard_normal((30, 5)).astype(np.float64)
     mask = (rng.random(30) < 0.6) if masked else np.ones(30, bool)
-    choice = np.argsort(-logits, axis=1)[:, :2]
+    chosen = np.argsort(-logits, axis=1)[:, :2]
     probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    share = np.stack([(choice[mask] == e).sum(1).mean() for e in range(5)])
+    share = np.stack([(chosen[mask] == e).sum(1).mean() for e in range(5)])
     want = 5 * (share * probability[mask].mean(0)).sum()
-    given = jnp.asarray(mask) if masked else None
-    got = load_balancing_loss(jnp.asarray(logits, jnp.float32), jnp.asarray(choice, jnp.int32), given)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
     square = np.log(np.exp(logits).sum(1))[mask] ** 2
-    np.testing.assert_allclose(router_z_loss(jnp.asarray(logits, jnp.float32), given), square.mean(), rtol=1e-5)
+    choice = np.where(mask[:, None], chosen, 5).astype(np.int32)
+    whole = router_sums(jnp.asarray(logits, jnp.float32), jnp.asarray(choice))
+    parts = [router_sums(jnp.asarray(logits[at], jnp.float32), choice[at]) for at in (slice(11), slice(11, None))]
+    for sums in (whole, parts[0] + parts[1]):
+        np.testing.assert_allclose(sums.load_balancing_loss(), want, rtol=1e-5)
+        np.testing.assert_allclose(sums.z_loss(), square.mean(), rtol=1e-5)
+
+
+def test_losses_of_nothing_but_padding_are_zero():
+    sums = router_sums(jnp.ones((3, 4)), jnp.full((3, 2), 4))
+    assert float(sums.load_balancing_loss()) == float(sums.z_loss()) == float(sums.tokens) == 0

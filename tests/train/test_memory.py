@@ -288,7 +288,8 @@ def test_a_plan_of_a_model_with_experts(capsys):
 
 
 def test_a_plan_for_a_device_that_is_too_small(capsys):
-    assert cli.main(["train", "full-1b", "--plan", "plan.device=RTX 3090"]) == cli.USER_ERROR
+    small = ["plan.device=RTX 3090", "memory.budget_gb=22"]
+    assert cli.main(["train", "full-1b", "--plan", *small]) == cli.USER_ERROR
     text = capsys.readouterr().err
     assert "no plan fits" in text and "What would fit: optim.name=adamw_8bit; " in text
     assert cli.main(["train", "qlora-8b", "--plan"]) == cli.USER_ERROR

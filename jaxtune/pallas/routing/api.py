@@ -131,29 +131,3 @@ def _row_weights_bwd(routing, drows):
 
 
 row_weights.defvjp(_row_weights_fwd, _row_weights_bwd)
-
-
-def load_balancing_loss(logits: jax.Array, choice: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """float32[]: E * sum_e f_e p_e, f_e the pairs that go to expert e for each token, p_e its mean probability.
-
-    As transformers' load_balancing_loss_func (Switch Transformers, arXiv 2101.03961, equations 4 to 6).
-
-    Args:
-      logits: [N, E], of all tokens of all layers. choice: int32[N, k]. mask: [N], 0 for tokens that do not count.
-    """
-    experts = logits.shape[1]
-    mask = jnp.ones(logits.shape[0], jnp.float32) if mask is None else mask.astype(jnp.float32)
-    total = jnp.maximum(mask.sum(), 1.0)
-    share = reference.expert_counts(choice, experts, mask) / total
-    probability = (jax.nn.softmax(logits.astype(jnp.float32), axis=-1) * mask[:, None]).sum(0) / total
-    return experts * (share * probability).sum()
-
-
-def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """float32[]: the mean square of each token's log-sum-exp, as transformers' router_z_loss_func (ST-MoE, arXiv
-    2202.08906, equation 5). logits: [N, E]. mask: [N], 0 for tokens that do not count."""
-    square = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
-    if mask is None:
-        return square.mean()
-    mask = mask.astype(jnp.float32)
-    return (square * mask).sum() / jnp.maximum(mask.sum(), 1.0)
