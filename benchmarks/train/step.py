@@ -145,7 +145,7 @@ def measure(options) -> dict:
         "max_documents": trainer.program.max_documents,
         "fill": statistics.mean(c["tokens"] for c in counts) / slots,
         "attention": dispatch.record["attention"][0],
-        "residuals": residuals_text(planner.plan.residuals, planner.anatomy.names),
+        "residuals": residuals_text(planner.plan.residuals),
         "micro_batches": planner.plan.micro_batches,
         "chunk_tokens": planner.plan.chunk_tokens,
         "budget_gb": options.budget_gb,
