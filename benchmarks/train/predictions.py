@@ -78,14 +78,13 @@ class Compiled:
         return Compiled(*(a + (b - a) * times for a, b in pairs))
 
 
-def compiled_step(
+def planned(
     target: Any, shape: str, layers: int, rows: int, length: int, rank: int, load_in: str | None, plan: str,
     optim: OptimConfig = ADAMW,
-) -> Compiled:  # fmt: skip
-    """Of a step of `layers` layers of a shape, one micro-batch, compiled for `target`."""
+) -> tuple[TrainConfig, Any, memory.Anatomy, memory.Forecast]:  # fmt: skip
+    """(config, abstract model, anatomy, forecast) of a step of `layers` layers of a shape, one micro-batch."""
     hf = SHAPES[shape] | {"num_hidden_layers": layers}
     experts = EXPERTS if config_from_hf(hf).moe is not None else None
-    full = config_from_hf(SHAPES[shape])
     config = TrainConfig(
         model=ModelConfig(path=shape, load_in=load_in),  # type: ignore[arg-type]
         data=DataConfig(train="none", length=length),
@@ -96,15 +95,20 @@ def compiled_step(
         memory=MemoryConfig(plan=plan),
     )
     if not rank:  # as the whole model would have it
-        whole = nnx.split(memory.abstract_model(full, config), nnx.Param, ...)[1]
+        whole = nnx.split(memory.abstract_model(config_from_hf(SHAPES[shape]), config), nnx.Param, ...)[1]
         storage = weight_storage(optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(whole)))
         optim = dataclasses.replace(optim, weights=storage)
     config = dataclasses.replace(config, optim=optim)
     model = memory.abstract_model(config_from_hf(hf), config)
     parts = memory.anatomy(model, config)
     step_plan = StepPlan(parse_residuals(plan, layers), 1, 2**26 // parts.vocab_size)
-    predicted = memory.forecast(parts, step_plan, find_device(target.kind))
+    return config, model, parts, memory.forecast(parts, step_plan, find_device(target.kind))
 
+
+def compiled_step(target: Any, *case: Any) -> Compiled:
+    """The step of `planned`, compiled for `target`."""
+    config, model, parts, predicted = planned(target, *case)
+    optim, step_plan, (rows, length) = config.optim, predicted.plan, (parts.rows, parts.length)
     schedule = learning_rate_schedule(config.schedule, 1e-4, 10)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     program = StepProgram(
@@ -115,7 +119,7 @@ def compiled_step(
         max_documents=1,
         chunk_tokens=step_plan.chunk_tokens,
         weights=optim.weights or "fp32",
-        bound=None if rank else update_bound(optim, config.max_grad_norm),
+        bound=None if config.adapter else update_bound(optim, config.max_grad_norm),
         offload=optim.offload,
     )
     where = target.sharding()
@@ -157,12 +161,13 @@ def main() -> int:
         count = SHAPES[shape]["num_hidden_layers"]
         few, more = (compiled_step(H200, shape, n, *rest) for n in (options.layers, options.layers + 2))
         whole = few.extended(more, (count - options.layers) / 2)
+        predicted = planned(H200, shape, count, *rest)[-1].peak_bytes
         fields = ("shape", "rows", "length", "adapter_rank", "load_in", "plan", "optim")
         result = dict(zip(fields, case)) | {
             "layers": count,
             "compiled_gb": whole.peak / 1e9,
-            "predicted_gb": whole.predicted / 1e9,
-            "predicted_over_compiled": whole.predicted / whole.peak,
+            "predicted_gb": predicted / 1e9,
+            "predicted_over_compiled": predicted / whole.peak,
             "update_gb": (whole.fixed + whole.update) / 1e9,
             "host_gb": whole.host / 1e9,
         }

@@ -67,7 +67,8 @@ class Anatomy:
     residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever
     the tokens (empty rows of experts). work: {segment: Work}, likewise.
     fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
-    live from forward to backward. head_bytes: of the head's gradient and its copy in the compute dtype, if it trains.
+    live from forward to backward. head_bytes: of a trained head's gradient and what lies beside it at the loss: its
+    copy in the compute dtype, or, of a bf16 head, a chunk's share in float32. head_gradient_bytes: of it after the loss.
     expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
     expert_bytes: of its largest expert matrices in the compute dtype, where they are decoded for each product.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
@@ -86,6 +87,7 @@ class Anatomy:
     fixed: Mapping[str, float]
     cast_bytes: float
     head_bytes: float
+    head_gradient_bytes: float
     head_trains: bool
     trained: float  # parameters
     expert_rows: float = 0.0
@@ -162,6 +164,7 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     head = model.head_variable
     head_trains = isinstance(head, nnx.Param)
     head_size = math.prod(head.shape)
+    head_loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     return Anatomy(
         rows=config.rows_per_step,
         length=length,
@@ -175,7 +178,8 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
         work=work,
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
-        head_bytes=head_size * (4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if head_trains else 0.0,
+        head_bytes=head_size * head_loss if head_trains else 0.0,
+        head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
         head_trains=head_trains,
         trained=_nbytes(masters) / 4,
         expert_rows=0.0 if shape.moe is None else shape.hidden_size / (2 * shape.moe.expert_size),
@@ -448,7 +452,7 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
     if parts.cast_bytes:
         bytes_["trained weights in the compute dtype"] = parts.cast_bytes
     if parts.head_bytes and what.startswith("the backward"):
-        bytes_["gradient of the head"] = parts.head_bytes
+        bytes_["gradient of the head"] = parts.head_gradient_bytes
     if parts.update_bytes > sum(bytes_.values()):
         bytes_ = {"the update of the largest tensor": parts.update_bytes}
     bytes_ = {**parts.fixed, **bytes_}
@@ -546,7 +550,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     head = _head(parts, chunk_tokens, tokens, device)
     kept, work, seconds, hosted = (
         np.array([value(f) for _, f in table])
-        for value in (lambda f: f.kept, lambda f: f.work + parts.head_bytes, lambda f: f.forward + f.backward,
+        for value in (lambda f: f.kept, lambda f: f.work + parts.head_gradient_bytes, lambda f: f.forward + f.backward,
                       lambda f: f.hosted)
     )  # fmt: skip
     budget -= parts.fixed_bytes + parts.cast_bytes
