@@ -109,11 +109,14 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
 
     Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
     8B LoRA step on an H200 (benchmarks/results). Under `deterministic` the vendor libraries' first algorithm is
-    taken instead of the fastest timed one, so that another process makes the same choice.
+    taken instead of the fastest timed one, so that another process makes the same choice. And a 16-bit value is
+    rounded wherever it is made: else fusions go on with what they have of it in float32, and what a layer keeps for the
+    backward is rounded or not by what becomes of it, so that another plan would be another run.
     """
+    options: dict[str, Any] = {"xla_allow_excess_precision": False} if deterministic else {}
     if platform != "gpu":
-        return {}
-    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+        return options
+    options["xla_gpu_enable_triton_gemm"] = False
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
     return options

@@ -67,8 +67,8 @@ class Anatomy:
     residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever
     the tokens (empty rows of experts). work: {segment: Work}, likewise.
     fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
-    live from forward to backward. head_bytes: of a trained head's gradient and what lies beside it at the loss: its
-    copy in the compute dtype, or, of a bf16 head, a chunk's share in float32. head_gradient_bytes: of it after the loss.
+    live from forward to backward. head_bytes: of a trained head's gradient, and what lies beside it at the loss: the
+    head in the compute dtype, or, of a bf16 head, a chunk's share in float32. head_gradient_bytes: later, of it alone.
     expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
     expert_bytes: of its largest expert matrices in the compute dtype, where they are decoded for each product.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
@@ -196,8 +196,8 @@ def _update_bytes(masters, config: TrainConfig) -> float:
     size = max(leaf.size for leaf in jax.tree.leaves(masters))
     if config.optim.name == "adamw_8bit":  # its kernel reads float32 gradients, and writes directions and new moments
         return size * (_ADAM8_WORK + (2 * _ADAM8_STATES if config.optim.offload else _ADAM8_STATES))
-    # Moments as they come and as they go.
-    return size * 16.0 if config.optim.offload else 0.0
+    # Moments as they come and as they go, and the weight.
+    return size * 20.0 if config.optim.offload else 0.0
 
 
 def _is_packed(leaf) -> bool:
@@ -437,6 +437,11 @@ def _head(parts: Anatomy, chunk_tokens: int, tokens: float, device: Device) -> t
     return logits + 3.5 * hidden + parts.head_bytes, seconds
 
 
+def state_seconds(parts: Anatomy, device: Device) -> float:
+    """Of a step: the optimizer's states from the host and back, one after the other (hosted.py)."""
+    return 2 * parts.hosted_bytes / parts.devices / (device.link or device.copy)
+
+
 def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
     """groups: runs of layers with one plan, first layers first."""
     head_bytes, head_seconds = head
@@ -459,8 +464,7 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
     micro = plan.micro_batches
     step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
     update = parts.trained * 4.0 * 9 / device.copy
-    if parts.hosted_bytes:  # both ways at once
-        update = max(update, parts.hosted_bytes / parts.devices / (device.link or device.copy))
+    update = max(update, state_seconds(parts, device))
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},

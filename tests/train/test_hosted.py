@@ -39,9 +39,9 @@ ROWS = dataset(documents(40))
 
 @pytest.fixture
 def small(monkeypatch):
-    """The tiny model's matrices count as large, and a few of them are in flight at a time."""
+    """The tiny model's matrices count as large; a few of them make a group, and some are larger than one."""
     monkeypatch.setattr(hosted, "HOSTED_BYTES", LARGE)
-    monkeypatch.setattr(hosted, "IN_FLIGHT_BYTES", 30_000)
+    monkeypatch.setattr(hosted, "GROUP_BYTES", 30_000)
 
 
 def trainer_of(folder, name="adamw", offload=True, weights=None, **changes) -> Trainer:
@@ -101,11 +101,12 @@ def test_a_run_goes_on_bit_for_bit_with_and_without(small, tmp_path):
         assert notes.endswith(", in host memory") == offload
 
 
-def test_little_is_in_flight(monkeypatch):
-    """Each way: transfers that began and need not have ended hold IN_FLIGHT_BYTES at most, or one tensor's states."""
+def test_little_is_on_the_device(monkeypatch):
+    """States that come, are worked on or go: three groups at most, or a large tensor's, old and new. The rest is on
+    the host; nothing comes or goes but between barriers that all work before and after waits for."""
     monkeypatch.setattr(hosted, "HOSTED_BYTES", 4)
-    monkeypatch.setattr(hosted, "IN_FLIGHT_BYTES", 1000)
-    sizes = [10, 90, 100, 20, 20, 20, 20, 300, 15, 400, 60]  # elements
+    monkeypatch.setattr(hosted, "GROUP_BYTES", 1000)
+    sizes = [10, 90, 100, 20, 20, 20, 20, 300, 15, 400, 320, 60, 60, 200, 250]  # elements
     tensors = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
 
     def work(index, parameter, states, gradient):
@@ -115,25 +116,38 @@ def test_little_is_in_flight(monkeypatch):
     jaxpr = jax.make_jaxpr(lambda p, s, g: hosted.update_by_tensor(work, p, s, g, offload=True))(
         tensors, (tensors,), tensors
     ).jaxpr
-    coming: dict = {}  # {variable: bytes} on the device before its tensor's turn
-    leaving: dict = {}
-    done, most = 0, [0, 0]
+    here: dict = {}  # {variable: bytes} of states on the device
+    done, most, both = 0, 0, 0
+    ways = set()
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name == "device_put":
-            for out, space in zip(equation.outvars, equation.params["devices"], strict=True):
-                way = leaving if space == jax.memory.Space.Host else coming
-                way[out] = 4 * out.aval.size
+            for out, given, space in zip(equation.outvars, equation.invars, equation.params["devices"], strict=True):
+                if space == jax.memory.Space.Device:
+                    here[out] = 4 * out.aval.size
+                else:
+                    assert given in here  # it has been worked on
+                    here[out] = here.pop(given)
+                ways.add((space, out))
         elif name == "optimization_barrier":
-            for variable in equation.invars:
-                leaving.pop(variable, None)  # it has landed before anything after the barrier
+            both += len({space for space, _ in ways}) == 2
+            gone = {out for space, out in ways if space == jax.memory.Space.Host}
+            for old, new in zip(equation.invars, equation.outvars, strict=True):
+                if old in here:
+                    size = here.pop(old)
+                    if old not in gone:
+                        here[new] = size
+            ways = set()
         elif name == "sin":
-            assert coming.pop(equation.invars[0]) == 4 * sizes[done]  # in their order
+            assert here[equation.invars[0]] == 4 * sizes[done]  # in their order
             done += 1
-            for place, way in enumerate((coming, leaving)):
-                assert sum(way.values()) <= 1000 or len(way) == 1
-                most[place] = max(most[place], len(way))
-    assert done == len(sizes) and most[0] >= 4 and most[1] >= 4
+        elif name == "mul":
+            here.pop(equation.invars[0])
+            here[equation.outvars[0]] = 4 * equation.outvars[0].aval.size
+        most = max(most, sum(here.values()))
+    assert done == len(sizes) and not here
+    assert most <= max(3 * 1000, 2 * 4 * max(sizes))
+    assert both >= 4  # most groups come while another goes
 
 
 def program_of(rate: float, **changes) -> StepProgram:
