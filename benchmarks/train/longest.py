@@ -200,7 +200,7 @@ def one_step(options) -> dict:
     }
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "check"])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
@@ -213,7 +213,11 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small matrices, to try it on a CPU")
     parser.add_argument("--cache", help="folder of compiled programs")
     parser.add_argument("--output", required=True)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = arguments().parse_args()
     allow_pinned_memory()
     if options.cache:
         jax.config.update("jax_compilation_cache_dir", options.cache)

@@ -194,19 +194,13 @@ def run_case(name: str, options, cache: str, folder: Path, seconds: float) -> di
     return record
 
 
-def link_bytes_per_second(device: str) -> float:
-    """To the host, of pinned memory."""
-    from jaxtune.profile.device import known_ceilings
-
-    known = known_ceilings(device)
-    return (55.0 if known is None else known.to_host_gbps) * 1e9
-
-
 def must_show(cases: dict[str, dict]) -> list[dict]:
     """[{what, value, floor, goal, at_most, met}] of what these cases measured; at_most: less is better.
 
     floor and goal are None where nothing is asked but the figure itself.
     """
+    from jaxtune.train.devices import find_device
+
     ran = {name: record for name, record in cases.items() if "failed" not in record}
     rows: list[dict] = []
 
@@ -233,7 +227,7 @@ def must_show(cases: dict[str, dict]) -> list[dict]:
     for name in ("link_bound", "link_bound_serial"):
         if {name, "kept"} <= ran.keys():
             record = ran[name]
-            transfer = 2 * record["host_gb"] * 1e9 / link_bytes_per_second(record["device"])
+            transfer = 2 * record["host_gb"] * 1e9 / find_device(record["device"]).link
             bound = max(ran["kept"]["step_seconds"], transfer)
             floor, goal = LINK_BOUND if name == "link_bound" else (None, None)
             show(f"{name}: time over max(compute, transfer)", record["step_seconds"] / bound, floor, goal, at_most=True)
