@@ -214,6 +214,23 @@ def kernel_table(records: list[dict]) -> list[str]:
     return [*lines, "", f"{records[0]['device']}, jax {records[0]['versions']['jax']}; `benchmarks/kernels/`: {where}."]
 
 
+def memory_table(record: dict) -> list[str]:
+    """What was to be shown of memory; a missed floor is said, and so is what has not been measured."""
+    lines = ["| memory, case of `benchmarks/train/memory.py` | measured | floor | goal |", "|---|---|---|---|"]
+    for row in record["must_show"]:
+        bounds = [
+            "-" if bound is None else f"{'at most ' if row['at_most'] else ''}{bound:,.4g}"
+            for bound in (row["floor"], row["goal"])
+        ]
+        value = f"{row['value']:,.0f}" if row["value"] >= 1000 else f"{row['value']:.3g}"
+        missed = " (missed)" if row["met"] is False else ""
+        lines.append(f"| {row['what']} | {value}{missed} | {bounds[0]} | {bounds[1]} |")
+    failed = [f"{name} ({case['failed'].split(' | ')[-1][:80]})" for name, case in record["cases"].items()
+              if "failed" in case]  # fmt: skip
+    note = f"{_versions(record)}. `python benchmarks/train/memory.py --list`."
+    return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
+
+
 def plot_trajectory(record: dict, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -253,6 +270,9 @@ def measured(records: list[dict]) -> str:
     for r in records:
         if r.get("benchmark") == "train/trajectory":
             parts += ["", *trajectory_text(r)]
+    for r in records:
+        if r.get("benchmark") == "train/memory" and r["must_show"]:
+            parts += ["", *memory_table(r)]
     kernels = [r for r in records if r.get("benchmark") in KERNELS]
     if kernels:
         parts += ["", *kernel_table(kernels)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,17 @@ from flax import nnx
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, ablation_table, attention_pair_text, load, measured
-from benchmarks.train import ablation, attention_pair, qlora_load, quant_acceptance
+from benchmarks.table import Rejected, ablation_table, attention_pair_text, load, measured, memory_table
+from benchmarks.train import (
+    ablation,
+    attention_pair,
+    equal_plans,
+    longest,
+    memory,
+    qlora_load,
+    quant_acceptance,
+    step,
+)
 from jaxtune.models.config import MoEConfig
 from jaxtune.models.hf import model_from_config
 from jaxtune.models.moe import ExpertLora, MoE
@@ -259,3 +269,87 @@ def test_the_ablation_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert table[-1].endswith("Without a result: llama-3.2-1b layout_kept.")
     with pytest.raises(SystemExit):
         call("--layers", "3")
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("name", list(memory.CASES))
+def test_every_case_is_one_that_its_script_can_read(name):
+    """A case that ends in a usage error would be found out on the GPU only."""
+    options = SimpleNamespace(shape="llama-3.1-8b", steps=5, override="{}")
+    texts, case = memory.arguments_of(name, options), memory.CASES[name]
+    if "script" not in case:
+        wanted = step.arguments().parse_args(texts)
+        config = step.train_config(wanted)  # as the Trainer will have it: it refuses what cannot be
+        assert wanted.optim_offload == config.optim.offload == case.get("optim_offload", False)
+        assert wanted.transfers == case.get("transfers", "overlapped")
+        assert (config.adapter is None) == (case.get("rank") == 0)
+    else:
+        assert (ROOT / "benchmarks" / case["script"]).exists()
+        if case["script"].endswith("longest.py"):
+            longest.arguments().parse_args([*texts, "--output", "x"])
+        else:
+            assert texts == []
+
+
+def measured_cases() -> dict[str, dict]:
+    """What would meet every floor."""
+    case = dict(tokens_per_second=16_000.0, step_seconds=1.0, predicted_peak_gb=20.0, peak_memory_gb=20.0)
+    case |= dict(host_gb=30.0, device="NVIDIA H200", compile_seconds_cold=50.0, compile_seconds_cached=5.0)
+    cases = {name: dict(case) for name, made in memory.CASES.items() if "script" not in made}
+    cases["inputs_offloaded"] |= dict(peak_memory_gb=16.0, predicted_peak_gb=16.0)
+    cases["document"] |= dict(tokens_per_second=20_000.0)
+    cases["link_bound"] |= dict(step_seconds=1.1)
+    cases["loss"] = dict(chunked_gb=0.95, speed=0.95)
+    cases |= {"longest": dict(length=350_208, met=True), "longest_check": dict(met=True), "equal_plans": dict(met=True)}
+    return cases
+
+
+FALLS_SHORT = [
+    ("24gb", "tokens_per_second", 14_000.0, 2), ("16gb_one", "tokens_per_second", 10_000.0, 1),
+    ("10.8gb", "tokens_per_second", 12_000.0, 1), ("inputs_offloaded", "peak_memory_gb", 17.0, 1),
+    ("inputs_offloaded", "tokens_per_second", 15_000.0, 1), ("document", "tokens_per_second", 18_000.0, 1),
+    ("link_bound", "step_seconds", 1.3, 1), ("compile", "compile_seconds_cold", 91.0, 1),
+    ("compile", "compile_seconds_cached", 11.0, 1), ("3b", "peak_memory_gb", 21.0, 1),
+    ("3b", "peak_memory_gb", 18.0, 1),
+    ("loss", "chunked_gb", 1.1, 1), ("loss", "speed", 0.8, 1), ("longest", "met", False, 1),
+    ("longest_check", "met", False, 1), ("equal_plans", "met", False, 1),
+]  # fmt: skip
+
+
+def test_what_must_be_shown_of_memory_is_met_by_what_meets_it():
+    rows = memory.must_show(measured_cases())
+    assert [row["what"] for row in rows if row["met"] is False] == []
+    assert sum(row["met"] is True for row in rows) == 19
+    assert memory.must_show({"24gb": {"failed": "out of memory"}}) == []
+
+
+@pytest.mark.parametrize(("name", "key", "value", "count"), FALLS_SHORT)
+def test_each_floor_of_memory_can_be_missed(name, key, value, count):
+    cases = measured_cases()
+    cases[name][key] = value
+    rows = memory.must_show(cases)
+    assert sum(row["met"] is False for row in rows) >= count
+    record = {"cases": cases | {"kept": {"failed": "it | died"}}, "must_show": rows, "device": "NVIDIA H200"}
+    lines = memory_table(record | {"versions": {"jax": "0"}, "commit": "0123456789"})
+    assert sum("(missed)" in line for line in lines) >= count and "Without a result: kept (died)" in lines[-1]
+
+
+def test_a_long_row_is_checked_against_short_ones(tmp_path):
+    """At a length that a CPU can do; and the check can fail."""
+    options = ["check", "--tiny", "--length", "96", "--tile", "24", "--layers", "1", "--rank", "4"]
+    found = longest.check(longest.arguments().parse_args([*options, "--output", str(tmp_path / "out.json")]))
+    assert found["met"] and 0 < found["hidden_states_difference"] < 0.02
+    one, other = np.ones((3, 4), np.float32), np.ones((3, 4), np.float32)
+    other[2] = 0
+    assert longest.difference([one], [one]) == 0 and longest.difference([one], [other]) > longest.TOLERANCE
+
+
+def test_plans_are_the_same_bits_in_bfloat16_where_that_is_asked():
+    """Not without the option: a fusion goes on with what it has in float32, unless a transfer cuts it."""
+    model = equal_plans.make_model("llama-3.2-1b", SimpleNamespace(layers=2, tiny=True), 0)
+    gradients = equal_plans.Gradients(model, deterministic=True)
+    kept = gradients(equal_plans.KEEP, 8)
+    assert len(kept) == 29 and np.isfinite(kept[0])
+    assert equal_plans.differing(gradients(equal_plans.OFFLOAD, 8), kept) == 0

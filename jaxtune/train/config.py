@@ -177,6 +177,10 @@ class OptimConfig:
         "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B parameters.",
     ] = None
 
+    offload: Annotated[bool, "Keep the optimizer's states in host memory (adamw, adamw_8bit; full fine-tuning)."] = (
+        False
+    )
+
     def __post_init__(self) -> None:
         _positive("optim.learning_rate", self.learning_rate)
         _not_negative("optim.weight_decay", self.weight_decay)
@@ -184,6 +188,10 @@ class OptimConfig:
         _fraction("optim.beta2", self.beta2, below_one=True)
         _positive("optim.eps", self.eps)
         _fraction("optim.momentum", self.momentum, below_one=True)
+        _require(
+            not self.offload or self.name in ("adamw", "adamw_8bit"), "optim.offload", True,
+            f"optim.name = {self.name} has no states worth it; use adamw or adamw_8bit, or unset it",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -425,6 +433,14 @@ class TrainConfig:
         _require(
             self.optim.weights != "bf16" or self.adapter is None, "optim.weights", "bf16",
             "adapters are kept in fp32; unset it, or set adapter: null",
+        )  # fmt: skip
+        _require(
+            not self.optim.offload or self.adapter is None, "optim.offload", True,
+            "the states of adapters are small; unset it, or set adapter: null",
+        )  # fmt: skip
+        _require(
+            not self.optim.offload or self.max_grad_norm is not None, "max_grad_norm", None,
+            "optim.offload needs it: clipping bounds what an update can reach before it is made",
         )  # fmt: skip
         if self.qat is not None:
             start, adapter = self.qat.start, self.adapter

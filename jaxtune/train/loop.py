@@ -22,15 +22,16 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, not_quantized, prepare_qat, qat_spec
 from jaxtune.profile import capture
+from jaxtune.train import hosted
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
 from jaxtune.train.flops import flop_counter, sum_squared_documents
 from jaxtune.train.loss import router_losses
 from jaxtune.train.memory import COMPUTE_DTYPES
-from jaxtune.train.optim import make_optimizer, weight_storage
+from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planner import Planner, out_of_memory
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
@@ -72,9 +73,10 @@ _INCOMPATIBLE = (
             "max_grad_norm",
             "router_aux_loss_coef",
             "router_z_loss_coef",
-            "optim",
             "schedule",
             "qat",
+            # Where the states lie does not change them.
+            *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
         )
     ),
     *(f"config.data.{key}" for key in (*_ROW_OPTIONS, "max_rows", "eval_rows")),
@@ -111,11 +113,14 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
 
     Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
     8B LoRA step on an H200 (benchmarks/results). Under `deterministic` the vendor libraries' first algorithm is
-    taken instead of the fastest timed one, so that another process makes the same choice.
+    taken instead of the fastest timed one, so that another process makes the same choice. And a 16-bit value is
+    rounded wherever it is made: else fusions go on with what they have of it in float32, and what a layer keeps for the
+    backward is rounded or not by what becomes of it, so that another plan would be another run.
     """
+    options: dict[str, Any] = {"xla_allow_excess_precision": False} if deterministic else {}
     if platform != "gpu":
-        return {}
-    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+        return options
+    options["xla_gpu_enable_triton_gemm"] = False
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
     return options
@@ -200,6 +205,9 @@ class Trainer:
             scale_loss=config.precision == "fp16",
             weights=weight_storage(config.optim.weights, config.precision, _size(self._trainable)),
             router_losses=router_losses(config, model),
+            # Not adapters, whose many small tensors are better updated at once.
+            bound=None if has_adapter(model) else update_bound(config.optim, config.max_grad_norm),
+            offload=config.optim.offload,
         )
         self._program_before_qat = None
         if config.qat is not None and config.qat.start > 0:
@@ -268,7 +276,8 @@ class Trainer:
     def first_state(self) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
         step donates them."""
-        state = jax.device_put(self.program.init(self._trainable, self.config.seed), self._replicated)
+        state = self.program.init(self._trainable, self.config.seed, self._replicated)
+        state = jax.device_put(state, self.state_shardings(state))
         return state, self._zero_sums(state), jax.device_put(self._frozen, self._replicated)
 
     def release_model(self) -> None:
@@ -276,6 +285,13 @@ class Trainer:
         graph, trainable, frozen = nnx.split(self._given, nnx.Param, ...)
         self._trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
         self._given = nnx.merge(graph, self._trainable, frozen)
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """Where each array of a state, which may be abstract, lies."""
+        where = jax.tree.map(lambda _: self._replicated, state)
+        if not self.program.offload:
+            return where
+        return dataclasses.replace(where, opt_state=hosted.shardings(state.opt_state, self._replicated))
 
     def _zero_sums(self, state: TrainState) -> Sums:
         return jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
@@ -298,7 +314,8 @@ class Trainer:
             return _Programs(accumulate, update, evaluate, time.perf_counter() - started, before)
 
         with jax.set_mesh(self.mesh):
-            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=where)
+            results = (self.state_shardings(state), where, where)
+            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
             update = update.lower(state, sums).compile(compiler_options=options)
         before = None
         if self._program_before_qat is not None and config.qat is not None and first_step < config.qat.start:
@@ -506,9 +523,10 @@ class Trainer:
         """What a run says at its start of how weights are kept and rounded."""
         kept = self.storage()
         rounding = ", matrices rounded stochastically and the rest in fp32" if kept["weights"] == "bf16" else ""
+        host = ", in host memory" if self.config.optim.offload else ""
         notes = [
             f"compute {self.config.precision}; trained weights {kept['weights']}{rounding}; gradients "
-            f"{self._gradients}; optimizer state {kept['optimizer']}"
+            f"{self._gradients}; optimizer state {kept['optimizer']}{host}"
         ]
         if losses := self.program.router_losses:
             notes.append(

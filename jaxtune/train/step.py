@@ -18,8 +18,10 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.stack import ResidualPlan
+from jaxtune.train import hosted
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_count_and_routers, loss_sum_and_count
+from jaxtune.train.optim import UpdateBound
 from jaxtune.train.rounding import stochastic_round
 
 # Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
@@ -75,6 +77,8 @@ class StepProgram:
         update, the rest in float32. Updates are made in float32.
       micro_batches: that a step adds up.
       router_losses: added to the loss of a model with experts.
+      bound: of an update's elements, where it is known before the update is made (optim.update_bound): tensors are
+        then updated one by one. offload: the optimizer's large states lie on the host (hosted.py); needs bound.
     """
 
     graph: nnx.GraphDef
@@ -89,9 +93,13 @@ class StepProgram:
     micro_batches: int = 1
     chunk_tokens: int | None = None
     router_losses: RouterLosses = NO_ROUTER_LOSSES
+    bound: UpdateBound | None = None
+    offload: bool = False
 
-    def init(self, trainable, seed: int) -> TrainState:
-        """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs."""
+    def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
+        """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs.
+
+        device: where it will lie, which states on the host must know."""
 
         def kept(a):
             rounded = self.weights == "bf16" and a.ndim >= 2
@@ -99,13 +107,15 @@ class StepProgram:
 
         trainable = jax.tree.map(kept, trainable)
         wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
+        on_host = self.offload and device is not None
+        states = hosted.first_states(self.optimizer, wide, device) if on_host else self.optimizer.init(wide)
 
         def zero():
             return jnp.zeros((), jnp.int32)  # one buffer each: a donated one cannot be given twice
 
         return TrainState(
             trainable=trainable,
-            opt_state=self.optimizer.init(wide),
+            opt_state=states,
             step=zero(),
             skipped=zero(),
             skipped_in_row=zero(),
@@ -175,20 +185,37 @@ class StepProgram:
                 updates, opt_state = self.optimizer.update(gradients, opt_state, wide)
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
-            arguments = (state.trainable, state.opt_state, sums.gradients)
-            wide, opt_state = moved(*arguments)
             # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
             largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
-            finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
-            if self.weights == "bf16":
-                # Made again once that is known: each tensor's new state then takes the old one's place at once, where
-                # otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).
-                arguments, finite = optimization_barrier((arguments, finite))
-                wide, opt_state = moved(*arguments)
-            trainable = self._kept(state, wide)
 
             def guarded(new, old):
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+            if self.bound is not None:
+                # Known before anything moves: the states are read once, and each new one takes the old one's place.
+                rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
+                highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
+                reach = highest.astype(jnp.float32) * (1.0 + rate * self.bound.decay) + rate * self.bound.direction
+                finite &= reach <= largest
+
+                def one(index, parameter, opt_state, gradient):
+                    wide, new = moved([parameter], opt_state, [gradient])
+                    kept = self._kept(state, wide, [parameter], index)
+                    return guarded(kept[0], parameter), guarded(new, opt_state)
+
+                tensors = (state.trainable, state.opt_state, sums.gradients)
+                trainable, opt_state = hosted.update_by_tensor(one, *tensors, offload=self.offload)
+            else:
+                arguments = (state.trainable, state.opt_state, sums.gradients)
+                wide, opt_state = moved(*arguments)
+                finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
+                if self.weights == "bf16":
+                    # Made again once that is known: each tensor's new state then takes the old one's place at once,
+                    # where otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).
+                    arguments, finite = optimization_barrier((arguments, finite))
+                    wide, opt_state = moved(*arguments)
+                trainable = guarded(self._kept(state, wide, state.trainable), state.trainable)
+                opt_state = guarded(opt_state, state.opt_state)
 
             skip = (~finite).astype(jnp.int32)
             loss_scale, good_steps = state.loss_scale, state.good_steps
@@ -198,8 +225,8 @@ class StepProgram:
                 loss_scale = jnp.clip(loss_scale, 1.0, 2.0**24)
                 good_steps = jnp.where(finite & ~grow, good_steps + 1, 0)
             new = TrainState(
-                trainable=guarded(trainable, state.trainable),
-                opt_state=guarded(opt_state, state.opt_state),
+                trainable=trainable,
+                opt_state=opt_state,
                 step=state.step + 1,
                 skipped=state.skipped + skip,
                 skipped_in_row=(state.skipped_in_row + 1) * skip,
@@ -222,19 +249,18 @@ class StepProgram:
                 metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
             return new, jax.tree.map(jnp.zeros_like, sums), metrics
 
-    def _kept(self, state: TrainState, wide):
-        """The new float32 weights in the dtypes that the state keeps them in."""
+    def _kept(self, state: TrainState, wide, old, stream: int = 0):
+        """The new float32 weights in the dtypes of the `old` ones, which are tensors `stream`, stream + 1, ... ."""
         if self.weights == "fp32":
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
         seed = jax.random.key_data(jax.random.fold_in(key, state.step))
         leaves, structure = jax.tree.flatten(wide)
-        old = jax.tree.leaves(state.trainable)
         return jax.tree.unflatten(
             structure,
             [
-                stochastic_round(new, seed, stream) if kept.dtype == jnp.bfloat16 else new
-                for stream, (new, kept) in enumerate(zip(leaves, old, strict=True))
+                stochastic_round(new, seed, index) if kept.dtype == jnp.bfloat16 else new
+                for index, (new, kept) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True), stream)
             ],
         )
 
