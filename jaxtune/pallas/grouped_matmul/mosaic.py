@@ -28,7 +28,7 @@ from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 _WARPGROUPS = 2  # that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
 _STEP = 64  # along K: 128 bytes, a row of the swizzle
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,12 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     return None
 
 
-def _cores() -> int:
+def interpreter() -> Any:
+    """What `plgpu.kernel` is to interpret with, or None."""
+    return _interpret
+
+
+def cores() -> int:
     """SMs of the device that is compiled for."""
     if _interpret is not None:
         return 3
@@ -84,6 +89,15 @@ def _cores() -> int:
 
 def blocks_for(columns: int) -> Blocks:
     return next(blocks for blocks in BLOCKS if columns % blocks.columns == 0)
+
+
+def place(item, row_tiles: int, column_tiles: int, band: int):
+    """(tile of rows, tile of columns) of an item: by bands of rows, down a column of tiles first."""
+    number = lax.div(item, jnp.int32(band * column_tiles))
+    within = item - number * (band * column_tiles)
+    height = jnp.minimum(band, row_tiles - number * band)
+    column = lax.div(within, height)
+    return number * band + within - column * height, column
 
 
 def _kernel(
@@ -102,24 +116,18 @@ def _kernel(
     all_steps = main_steps + (u_ref.shape[1] // _STEP if with_extra else 0)
     count = count_ref[0]
 
-    def place(index):
-        """(tile of rows, tile of columns) of the index-th item of this program."""
-        item = program + index * programs
-        band = lax.div(item, jnp.int32(blocks.band * column_tiles))
-        within = item - band * (blocks.band * column_tiles)
-        height = jnp.minimum(blocks.band, row_tiles - band * blocks.band)
-        column = lax.div(within, height)
-        return band * blocks.band + within - column * height, column
+    def item_place(index):
+        return place(program + index * programs, row_tiles, column_tiles, blocks.band)
 
     def steps(row_tile):
         """Tiles that hold nothing take no step, and are stored as zeros."""
         return jnp.where(row_tile < count, all_steps, 0)
 
     def bring():
-        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         def item(index, at):
-            row_tile, column_tile = place(index)
+            row_tile, column_tile = item_place(index)
             expert = expert_ref[row_tile]
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
 
@@ -153,7 +161,7 @@ def _kernel(
             plgpu.barrier_arrive(free.at[lax.rem(at, jnp.int32(stages))])
 
         def item(index, at):
-            row_tile, column_tile = place(index)
+            row_tile, column_tile = item_place(index)
             own = steps(row_tile)
 
             def accumulate(acc):
@@ -203,7 +211,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
         widths = [(0, 0)] * 3
         widths[contract] = (0, short)
         operands += [jnp.pad(u, ((0, 0), (0, short))), jnp.pad(side.astype(x.dtype), widths)]
-    programs = _cores()
+    programs = cores()
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
     return plgpu.kernel(
         functools.partial(
