@@ -250,7 +250,8 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
         ]
     if interpret is not None:
         scratch.append(plgpu.SMEM((blocks.warpgroups, OWN, STEP), x.dtype))
-    programs = mosaic.cores()
+    # Two of the interpreter's: its blocked threads must be fewer than the CPU's (tests/conftest.py).
+    programs = mosaic.cores() if interpret is None else 2
     return plgpu.kernel(
         functools.partial(
             _kernel, blocks=blocks, form=form, contract=contract, programs=programs, rank_steps=rank_steps,

@@ -17,6 +17,7 @@ from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
+from jaxtune.pallas.quant_matmul import MXFP4, NF4
 from jaxtune.pallas.routing import route
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.step import StepProgram
@@ -52,6 +53,50 @@ def test_kernels_compile_for_an_h200(model):
         assert dispatch.record["grouped_matmul"] == ("mosaic", {})
         text = lowered.compile().as_text()
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 2  # forward and dx
+
+
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("model", SHAPES)
+def test_products_over_four_bits_compile_for_an_h200(model, kind):
+    """Forward and dx read the bytes: nothing of the size of the decoded weight is stored."""
+    experts, pairs, in_size, out_size, transposed = SHAPES[model]
+    where = H200.sharding()
+    if kind == "mxfp4":
+        transposed = False  # as published
+
+    def like(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def step(x, weight, a, b, sizes, dout):
+        groups = groups_of(sizes, pairs)
+
+        def run(x):
+            lora = GroupedLora(a, b, 2.0)
+            return grouped_matmul(
+                x, weight, groups, lora, transposed=transposed, implementation="mosaic_fourbit"
+            )  # fmt: skip
+
+        out, pullback = jax.vjp(run, x)
+        return out, *pullback(dout)
+
+    sizes = array(experts, dtype=jnp.int32)
+    rows = jax.eval_shape(lambda sizes: groups_of(sizes, pairs), sizes).rows
+    shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
+    if kind == "nf4":
+        weight = like(jax.eval_shape(NF4.encode, array(*shape)))
+    else:
+        blocks = array(*shape[:2], shape[2] // 2, dtype=jnp.uint8)
+        weight = MXFP4(blocks, array(*shape[:2], shape[2] // 32, dtype=jnp.uint8))
+    lora = (array(experts, 16, in_size, dtype=jnp.float32), array(experts, out_size, 16, dtype=jnp.float32))
+    with H200.lowering():
+        lowered = jax.jit(step).lower(array(rows, in_size), weight, *lora, sizes, array(rows, out_size))
+        compiled = lowered.compile()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
+    decoded_bytes = 2 * experts * in_size * out_size
+    assert compiled.memory_analysis().temp_size_in_bytes < decoded_bytes / 2
 
 
 def test_routing_stores_nothing_of_the_size_pairs_times_experts():
