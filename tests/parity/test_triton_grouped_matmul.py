@@ -1,4 +1,4 @@
-"""The Triton grouped product in Triton's interpreter, against a loop over experts in float64: forward, dx and adapters."""
+"""The Triton grouped product in Triton's interpreter, against a loop over experts in float64: forward, dx, LoRA."""
 
 from __future__ import annotations
 

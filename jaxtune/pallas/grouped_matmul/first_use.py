@@ -46,7 +46,9 @@ def refusal(name: str, product: Callable, weight) -> str | None:
         for contract in (2, 1):
             x, u = rows(_SHAPE[contract]), rows(_RANK)
             sides = (_SHAPE[0], _SHAPE[3 - contract], _RANK)
-            side = jnp.asarray(draw.standard_normal(sides if contract == 2 else (sides[0], *sides[:0:-1])), jnp.bfloat16)
+            side = jnp.asarray(
+                draw.standard_normal(sides if contract == 2 else (sides[0], *sides[:0:-1])), jnp.bfloat16
+            )
             got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
             wide = (x.astype(jnp.float32), exact, groups, contract)
             want.append(reference.product(*wide, (u.astype(jnp.float32), side.astype(jnp.float32))))

@@ -1,8 +1,8 @@
 """Weights in four bits as the left side of a wgmma, lane by lane: from bytes in shared memory to registers.
 
 What a lane does is written once, over words of 32 bits, and run twice: `Emitted` makes MLIR of it inside a Mosaic
-kernel; `Written` computes it in NumPy for all 128 lanes of a warpgroup, so that the interpreter runs the same code, every
-address and every selector of a byte permutation included.
+kernel; `Written` computes it in NumPy for all 128 lanes of a warpgroup, so that the interpreter runs the same code,
+every address and every selector of a byte permutation included.
 
 A warpgroup's left side is [64, 64]: 64 columns of the output by a step of 64 along K. Lane 4 g + q of warp w holds of
 the rows 16 w + g and 16 w + g + 8 the elements 8 i + 2 q and 8 i + 2 q + 1, for i from 0 to 7 (PTX ISA, wgmma register

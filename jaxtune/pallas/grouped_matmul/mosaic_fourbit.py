@@ -1,9 +1,9 @@
 """The grouped product over weights in four bits as they are stored, as a Pallas Mosaic GPU kernel for Hopper.
 
-As mosaic.py, but the other way round: out^T = W x^T. A warpgroup decodes its 64 columns of the output by 64 along K from
-bytes in shared memory to registers, where wgmma takes its left side from; decoded weights are never written. While one
-warpgroup decodes, the others multiply. Scales come as bfloat16, by K; XLA makes them from what is stored, a 64th or a
-32nd of the weight. An adapter is a few more steps along K, of its own two operands.
+As mosaic.py, but the other way round: out^T = W x^T. A warpgroup decodes its 64 columns of the output by 64 along K
+from bytes in shared memory to registers, where wgmma takes its left side from; decoded weights are never written. While
+one warpgroup decodes, the others multiply. Scales come as bfloat16, by K; XLA makes them from what is stored, a 64th or
+a 32nd of the weight. An adapter is a few more steps along K, of its own two operands.
 
 Not run on a GPU yet.
 """

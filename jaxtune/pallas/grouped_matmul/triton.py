@@ -1,7 +1,7 @@
 """The grouped product as a Triton kernel, for every NVIDIA GPU since Ampere (compute capability 8.0): forward and dx.
 
-A program has a tile of the output. Since a tile of rows has one expert, all tiles cost the same; those of rows that hold
-nothing store zeros. Programs go by bands of rows, so that what runs at a time shares rows and weights in L2. An
+A program has a tile of the output. Since a tile of rows has one expert, all tiles cost the same; those of rows that
+hold nothing store zeros. Programs go by bands of rows, so that what runs at a time shares rows and weights in L2. An
 adapter's product is one more step along K. The body is in triton_kernels.py, which imports triton and is itself
 imported where it is used.
 

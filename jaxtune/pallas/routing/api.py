@@ -15,10 +15,14 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
-from jaxtune.pallas.routing import first_use, mosaic, reference
+from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
 # Each has rows_of and summed.
 IMPLEMENTATIONS = {"reference": reference, "mosaic": mosaic}
+_SORTS = {
+    "reference": reference.Passes(reference.BLOCK, reference.histogram, reference.slots),
+    "mosaic": reference.Passes(mosaic_sort.BLOCK, mosaic_sort.histogram, mosaic_sort.slots),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -64,10 +68,20 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     return jnp.where(choice < logits.shape[1], weights, 0.0)
 
 
-def route(choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS) -> Routing:
-    """Sorts the pairs of choice int32[T, k] by expert, stably; those with `num_experts` or more go nowhere."""
+def route(
+    choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
+) -> Routing:
+    """Sorts the pairs of choice int32[T, k] by expert, stably; those with `num_experts` or more go nowhere.
+
+    implementation: "reference", "mosaic", or None for the reference.
+    """
     tokens, k = choice.shape
-    slots, source, groups = reference.sort_pairs(choice.reshape(-1), num_experts, tile_rows)
+
+    def refusal():
+        return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
+
+    name = dispatch.choose("routing sort", {"reference": lambda: None, "mosaic": refusal}, implementation)
+    slots, source, groups = reference.sort_pairs(choice.reshape(-1), num_experts, tile_rows, _SORTS[name])
     return Routing(slots.reshape(tokens, k), source, groups)
 
 

@@ -32,3 +32,23 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
         return got, run(reference, x.astype(jnp.float32), index, slots)
 
     return dispatch.first_use("routing", name, "rows", compare)
+
+
+def sort_refusal(name: str, passes: reference.Passes) -> str | None:
+    """As `refusal`, of the passes of a sort; their numbers are exact, so that one that is off by one is caught."""
+
+    def compare():
+        expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: nowhere
+        own = reference.Passes(reference.BLOCK, reference.histogram, reference.slots)
+
+        def run(passes):
+            slots, source, groups = jax.jit(lambda e: reference.sort_pairs(e, 96, 8, passes))(expert)
+            return slots, source, groups.tile_expert, groups.sizes
+
+        want = run(own)
+        # As 0 (right) or 1, for first_use's bound is relative.
+        return [1.0 + (got != exact) for got, exact in zip(run(passes), want, strict=True)], [
+            jnp.ones(exact.shape) for exact in want
+        ]
+
+    return dispatch.first_use("routing sort", name, "pairs", compare)
