@@ -109,9 +109,9 @@ def test_mosaic_in_the_interpreter(case, transposed):
         assert not rows[~held].any(), "rows that hold nothing must be zero"
 
 
-@pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2)])
+@pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2, lead=2)])
 def test_mosaic_order_of_the_items_changes_nothing(blocks):
-    """Narrow tiles, more of them than programs, and bands that do not divide them."""
+    """Narrow tiles, more of them than programs, and bands that do not divide them; one warpgroup before the other."""
     groups, _, (x, weight, *_) = operands(SIZES["uneven"], False)
     x, weight = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
     with mosaic.interpreted():

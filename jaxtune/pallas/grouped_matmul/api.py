@@ -16,7 +16,6 @@ from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
 # By an array; and by a weight in four bits as it is stored.
 _PRODUCTS = {"mosaic": mosaic.product, "triton": triton.product, "reference": reference.product}
 _FOUR_BIT_PRODUCTS = {"mosaic_fourbit": mosaic_fourbit.product}
-_UNMEASURED = "not measured on a GPU yet: runs where it is asked for by name"
 
 
 @jax.tree_util.register_dataclass
@@ -51,19 +50,17 @@ def implementations(
       implementation: the name that was asked for, or None: what has not been measured then refuses.
     """
 
-    def asked(name, refusal):
-        if implementation != name:
-            return _UNMEASURED
-        return refusal() or first_use.refusal(name, {**_PRODUCTS, **_FOUR_BIT_PRODUCTS}[name], weight)
+    def four_bit_refusal():
+        reason = mosaic_fourbit.refusal(weight, dtype, groups.tile_rows)
+        return reason or first_use.refusal("mosaic_fourbit", mosaic_fourbit.product, weight)
 
-    by_name = {
-        "mosaic_fourbit": functools.partial(mosaic_fourbit.refusal, weight, dtype, groups.tile_rows),
-        "triton": functools.partial(triton.refusal, dtype, groups.tile_rows),
-    }
+    def triton_refusal():
+        return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
+
     table = {
         "mosaic": functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows),
-        "mosaic_fourbit": functools.partial(asked, "mosaic_fourbit", by_name["mosaic_fourbit"]),
-        "triton": functools.partial(asked, "triton", by_name["triton"]),
+        "mosaic_fourbit": dispatch.on_request("mosaic_fourbit", implementation, four_bit_refusal),
+        "triton": dispatch.on_request("triton", implementation, triton_refusal),
         "reference": lambda: None,
     }
     if weight is None and implementation != "mosaic_fourbit":

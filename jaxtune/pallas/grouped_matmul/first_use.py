@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ def refusal(name: str, product: Callable, weight) -> str | None:
         def rows(size):
             return jnp.asarray(draw.standard_normal((groups.rows, size)) * held, jnp.bfloat16)
 
+        stored: Any
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
         if kind is NF4:
             stored = NF4.encode(values)
@@ -41,7 +43,7 @@ def refusal(name: str, product: Callable, weight) -> str | None:
             stored = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
         else:
             stored = values
-        exact = stored.astype(jnp.float32) if kind is None else stored.decode(jnp.float32)
+        exact = (values if kind is None else stored.decode(jnp.float32)).astype(jnp.float32)
         got, want = [], []
         for contract in (2, 1):
             x, u = rows(_SHAPE[contract]), rows(_RANK)

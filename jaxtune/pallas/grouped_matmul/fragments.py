@@ -44,7 +44,8 @@ class Format:
     def planes(self) -> tuple[list[int], list[int]]:
         """The 16 low and the 16 high bytes of the table in bfloat16, as four words each."""
         values = np.frombuffer(self.table, np.float32).astype(jnp.bfloat16).view(np.uint16)
-        return tuple(list(map(int, (values >> shift).astype(np.uint8).view(np.uint32))) for shift in (0, 8))
+        low, high = ([*map(int, (values >> shift).astype(np.uint8).view(np.uint32))] for shift in (0, 8))
+        return low, high
 
 
 # ---- what a lane does

@@ -37,11 +37,12 @@ _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """warpgroups: that compute, each 64 columns of the output. stages: steps of K on their way. registers: of each of
-    their threads. band: tiles of rows that go together."""
+    their threads, more than it would have; None leaves all threads what they have. band: tiles of rows that go
+    together."""
 
     warpgroups: int
     stages: int
-    registers: int
+    registers: int | None
     band: int = 16
 
     @property
@@ -50,7 +51,7 @@ class Blocks:
 
 
 # The first whose columns divide the output's. Three warpgroups keep the tensor cores busy while one decodes.
-BLOCKS = (Blocks(3, 6, 152), Blocks(2, 7, 232), Blocks(1, 8, 232))
+BLOCKS = (Blocks(3, 6, 152), Blocks(2, 7, 232), Blocks(1, 8, None))
 
 
 def refusal(weight, dtype, tile_rows: int) -> str | None:
@@ -61,7 +62,7 @@ def refusal(weight, dtype, tile_rows: int) -> str | None:
         return "weights that are not in four bits"
     if dtype != jnp.bfloat16:
         return f"dtype {jnp.dtype(dtype)}"
-    return mosaic.refusal(dtype, *weight.shape[1:], tile_rows)
+    return mosaic.refusal(dtype, weight.shape[1], weight.shape[2], tile_rows)
 
 
 def blocks_for(columns: int) -> Blocks:
@@ -113,7 +114,8 @@ def _kernel(
         return lax.rem(at, jnp.int32(stages))
 
     def bring():
-        plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
+        if blocks.registers is not None:
+            plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
 
         def item(index, at):
             at, extra_at = at
@@ -155,7 +157,8 @@ def _kernel(
             pl.when(extra_total > 0)(lambda: plgpu.barrier_wait(extra_free))
 
     def compute():
-        plgpu.set_max_registers(blocks.registers, action="increase")
+        if blocks.registers is not None:
+            plgpu.set_max_registers(blocks.registers, action="increase")
 
         def decoded(slot):
             codes, scales = codes_smem.at[slot], scales_smem.at[slot]

@@ -77,26 +77,32 @@ def route(
     """
     tokens, k = choice.shape
 
-    def refusal():
-        return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
-
-    name = dispatch.choose("routing sort", {"reference": lambda: None, "mosaic": refusal}, implementation)
+    name = dispatch.choose("routing sort", sort_implementations(implementation), implementation)
     slots, source, groups = reference.sort_pairs(choice.reshape(-1), num_experts, tile_rows, _SORTS[name])
     return Routing(slots.reshape(tokens, k), source, groups)
 
 
-def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
+def implementations(dtype, hidden: int, k: int, implementation: str | None = None) -> dispatch.Table:
     """The implementations of permute and unpermute in the order in which they are tried, each with why it refuses the
-    call. The reference goes first, being the only one that has been measured."""
+    call. implementation: the name that was asked for, or None."""
 
     def refusal():
         return mosaic.refusal(dtype, hidden, k) or first_use.refusal("mosaic", mosaic)
 
-    return {"reference": lambda: None, "mosaic": refusal}
+    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, refusal)}
+
+
+def sort_implementations(implementation: str | None = None) -> dispatch.Table:
+    """As `implementations`, of route."""
+
+    def refusal():
+        return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
+
+    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, refusal)}
 
 
 def _chosen(rows, routing, implementation) -> str:
-    table = implementations(rows.dtype, rows.shape[1], routing.slots.shape[1])
+    table = implementations(rows.dtype, rows.shape[1], routing.slots.shape[1], implementation)
     return dispatch.choose("routing", table, implementation)
 
 

@@ -163,10 +163,13 @@ def _sum_kernel(rows_ref, zeros_ref, slots_ref, out_ref, rows_smem, out_smem, fu
         slot = lax.rem(number, jnp.int32(2))
         fetch(number + 1)  # into the slot of the unit before, which every lane has read
         plgpu.barrier_wait(full.at[slot])
-        total = None
-        for j in range(k):
-            own = plgpu.load(rows_smem.at[slot, j], layout=layout, optimized=False).astype(jnp.float32)
-            total = own if total is None else total + own
+
+        def wide(j):
+            return plgpu.load(rows_smem.at[slot, j], layout=layout, optimized=False).astype(jnp.float32)
+
+        total = wide(0)
+        for j in range(1, k):
+            total = total + wide(j)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last unit has left
         out_smem[...] = total.astype(out_ref.dtype)
         plgpu.commit_smem()

@@ -11,6 +11,9 @@ Not run on a GPU yet.
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -71,18 +74,17 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
     block = lax.axis_index("block")
     here = pl.ds(block * BLOCK, BLOCK)
     pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)
-    total = None
+    parts = []
     for first in range(0, BLOCK, _EXPERTS):
         others = plgpu.load(expert_ref.at[pl.ds(block * BLOCK + first, _EXPERTS)], layout=_COLUMNS, optimized=False)
         before = _number(BLOCK, _EXPERTS, 0) > _number(BLOCK, _EXPERTS, 1) + first
         same = _down(pairs, _EXPERTS) == _across(others, BLOCK)
-        count = jnp.where(same & before, 1, 0).sum(1)
-        total = count if total is None else total + count
+        parts.append(jnp.where(same & before, 1, 0).sum(1))
     for first in range(0, firsts_ref.shape[1], _EXPERTS):
         rows = plgpu.load(firsts_ref.at[block, pl.ds(first, _EXPERTS)], layout=_COLUMNS, optimized=False)
         own = _down(pairs, _EXPERTS) == _number(BLOCK, _EXPERTS, 1) + first
-        total = total + jnp.where(own, _across(rows, BLOCK), 0).sum(1)
-    out_ref[here] = total
+        parts.append(jnp.where(own, _across(rows, BLOCK), 0).sum(1))
+    out_ref[here] = functools.reduce(operator.add, parts)
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
