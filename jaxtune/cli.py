@@ -275,8 +275,10 @@ def info(arguments: Sequence[str]) -> None:
 
 
 def tune(arguments: Sequence[str]) -> None:
-    """Measure the attention kernels' blocks on this GPU, for your shapes, and keep the fastest."""
+    """Measure the blocks of the kernels on this GPU and keep the fastest: attention's for your shapes, those of
+    grouped_matmul (experts) for gpt-oss-20b's and Qwen3-30B-A3B's."""
     parser = _parser("tune", tune.__doc__)
+    parser.add_argument("op", nargs="?", choices=["attention", "grouped_matmul"], default="attention")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -300,18 +302,28 @@ def tune(arguments: Sequence[str]) -> None:
     from jaxtune.pallas.attention.tune import tune as measure
 
     if dispatch.compute_capability() != (9, 0):
-        raise ValueError("tune: only the attention kernels for Hopper GPUs have blocks to measure, and there is none")
+        raise ValueError("tune: only kernels for Hopper GPUs have blocks to measure, and there is none")
+    say = functools.partial(print, end="", flush=True)
+
+    def fastest(what, entry):
+        blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
+        print(f"{what}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
+
+    if options.op == "grouped_matmul":
+        from jaxtune.pallas.grouped_matmul.tune import tune as measure_grouped
+
+        for product, entry in measure_grouped(options.dtype, say, options.output).items():
+            fastest(f"grouped_matmul {product}", entry)
+        return
     documents = "log-normal" if options.documents == "packed" else None
     for dim in options.head_dim:
         case = Case(
             "tune", options.rows, options.length, options.heads, options.kv_heads, dim, documents, options.window,
             options.soft_cap,
         )  # fmt: skip
-        say = functools.partial(print, end="", flush=True)
         found = measure(case, options.kernels or KERNELS, options.dtype, say, options.output)
         for kernel, entry in found.items():
-            blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
-            print(f"attention {kernel}, head dim {dim}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
+            fastest(f"attention {kernel}, head dim {dim}", entry)
 
 
 def _base_of(folder: str) -> str | None:

@@ -140,7 +140,7 @@ def kernels(capsys) -> list[str]:
 
 
 def test_info_on_kernels(capsys):
-    whole, packed, wide, matmul, four_bits, grouped, loss = kernels(capsys)
+    whole, packed, wide, matmul, four_bits, grouped, grouped_four_bits, sort, routing, loss = kernels(capsys)
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -153,7 +153,15 @@ def test_info_on_kernels(capsys):
     assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "triton", "reference"]
     assert "head dim 256" in wide and wide.split()[-2:] == ["reference", "chosen"]
     assert "weights in NF4" in four_bits and "mosaic refuses: needs a Hopper" in " ".join(four_bits.split())
-    assert "experts" in grouped
+    assert "experts" in grouped and "weights in NF4" in grouped_four_bits
+    for text, name in (
+        (grouped, "triton"),
+        (grouped_four_bits, "mosaic_fourbit"),
+        (sort, "mosaic"),
+        (routing, "mosaic"),
+    ):
+        assert f"{name} refuses: not measured on a GPU yet" in " ".join(text.split())
+    assert sort.startswith("routing sort: ") and "reference chosen" in " ".join(routing.split())
     shown = (("quant_matmul", matmul), ("quant_matmul", four_bits), ("grouped_matmul", grouped))
     for op, text in (*shown, ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
@@ -161,7 +169,7 @@ def test_info_on_kernels(capsys):
 
 def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):
     assert cli.main(["tune"]) != 0
-    assert "tune: only the attention kernels for Hopper GPUs have blocks to measure" in capsys.readouterr().err
+    assert "tune: only kernels for Hopper GPUs have blocks to measure" in capsys.readouterr().err
 
 
 def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch, tmp_path, capsys):

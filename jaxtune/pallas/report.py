@@ -16,6 +16,7 @@ from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
+from jaxtune.pallas.routing import api as routing
 
 _ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _WIDE_HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 256, 16
 _HIDDEN, _EXPERTS = 4096, 32
@@ -48,6 +49,7 @@ def kernel_choices() -> list[KernelChoice]:
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
     array: Any = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
     nf4 = jax.eval_shape(NF4.encode, array)
+    experts = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((_EXPERTS, 5760, 2880), jnp.bfloat16))
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
@@ -69,6 +71,15 @@ def kernel_choices() -> list[KernelChoice]:
             "grouped_matmul",
             f"bfloat16, {_EXPERTS} experts, 2880 x 5760",
             grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups),
+        ),
+        _choice(
+            "grouped_matmul",
+            f"bfloat16, {_EXPERTS} experts, 2880 x 5760, weights in NF4",
+            grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups, experts),
+        ),
+        _choice("routing sort", f"{_EXPERTS} experts", routing.sort_implementations()),
+        _choice(
+            "routing", "bfloat16, 2880 numbers a row, 4 experts a token", routing.implementations(jnp.bfloat16, 2880, 4)
         ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]
