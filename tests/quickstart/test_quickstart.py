@@ -134,9 +134,12 @@ def test_it_learns_to_answer(tmp_path):
     commands = [command for _, command in app.next_commands(load_config(str(output / "config.yaml")), output)]
     assert len(commands) == 3 and str(output / "merged") in commands[0]
     assert all(command in printed for command in commands)
+    configs = []
     for command in commands[1:]:
-        recipe, *overrides = shlex.split(command.removesuffix(" --plan"))[3:]
-        assert load_config(recipe, overrides).data.train == "rows.jsonl"
+        recipe, *overrides = (word for word in shlex.split(command)[3:] if word != "--plan")
+        configs.append(load_config(recipe, overrides, rows_needed="--plan" not in command))
+    assert configs[0].data.train == "rows.jsonl"
+    assert configs[1].plan.device == "RTX 4090" and " --plan " in commands[2]
 
 
 def test_with_shuffled_answers_it_learns_nothing(tmp_path):

@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# record.sh FOLDER PART...: makes the records of the named parts again, on the GPU of this machine.
+#
+#   bash benchmarks/record.sh benchmarks/results step packed startup
+#   bash benchmarks/record.sh --list
+#
+# Every part is a process (or several) of its own with a time limit; one that fails costs only itself. What a part
+# prints goes to FOLDER/logs/PART.log. Where there is no git checkout, JAXTUNE_COMMIT names the commit.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python}
+data=${JAXTUNE_TEST_DATA:-}  # for `trajectory`: tokenizers and rows
+
+declare -A limit  # seconds
+part_step() { $python benchmarks/train/step.py --output "$1/step_8b_8x2048.json"; }
+limit[step]=120
+part_long() { $python benchmarks/train/step.py --rows 2 --length 8192 --output "$1/step_8b_2x8192.json"; }
+limit[long]=120
+part_packed() { $python benchmarks/train/step.py --documents packed --output "$1/step_8b_packed.json"; }
+limit[packed]=130
+part_nf4() { $python benchmarks/train/step.py --load-in nf4 --output "$1/step_8b_nf4_8x2048.json"; }
+limit[nf4]=150
+part_startup() { $python benchmarks/train/startup.py --output "$1/startup_8b.json"; }
+limit[startup]=180
+part_pair() {
+    local folder
+    folder=$(mktemp -d)
+    $python benchmarks/train/profile_pair.py "$folder" &&
+        cp "$folder/pair.json" "$1/pair_8b.json" && cp "$folder/compare.html" "$1/pair_8b.html"
+}
+limit[pair]=180
+part_profile_check() { $python benchmarks/train/profile_check.py --output "$1/profile_check.json"; }
+limit[profile_check]=90
+part_trajectory() {
+    $python benchmarks/train/trajectory.py --tokenizer "$data/tokenizers/qwen2.5" \
+        --pretrain "$data/datasets/text/tinystories_first60.jsonl" "$data/datasets/text/c4_demo.jsonl" \
+        "$data/datasets/gsm8k/train.jsonl" --rows "$data/datasets/gsm8k/train.jsonl" --output "$1/trajectory.json"
+}
+limit[trajectory]=180
+part_attention() { $python benchmarks/kernels/attention.py --output "$1/attention.json"; }
+limit[attention]=200
+part_quant_matmul() { $python benchmarks/kernels/quant_matmul.py --output "$1/quant_matmul.json"; }
+limit[quant_matmul]=150
+part_moe() { $python benchmarks/kernels/moe.py --output "$1/moe.json"; }
+limit[moe]=200
+part_triton() { $python benchmarks/kernels/triton_backends.py --output "$1/triton_backends.json"; }
+limit[triton]=120
+part_packing_metadata() { $python benchmarks/train/packing_metadata.py --output "$1/packing_metadata.json"; }
+limit[packing_metadata]=240
+part_qlora_load() { $python benchmarks/train/qlora_load.py --output "$1/qlora_load.json"; }
+limit[qlora_load]=120
+part_memory() { $python benchmarks/train/memory.py --output "$1/memory.json"; }
+limit[memory]=600
+
+parts=(step long packed nf4 startup pair profile_check trajectory attention quant_matmul moe triton packing_metadata
+    qlora_load memory)
+if [ "${1:-}" = --list ]; then
+    for part in "${parts[@]}"; do echo "$part (at most ${limit[$part]} s)"; done
+    exit 0
+fi
+[ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+folder=$1
+shift
+for part in "$@"; do
+    [ -n "${limit[$part]:-}" ] || { echo "no part $part: bash benchmarks/record.sh --list shows them" >&2; exit 2; }
+done
+
+mkdir -p "$folder/logs"
+failed=0
+for part in "$@"; do
+    log=$folder/logs/$part.log
+    begun=$SECONDS
+    export -f "part_$part"
+    export python data
+    timeout -k 5 "${limit[$part]}" bash -c "part_$part '$folder'" >"$log" 2>&1
+    rc=$?
+    echo "$part: exit status $rc after $((SECONDS - begun)) s"
+    if [ $rc -ne 0 ]; then
+        failed=1
+        tail -n 15 "$log"
+    fi
+done
+exit $failed
