@@ -282,6 +282,13 @@ def sides(shape: Shape, name: str, rows: int):
     return normal(1, rows, in_size), normal(2, rows, out_size), normal(3, shape.experts, *pair, size=in_size**-0.5)
 
 
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _both_ways(x, weight, groups, dout, implementation, transposed):
+    options = dict(transposed=transposed, implementation=implementation)
+    out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, **options), x)
+    return out, *pullback(dout)
+
+
 def four_bits(shape: Shape, name: str, tokens: int) -> dict:
     """Experts in NF4 and MXFP4, decoded before the product and inside it, beside bf16 ones: forward and dx, and their
     relative errors against products of the same values in fp32."""
@@ -294,25 +301,16 @@ def four_bits(shape: Shape, name: str, tokens: int) -> dict:
         array = weight if transposed == shape.gpt_oss else weight.mT
         stored = NF4.encode(array) if kind == "nf4" else _mxfp4(array.shape)
         ways: dict = {"bf16": (array, "mosaic"), "decoded": (stored, "mosaic"), "fused": (stored, "mosaic_fourbit")}
-
-        def step(x, weight, groups, dout, implementation, transposed=transposed):
-            def run(x):
-                return grouped_matmul(x, weight, groups, transposed=transposed, implementation=implementation)
-
-            out, pullback = jax.vjp(run, x)
-            return out, *pullback(dout)
-
-        run = jax.jit(step, static_argnums=4)
         times: dict = {way: [] for way in ways}
         for way in ways:  # one that does not run says so, and does not take the others with it
             try:
-                _queued(run, x, ways[way][0], groups, dout, ways[way][1])
+                _queued(_both_ways, x, ways[way][0], groups, dout, ways[way][1], transposed)
             except Exception as error:
                 result[f"{kind}_{way}_error"] = f"{type(error).__name__}: {error}"[:300]
                 del times[way]
         for _ in range(5):
             for way in times:
-                times[way].append(_queued(run, x, ways[way][0], groups, dout, ways[way][1]))
+                times[way].append(_queued(_both_ways, x, ways[way][0], groups, dout, ways[way][1], transposed))
         median = {way: statistics.median(took) for way, took in times.items()}
         for way, took in median.items():
             result[f"{kind}_{way}_ms"] = took
@@ -343,9 +341,7 @@ def _four_bit_errors(stored, transposed: bool) -> dict:
     x, dout = normal(1, groups.rows, in_size) * mask, normal(2, groups.rows, out_size) * mask
 
     def run(weight, dtype, implementation):
-        options = dict(transposed=transposed, implementation=implementation)
-        out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, **options), x.astype(dtype))
-        return out, *pullback(dout.astype(dtype))
+        return _both_ways(x.astype(dtype), weight, groups, dout.astype(dtype), implementation, transposed)
 
     want = run(exact, jnp.float32, "reference")
     errors = {}

@@ -36,7 +36,7 @@ class KernelChoice:
         lines = [f"{self.op}: {self.call}"]
         for name, refusal in self.refusals.items():
             verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"
-            lines.append(f"  {name:<12}{verdict}")
+            lines.append(f"  {name:<15} {verdict}")
         return "\n".join(lines)
 
 

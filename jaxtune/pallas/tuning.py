@@ -23,10 +23,12 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 
 _COMPILERS = 8
+_LARGEST_ERROR = 0.02
 _forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar(
     "forced", default=MappingProxyType({})
 )
@@ -113,6 +115,26 @@ def measure(
     entry = {"blocks": best, "milliseconds": round(best_ms, 4), "tried": tried}
     _store(path or cache_file(kind), kind, _key(op, bucket, dtype), entry)
     return entry
+
+
+def as_the_first() -> Callable[[Any], str | None]:
+    """A `wrong` for `measure`: the first candidate that runs, which should be known to be right, is what results are
+    compared with; an error of 2 % by the norm (see dispatch.first_use) is one."""
+    right: list[Any] = []
+
+    @jax.jit
+    def errors(got, want):
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        pairs = [(g.astype(jnp.float32), w.astype(jnp.float32)) for g, w in pairs]
+        return [jnp.linalg.norm(g - w) / jnp.linalg.norm(w) for g, w in pairs]
+
+    def wrong(result):
+        if not right:
+            right.append(result)
+        worst = max(float(error) for error in errors(result, right[0]))
+        return None if worst <= _LARGEST_ERROR else f"differs from the first blocks' result by {worst:.3g}"
+
+    return wrong
 
 
 def cache_file(kind: str) -> Path:

@@ -17,7 +17,6 @@ from jaxtune.pallas.attention.shapes import Case
 
 KERNELS = ("forward", "dquery", "dkey")
 _STAGES = (2, 3, 4)
-_LARGEST_ERROR = 0.02  # see dispatch.first_use
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
@@ -99,27 +98,13 @@ def tune(
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
     dim = mosaic.kernel_dim(case.dim)
-    right: list[Any] = []
-
-    @jax.jit
-    def errors(got, want):
-        got, want = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (got, want))
-        return [jnp.linalg.norm(g - w) / jnp.linalg.norm(w) for g, w in zip(got, want, strict=True)]
-
-    def wrong(result):
-        """Compares with the first blocks that ran: those of the heuristic, which `tune` has checked."""
-        if not right:
-            right.append(result)
-        worst = max(float(error) for error in errors(result, right[0]))
-        return None if worst <= _LARGEST_ERROR else f"differs from the first blocks' result by {worst:.3g}"
-
     return tuning.measure(
         f"attention {kernel}",
         mosaic.bucket(dim, case.documents is None, case.window),
         dtype,
         candidates(kernel, dim),
         prepare,
-        wrong=wrong,
+        wrong=tuning.as_the_first(),
         say=say,
         path=path,
     )

@@ -51,5 +51,7 @@ def tune(
             if bucket in entries:
                 continue
             candidates = [dataclasses.asdict(b) for b in mosaic.CANDIDATES if other % b.columns == 0]
-            entries[bucket] = tuning.measure("grouped_matmul", bucket, dtype, candidates, prepare, say=say, path=path)
+            entries[bucket] = tuning.measure(
+                "grouped_matmul", bucket, dtype, candidates, prepare, wrong=tuning.as_the_first(), say=say, path=path
+            )
     return entries
