@@ -1,6 +1,6 @@
 """NF4 weights against bf16 weights of the same shape, in one run on one GPU.
 
-    python benchmarks/kernels/quant_matmul.py --output FILE.json [--parts bandwidth,many,few,fused] [--table FILE.json]
+    python benchmarks/kernels/quant_matmul.py --output FILE.json [--parts bandwidth,many,few,lines,fused] [--table FILE]
 
 Both sides are jaxtune's quant_matmul: over an array it is the vendor's GEMM, with the same LoRA (rank 16) through XLA.
 "ratio" is bf16 time over NF4 time. Many tokens: forward and backward to x (and to A and B), wall clock over several
@@ -8,9 +8,10 @@ queued calls, the two sides in turns. Few tokens: forward, time of the kernels o
 weight that together are at least four times the L2. Dequantising and 8-bit Adam: bytes that must move over device
 time, as a share of the fastest copy of the run. Every case is checked first.
 
-Few tokens, and hundreds of them: beside what is chosen today, every tile of line_matmul.py and of fused_matmul.py, in
-the same run. --table writes the GPU's table of measured blocks (jaxtune/pallas/tuned) with what was fastest; there it
-becomes the choice. The record is written after each part: a kernel that hangs costs only its own part.
+Parts that are no record but a decision, by name only: "lines" (few tokens) and "fused" (hundreds of them) measure every
+tile of line_matmul.py and of fused_matmul.py beside what is chosen today. --table writes the GPU's table of measured
+blocks (jaxtune/pallas/tuned) with what was fastest; there it becomes the choice. What was measured is written after
+each part: a kernel that hangs costs only its own.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every prod
 L2_BYTES = 60_000_000
 RANK = 16
 WORST = 0.01  # relative error of a 16-bit product: more is a wrong kernel
-PARTS = ("bandwidth", "many", "few", "fused")
+RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines", "fused")
 
 
 def compiled(function, *arguments):
@@ -151,7 +152,7 @@ def fastest(untuned_ms: float, found: list[dict]) -> dict:
     return {"blocks": blocks, "milliseconds": ms, "tried": tried}
 
 
-def few_tokens(rows: int, columns: int, tokens: int) -> dict:
+def few_tokens(rows: int, columns: int, tokens: int, with_tiles: bool) -> dict:
     def product(x, weight):
         return quant_matmul(x, [weight])[0]
 
@@ -176,17 +177,21 @@ def few_tokens(rows: int, columns: int, tokens: int) -> dict:
         "bf16": device_ms(over_array, [(x, w) for w in arrays]),
         "nf4": device_ms(over_packed, [(x, w) for w in packed]),
     }
-    with tuning.forced("small_matmul", {}):  # whatever a table says
-        untuned = device_ms(compiled(product, x, packed[0]), [(x, w) for w in packed])
-    found = variants(line_matmul.tiles(rows, columns, tokens), by_lines, [(x, w) for w in packed], want)
-    entry = fastest(untuned, found)
-    return {
+    row = {
         "shape": [rows, columns],
         "tokens": tokens,
         "errors": errors,
         "ms": times,
         "nf4_gb_per_s": packed[0].nbytes / times["nf4"] / 1e6,
         "ratio": times["bf16"] / times["nf4"],
+    }
+    if not with_tiles:
+        return row
+    with tuning.forced("small_matmul", {}):  # whatever a table says
+        untuned = device_ms(compiled(product, x, packed[0]), [(x, w) for w in packed])
+    found = variants(line_matmul.tiles(rows, columns, tokens), by_lines, [(x, w) for w in packed], want)
+    entry = fastest(untuned, found)
+    return row | {
         "variants": found,
         "best_ratio": times["bf16"] / entry["milliseconds"],
         "table": {tuning._key("small_matmul", mosaic.small_bucket(packed[0], tokens), x.dtype): entry},
@@ -317,13 +322,13 @@ def write_table(path: str, entries: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--parts", default=",".join(PARTS), help="of the run, by commas")
+    parser.add_argument("--parts", default=",".join(RECORD), help="of the run, by commas")
     parser.add_argument("--table", help="file for the table of measured blocks with what was fastest in this run")
     parser.add_argument("--scale", type=int, default=1, help="divide every size by this, to try the script elsewhere")
     options = parser.parse_args()
     parts = options.parts.split(",")
-    if set(parts) - set(PARTS):
-        parser.error(f"--parts {options.parts}: there are {', '.join(PARTS)}")
+    if set(parts) - {*RECORD, *DECISIONS}:
+        parser.error(f"--parts {options.parts}: there are {', '.join((*RECORD, *DECISIONS))}")
     scale = options.scale
     shapes = [(rows // scale, columns // scale) for rows, columns in WEIGHTS]
     copy = copy_gb_per_s(2**29 // scale**2)
@@ -353,10 +358,12 @@ def main() -> int:
             for with_lora in (False, True):
                 rows = [many_tokens(*shape, tokens // scale, with_lora) for shape in shapes]
                 keep(f"{tokens} tokens, {'with' if with_lora else 'without'} LoRA", rows)
-    # What has not run on every GPU yet comes last.
     if "few" in parts:
+        for tokens in (1, 16):
+            keep(f"{tokens} tokens", [few_tokens(*shape, tokens, False) for shape in shapes])
+    if "lines" in parts:
         for tokens in (1, 4, 8, 16):
-            keep(f"{tokens} tokens", [few_tokens(*shape, tokens) for shape in shapes])
+            keep(f"{tokens} tokens, each tile", [few_tokens(*shape, tokens, True) for shape in shapes])
     if "fused" in parts:
         for tokens in (64, 256, 1024):
             for contract, direction in ((1, "forward"), (0, "dx")):

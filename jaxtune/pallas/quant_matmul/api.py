@@ -12,9 +12,10 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import mosaic, mosaic_fused, reference, triton
 from jaxtune.pallas.quant_matmul.formats import FourBit
 
-# Who decodes weights in four bits; the products of many tokens are the vendor's, but for those of "mosaic_fused", which
-# is taken only by name.
-IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference, "mosaic_fused": mosaic_fused}
+# Who decodes weights in four bits; the products of many tokens are the vendor's, unless a measurement says otherwise.
+IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
+# Taken only by name.
+BY_NAME = {"mosaic_fused": mosaic_fused}
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +67,8 @@ def quant_matmul(
         if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(f"quant_matmul: weight {weight.shape} does not fit x {x.shape}: want [out, {x.shape[-1]}]")
     name = dispatch.choose("quant_matmul", implementations(weights, x.dtype, implementation), implementation)
-    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, IMPLEMENTATIONS[name])
+    kernels = (IMPLEMENTATIONS | BY_NAME)[name]
+    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels)
 
 
 def decoded(weight: jax.Array | FourBit, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -94,5 +96,5 @@ def implementations(weights: Sequence[jax.Array | FourBit], dtype, implementatio
 
     return {
         name: functools.partial(refusal, kernels) if kernels is not reference else lambda: None
-        for name, kernels in IMPLEMENTATIONS.items()
+        for name, kernels in (IMPLEMENTATIONS | (BY_NAME if implementation in BY_NAME else {})).items()
     }

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import lanes
+from jaxtune.pallas.quant_matmul import fused_lanes, lanes
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, FourBit
 
 TILE_TOKENS = 128
@@ -153,7 +153,7 @@ def _kernel(
         def load_absmax(number, part):
             row, block = units(jnp.minimum(number, total - 1), part)
             if not interpreted:
-                return lanes.unit_absmax(absmax_ref, nested_ref, row, block, rows)
+                return fused_lanes.unit_absmax(absmax_ref, nested_ref, row, block, rows)
             unit = jnp.arange(_UNITS)
             row, block = row + unit % rows, block + unit // rows
             values = absmax_ref[...][row, block]
@@ -167,7 +167,9 @@ def _kernel(
             if not interpreted:
                 found = [map_smem, offset_ref] if nested else []
                 transforms = (_CODES, _WEIGHT)
-                lanes.decode_units(codes, share, found, w_smem.at[slot], part, rows, table, transforms, x_ref.dtype)
+                fused_lanes.decode_units(
+                    codes, share, found, w_smem.at[slot], part, rows, table, transforms, x_ref.dtype
+                )
                 return
             values, factors = share
             if nested:

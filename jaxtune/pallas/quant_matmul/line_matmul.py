@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import lanes
+from jaxtune.pallas.quant_matmul import lanes, line_lanes
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
 
 LINE = 256  # elements: their codes are a line of memory
@@ -88,7 +88,7 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """What lanes.line_product adds for one line, for the interpreter: float32[512 groups widths] in its order.
+    """What line_lanes.line_product adds for one line, for the interpreter: float32[512 groups widths] in its order.
 
     codes: uint8[rows, 128]; scales: float32[rows, 4]; table: `dtype`[256, 2].
     """
@@ -102,7 +102,7 @@ def _written_out_sums(codes, x, scales, table, widths: int):
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """What lanes.keep_line_sums stores, for the interpreter: float32[4 warps, tokens, rows]."""
+    """What line_lanes.keep_line_sums stores, for the interpreter: float32[4 warps, tokens, rows]."""
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
@@ -139,7 +139,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     def load_absmax(span):
         line = first + span * _SPAN
         if not interpreted:
-            return lanes.span_absmax(absmax_ref, nested_refs[1] if nested_refs else None, first_row, line, rows)
+            return line_lanes.span_absmax(absmax_ref, nested_refs[1] if nested_refs else None, first_row, line, rows)
         line = jnp.minimum(line + jnp.arange(_SPAN), lines - 1)
         block = (4 * line[:, None] + jnp.arange(4)).reshape(-1)
         values = absmax_ref[pl.ds(first_row, rows)][:, block]
@@ -151,7 +151,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     def keep_scales(share):
         scales = scales_smem.at[wg]
         if not interpreted:
-            lanes.keep_span(share, nested_refs[2] if nested_refs else None, table_smem, scales, rows)
+            line_lanes.keep_span(share, nested_refs[2] if nested_refs else None, table_smem, scales, rows)
             return
         values, factors = share
         if nested_refs:
@@ -161,7 +161,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     def multiply(step, acc, index):
         codes, x, scales = codes_smem.at[wg, slot_of(step)], x_smem.at[wg, slot_of(step)], scales_smem.at[wg]
         if not interpreted:
-            return lanes.line_product(acc, codes, x, scales, index * 4, table_smem, _TRANSFORMS, dtype)
+            return line_lanes.line_product(acc, codes, x, scales, index * 4, table_smem, _TRANSFORMS, dtype)
         own = scales[pl.ds(index * 4, 4), pl.ds(0, rows)].T
         return acc + _written_out_sums(codes[...], x[...], own, pairs_ref[...], widths)
 
@@ -169,9 +169,9 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         pl.when(step < steps)(functools.partial(bring, jnp.int32(step)))
     share = load_absmax(0)
     if not interpreted:
-        lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
+        line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
         if nested_refs:
-            lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
+            line_lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
 
@@ -199,11 +199,11 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         partial = _written_out_partial(acc, tokens, tile.groups, widths)
         partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = partial
     else:
-        lanes.keep_line_sums(acc, partial_smem, wg * _WARPS)
+        line_lanes.keep_line_sums(acc, partial_smem, wg * _WARPS)
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
     if not interpreted:
-        lanes.store_line_sums(partial_smem, out_ref, split, first_row, warpgroups)
+        line_lanes.store_line_sums(partial_smem, out_ref, split, first_row, warpgroups)
     else:
 
         @pl.when(wg == 0)
