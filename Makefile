@@ -29,10 +29,10 @@ test: env  ## tests on CPU (no torch, no GPU)
 	$(PY) -m pytest tests -q -n 2 --ignore=tests/parity --ignore=tests/gpu $(PYTEST_ARGS)
 
 parity: env-parity  ## checks against torch, transformers, peft and bitsandbytes (3 GB environment)
-	.venv-parity/bin/python -m pytest tests/parity -q $(PYTEST_ARGS)
+	.venv-parity/bin/python -m pytest tests/parity -q -n 2 $(PYTEST_ARGS)
 
 aot: env-aot  ## compile the GPU programs without a GPU
-	.venv-aot/bin/python -m pytest tests/gpu/aot -q $(PYTEST_ARGS)
+	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: env  ## ruff
 	@$(PY) -m ruff check .
