@@ -50,7 +50,7 @@ _ROW_OPTIONS = (
 )
 
 # Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
-# rows lie may change: their content is compared.
+# rows lie may change: their content is compared. So may where optimizer states lie.
 _INCOMPATIBLE = (
     "trainable",
     "storage",
