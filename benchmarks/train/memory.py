@@ -145,7 +145,7 @@ def compile_all(cases: list[str], options, cache: str) -> None:
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=trainer._replicated), tree)
 
         state = placed(jax.eval_shape(lambda t: trainer.program.init(t, 0), trainer._trainable))
-        places = trainer.state_shardings(state)
+        places = trainer.program.shardings(state, trainer._replicated)
         state = jax.tree.map(lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), state, places)
         sums = placed(jax.eval_shape(trainer.program.zero_sums, state.trainable))
         trainer.compile(state, sums, placed(trainer._frozen))

@@ -22,7 +22,6 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, not_quantized, prepare_qat, qat_spec
 from jaxtune.profile import capture
-from jaxtune.train import hosted
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
 from jaxtune.train.config import OptimConfig, TrainConfig
@@ -53,7 +52,7 @@ _ROW_OPTIONS = (
 )
 
 # Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
-# rows lie may change: their content is compared.
+# rows lie may change: their content is compared. So may where optimizer states lie.
 _INCOMPATIBLE = (
     "trainable",
     "storage",
@@ -75,7 +74,6 @@ _INCOMPATIBLE = (
             "router_z_loss_coef",
             "schedule",
             "qat",
-            # Where the states lie does not change them.
             *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
         )
     ),
@@ -113,9 +111,8 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
 
     Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
     8B LoRA step on an H200 (benchmarks/results). Under `deterministic` the vendor libraries' first algorithm is
-    taken instead of the fastest timed one, so that another process makes the same choice. And a 16-bit value is
-    rounded wherever it is made: else fusions go on with what they have of it in float32, and what a layer keeps for the
-    backward is rounded or not by what becomes of it, so that another plan would be another run.
+    taken instead of the fastest timed one, so that another process makes the same choice; and 16-bit values are rounded
+    wherever they are made, not only where a fusion ends, so that another plan gives the same bits.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False} if deterministic else {}
     if platform != "gpu":
@@ -277,7 +274,7 @@ class Trainer:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
         step donates them."""
         state = self.program.init(self._trainable, self.config.seed, self._replicated)
-        state = jax.device_put(state, self.state_shardings(state))
+        state = jax.device_put(state, self.program.shardings(state, self._replicated))
         return state, self._zero_sums(state), jax.device_put(self._frozen, self._replicated)
 
     def release_model(self) -> None:
@@ -285,13 +282,6 @@ class Trainer:
         graph, trainable, frozen = nnx.split(self._given, nnx.Param, ...)
         self._trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
         self._given = nnx.merge(graph, self._trainable, frozen)
-
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """Where each array of a state, which may be abstract, lies."""
-        where = jax.tree.map(lambda _: self._replicated, state)
-        if not self.program.offload:
-            return where
-        return dataclasses.replace(where, opt_state=hosted.shardings(state.opt_state, self._replicated))
 
     def _zero_sums(self, state: TrainState) -> Sums:
         return jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
@@ -314,7 +304,7 @@ class Trainer:
             return _Programs(accumulate, update, evaluate, time.perf_counter() - started, before)
 
         with jax.set_mesh(self.mesh):
-            results = (self.state_shardings(state), where, where)
+            results = (self.program.shardings(state, where), where, where)
             update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
             update = update.lower(state, sums).compile(compiler_options=options)
         before = None

@@ -197,8 +197,8 @@ def _update_bytes(masters, config: TrainConfig) -> float:
     size = max(leaf.size for leaf in jax.tree.leaves(masters))
     if config.optim.name == "adamw_8bit":  # its kernel reads float32 gradients, and writes directions and new moments
         return size * (_ADAM8_WORK + (2 * _ADAM8_STATES if config.optim.offload else _ADAM8_STATES))
-    # Moments as they come and as they go, and the weight.
-    return size * 20.0 if config.optim.offload else 0.0
+    # Moments as they come and as they go, with the gaps that the compiler leaves between large buffers.
+    return size * 24.0 if config.optim.offload else 0.0
 
 
 def _is_packed(leaf) -> bool:

@@ -107,8 +107,10 @@ class StepProgram:
 
         trainable = jax.tree.map(kept, trainable)
         wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
-        on_host = self.offload and device is not None
-        states = hosted.first_states(self.optimizer, wide, device) if on_host else self.optimizer.init(wide)
+        if self.offload and device is not None:
+            states = hosted.first_states(self.optimizer, wide, device)
+        else:
+            states = self.optimizer.init(wide)
 
         def zero():
             return jnp.zeros((), jnp.int32)  # one buffer each: a donated one cannot be given twice
@@ -123,6 +125,13 @@ class StepProgram:
             good_steps=zero(),
             dropout_key=jax.random.key_data(jax.random.key(seed)),
         )
+
+    def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
+        """Where each array of a state, which may be abstract, lies."""
+        where = jax.tree.map(lambda _: device, state)
+        if not self.offload:
+            return where
+        return dataclasses.replace(where, opt_state=hosted.shardings(state.opt_state, device))
 
     def zero_sums(self, trainable) -> Sums:
         """Sums to begin with, for the trainable tensors of a TrainState."""

@@ -93,7 +93,8 @@ def test_an_update_needs_room_for_a_tensor_not_for_the_model():
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_states_on_the_host_leave_the_device(name):
-    """All but a few small ones; they are updated in place there too, and the update needs room for one tensor."""
+    """All but a few small ones; they are updated in place there too, and the update needs room for one
+    tensor: its states thrice."""
     kept, state, _, _ = update_of(1, name)
     there, _, _, _ = update_of(1, name, offload=True)
     parameters = sum(a.size for a in jax.tree.leaves(nnx.state(make_full_model(1), nnx.Param)))
@@ -101,7 +102,7 @@ def test_states_on_the_host_leave_the_device(name):
     assert kept.argument_size_in_bytes - there.argument_size_in_bytes == pytest.approx(states, rel=1e-3)
     assert there.host_argument_size_in_bytes == there.host_alias_size_in_bytes == pytest.approx(states, rel=1e-3)
     assert there.host_temp_size_in_bytes == 0
-    room = 20 if name == "adamw" else 4 + 4 + 2 * (2 + 8 / 256) + 2
+    room = 24 if name == "adamw" else 4 + 4 + 2 * (2 + 8 / 256) + 2
     assert there.temp_size_in_bytes < 1.01 * room * VOCAB * HIDDEN
     assert state > states
 
