@@ -75,6 +75,7 @@ limit[ablation]=600
 # plan that a compile for an H200 without one proved to fit; then packed, at 4,096 and 65,536 tokens a step.
 gpt_oss_plan="0-17: attention_out=recompute, lse=recompute, gate=recompute, up=recompute; \
 18-23: attention_out=recompute, lse=recompute"
+gpt_oss_nf4_plan="recompute, attention_out=keep, lse=keep, mid=keep"
 experts() { # FILE SHAPE ROWS MICRO-BATCHES more options of step.py
     local file=$1 shape=$2 rows=$3 parts=$4
     shift 4
@@ -82,7 +83,7 @@ experts() { # FILE SHAPE ROWS MICRO-BATCHES more options of step.py
         --cache "$(mktemp -d)" --output "$file" "$@"
 }
 gpt_oss() { experts "$1" gpt-oss-20b "$2" "$3" --budget-gb 50.9 --plan "$gpt_oss_plan" "${@:4}"; }
-gpt_oss_nf4() { experts "$1" gpt-oss-20b "$2" "$3" --budget-gb 24.2 --load-in nf4 --plan "recompute, mid=keep" "${@:4}"; }
+gpt_oss_nf4() { experts "$1" gpt-oss-20b "$2" "$3" --budget-gb 24.2 --load-in nf4 --plan "$gpt_oss_nf4_plan" "${@:4}"; }
 qwen3_moe() {
     experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 75.1 --optim adamw_8bit --plan "recompute, mid=keep" "${@:4}"
 }
@@ -135,7 +136,7 @@ for part in "$@"; do
     log=$folder/logs/$part.log
     begun=$SECONDS
     export -f "part_$part" experts gpt_oss gpt_oss_nf4 qwen3_moe qwen3_moe_nf4
-    export python data gpt_oss_plan
+    export python data gpt_oss_plan gpt_oss_nf4_plan
     timeout -k 5 "${limit[$part]}" bash -c "part_$part '$folder'" >"$log" 2>&1
     rc=$?
     echo "$part: exit status $rc after $((SECONDS - begun)) s"

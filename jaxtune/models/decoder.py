@@ -124,7 +124,8 @@ class Decoder(nnx.Module):
           plan: what happens to each layer's residuals; everything is kept by default.
           dropout_key: dropout of the adapters, for training.
         """
-        layout = self.layout(tokens.shape, segment_ids, positions, max_documents)
+        rows, length = tokens.shape
+        layout = self.layout((rows, length), segment_ids, positions, max_documents)
         x = run_stack(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key)
         with jax.named_scope("final_norm"):
             return self.norm(x)
@@ -140,7 +141,8 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterSums]:
         """(hidden_states, what the losses on the routers are made of); of a model with experts."""
-        layout = self.layout(tokens.shape, segment_ids, positions, max_documents)
+        rows, length = tokens.shape
+        layout = self.layout((rows, length), segment_ids, positions, max_documents)
         x, sums = run_stack_and_routers(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key)
         with jax.named_scope("final_norm"):
             return self.norm(x), sums
