@@ -64,8 +64,24 @@ part_packing_metadata() { $python benchmarks/train/packing_metadata.py --output 
 limit[packing_metadata]=240
 part_qlora_load() { $python benchmarks/train/qlora_load.py --output "$1/qlora_load.json"; }
 limit[qlora_load]=120
-part_memory() { $python benchmarks/train/memory.py --output "$1/memory.json"; }
+# Memory: each part adds its cases to one file.
+memory() { $python benchmarks/train/memory.py --output "$1/memory.json" --cases "$2" "${@:3}"; }
+part_memory() { memory "$1" kept,recompute,inputs_offloaded,inputs_serial,24gb,24gb_one,16gb,16gb_one,10.8gb; }
 limit[memory]=600
+part_memory_transfers() {
+    memory "$1" link_bound,link_bound_serial,compile,document_recompute,document,loss,equal_plans,3b
+}
+limit[memory_transfers]=600
+part_memory_sizes() {
+    memory "$1" 14b_recompute,14b_offloaded,14b_serial,32b_recompute,32b_offloaded,32b_serial,1b_full
+}
+limit[memory_sizes]=600
+part_memory_full() {
+    memory "$1" full_8b,full_8b_kept,full_8b_states_on_host,full_8b_adamw_on_host,longest_check
+}
+limit[memory_full]=500
+part_memory_longest() { memory "$1" longest --timeout 165 --seconds 590; }
+limit[memory_longest]=600
 
 # What the field's claims are worth, arm by arm; call it until it says that nothing is left.
 part_ablation() { $python benchmarks/train/ablation.py --output "$1/ablation.json" --seconds 560; }
@@ -123,6 +139,10 @@ if [ "${1:-}" = --list ]; then
     for part in "${!limit[@]}"; do echo "$part (at most ${limit[$part]} s)"; done | sort
     exit 0
 fi
+if [ "${1:-}" = --one ]; then  # FOLDER PART, in a process of its own that can be stopped
+    "part_$3" "$2"
+    exit
+fi
 [ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 folder=$1
 shift
@@ -135,9 +155,7 @@ failed=0
 for part in "$@"; do
     log=$folder/logs/$part.log
     begun=$SECONDS
-    export -f "part_$part" experts gpt_oss gpt_oss_nf4 qwen3_moe qwen3_moe_nf4
-    export python data gpt_oss_plan gpt_oss_nf4_plan
-    timeout -k 5 "${limit[$part]}" bash -c "part_$part '$folder'" >"$log" 2>&1
+    timeout -k 5 "${limit[$part]}" bash benchmarks/record.sh --one "$folder" "$part" >"$log" 2>&1
     rc=$?
     echo "$part: exit status $rc after $((SECONDS - begun)) s"
     if [ $rc -ne 0 ]; then

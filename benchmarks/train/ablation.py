@@ -40,14 +40,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.lax import optimization_barrier
 
 import jaxtune
 from benchmarks.random_model import random_model
 from benchmarks.record import environment, write
 from benchmarks.shapes import SHAPES
 from benchmarks.train import packing_metadata
-from jaxtune.models import stack
+from benchmarks.transfers import transfers
 from jaxtune.models.lora import experts
 from jaxtune.models.moe import ExpertLinear, MoE
 from jaxtune.pallas import dispatch
@@ -93,28 +92,6 @@ RUNS = 5
 
 
 # ---- the arms
-
-
-class SerialFerry:
-    """A Ferry whose cargo is all waited for before the layer's first stage begins."""
-
-    def __init__(self, cargo, stages, space):
-        self._pieces, self._structure = jax.tree.flatten(cargo)
-        self._space = space
-
-    def depart(self, stage, values):
-        if stage == 0 and self._pieces:
-            pieces, values = optimization_barrier((self._pieces, values))
-            gone = [jax.device_put(piece, self._space) for piece in pieces]
-            self._pieces, values = optimization_barrier((gone, values))
-        return values
-
-    def arrive(self, stage, values):
-        return values
-
-    @property
-    def landed(self):
-        return jax.tree.unflatten(self._structure, self._pieces)
 
 
 def _precision(dtype):
@@ -221,8 +198,7 @@ def arm(name: str, model) -> Iterator[None]:
         if how in _EXPERTS:
             for method, function in zip(("gate_up", "down"), _EXPERTS[how], strict=True):
                 patches.enter_context(mock.patch.object(MoE, method, function))
-        if not overlapped:
-            patches.enter_context(mock.patch.object(stack, "Ferry", SerialFerry))
+        patches.enter_context(transfers("overlapped" if overlapped else "serial"))
         yield
     jax.clear_caches()
 
