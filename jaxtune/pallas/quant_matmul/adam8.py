@@ -1,8 +1,7 @@
 """Adam's update over 8-bit moments as one Pallas Mosaic GPU kernel for Hopper: every byte is read and written once.
 
 A warp holds a block of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
-moments twice: once for the absmax, and again to encode them. Moments are updated in place: a donated state is not
-copied.
+moments twice: once for the absmax, and again to encode them.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.
@@ -118,9 +117,8 @@ def _written_out_places(x, table, signed: bool):
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    """g_ref, and the output: flat; m_ref to v_max_ref are updated in place. A lane writes what it has read itself, or,
-    of an absmax, what depends on all that its warp has read."""
-    tables, direction_ref, smem = refs[:4], refs[4], refs[5:]
+    """g_ref and the direction are flat; what they and the moments have beyond the outputs' size is left alone."""
+    tables, direction_ref, outputs, smem = refs[:4], refs[4], refs[5:9], refs[9:]
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     chunks = lax.div(direction_ref.shape[0] // _CHUNK - program + (programs - 1), programs)
     (beta1, beta2), shape = betas, (_BLOCKS, BLOCK)
@@ -168,8 +166,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         direction_ref[flat] = (
             direction.reshape(_CHUNK) if interpreted else lanes.with_layout(direction, (_CHUNK,), _LAYOUT, _FLAT)
         )
-        moments = (m_ref, m_max_ref, v_ref, v_max_ref)
-        for ref, values in zip(moments, (*encoded(m, 0), *encoded(v, 1)), strict=True):
+        for ref, values in zip(outputs, (*encoded(m, 0), *encoded(v, 1)), strict=True):
             ref[here] = values
 
     lax.fori_loop(0, chunks, one, None)
@@ -196,26 +193,23 @@ def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, b
     flat = gradient.reshape(size)
     factors = jnp.stack([1 / correction1, 1 / jnp.sqrt(correction2)])
     tables = [dynamic_map(True), dynamic_map(False), cells(True), cells(False)]
-    moments = [jax.new_ref(each) for each in (m, m_absmax, v, v_absmax)]
-    rest = []
-    if whole < size:
-        m, m_absmax, v, v_absmax = (ref[whole // BLOCK :] for ref in moments)
-        last, *new = plain_update(
-            flat[whole:], m, m_absmax, v, v_absmax, correction1, correction2, betas=betas, eps=eps
-        )
-        for ref, values in zip(moments, new, strict=True):  # before the kernel: XLA cannot write into what it returns
-            ref[whole // BLOCK :] = values
-        rest = [last]
-    direction = mosaic._kernel(
+    codes = jax.ShapeDtypeStruct((whole // BLOCK, BLOCK), jnp.uint8)
+    absmax = jax.ShapeDtypeStruct((whole // BLOCK,), jnp.float32)
+    results = mosaic._kernel(
         functools.partial(_kernel, betas=betas, eps=eps),
         interpret,
-        out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
+        out_type=[jax.ShapeDtypeStruct((whole,), jnp.float32), codes, absmax, codes, absmax],
         grid=(min(whole // _CHUNK, _PROGRAMS),),
         grid_names=("program",),
         scratch_types=[plgpu.SMEM(table.shape, table.dtype) for table in tables],
-        # Nothing in memory is both read and written by several lanes but absmax (see _kernel) and the tables, and those
-        # wait for each other themselves.
+        # Nothing in memory is both read and written but the tables, and those wait for each other themselves.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(flat, *moments, factors, *map(jnp.asarray, tables))
-    direction = jnp.concatenate([direction, *rest]).reshape(gradient.shape)
-    return direction, *(ref[...] for ref in moments)
+    )(flat, m, m_absmax, v, v_absmax, factors, *map(jnp.asarray, tables))
+    if whole < size:
+        old = [each[whole // BLOCK :] for each in (m, m_absmax, v, v_absmax)]
+        rest = plain_update(
+            flat[whole:], old[0], old[1], old[2], old[3], correction1, correction2, betas=betas, eps=eps
+        )
+        results = [jnp.concatenate(both) for both in zip(results, rest, strict=True)]
+    direction, *moments = results
+    return direction.reshape(gradient.shape), *moments
