@@ -38,8 +38,22 @@ part_trajectory() {
         "$data/datasets/gsm8k/train.jsonl" --rows "$data/datasets/gsm8k/train.jsonl" --output "$1/trajectory.json"
 }
 limit[trajectory]=180
-part_attention() { $python benchmarks/kernels/attention.py --output "$1/attention.json"; }
-limit[attention]=200
+# The blocks of the attention kernels: FOLDER/tuned/ begins as the packaged file and can replace it.
+part_tune() {
+    mkdir -p "$1/tuned" && cp -n jaxtune/pallas/tuned/*.json "$1/tuned/"
+    export JAXTUNE_TUNING_DIR=$1/tuned
+    local tune="$python -m jaxtune.cli tune"
+    $tune --head-dim 64 --documents whole --kernels forward &&
+        $tune --head-dim 128 --documents whole --rows 1 --length 32768 --window 128 &&
+        $tune --head-dim 128 --documents whole &&
+        $tune --head-dim 256 --heads 16 --soft-cap 50 --kernels forward
+}
+limit[tune]=500
+# With the blocks of `tune`, if that was run.
+part_attention() { JAXTUNE_TUNING_DIR=$1/tuned $python benchmarks/kernels/attention.py --output "$1/attention.json"; }
+limit[attention]=220
+part_attention_pair() { $python benchmarks/train/attention_pair.py --output "$1/attention_pair_8b.json"; }
+limit[attention_pair]=240
 part_quant_matmul() { $python benchmarks/kernels/quant_matmul.py --output "$1/quant_matmul.json"; }
 limit[quant_matmul]=150
 part_moe() { $python benchmarks/kernels/moe.py --output "$1/moe.json"; }
@@ -50,14 +64,84 @@ part_packing_metadata() { $python benchmarks/train/packing_metadata.py --output 
 limit[packing_metadata]=240
 part_qlora_load() { $python benchmarks/train/qlora_load.py --output "$1/qlora_load.json"; }
 limit[qlora_load]=120
-part_memory() { $python benchmarks/train/memory.py --output "$1/memory.json"; }
+# Memory: each part adds its cases to one file.
+memory() { $python benchmarks/train/memory.py --output "$1/memory.json" --cases "$2" "${@:3}"; }
+part_memory() { memory "$1" kept,recompute,inputs_offloaded,inputs_serial,24gb,24gb_one,16gb,16gb_one,10.8gb; }
 limit[memory]=600
+part_memory_transfers() {
+    memory "$1" link_bound,link_bound_serial,compile,document_recompute,document,loss,equal_plans,3b
+}
+limit[memory_transfers]=600
+part_memory_sizes() {
+    memory "$1" 14b_recompute,14b_offloaded,14b_serial,32b_recompute,32b_offloaded,32b_serial,1b_full
+}
+limit[memory_sizes]=600
+part_memory_full() {
+    memory "$1" full_8b,full_8b_kept,full_8b_states_on_host,full_8b_adamw_on_host,longest_check
+}
+limit[memory_full]=500
+part_memory_longest() { memory "$1" longest --timeout 165 --seconds 590; }
+limit[memory_longest]=600
 
-parts=(step long packed nf4 startup pair profile_check trajectory attention quant_matmul moe triton packing_metadata
-    qlora_load memory)
+# What the field's claims are worth, arm by arm; call it until it says that nothing is left.
+part_ablation() { $python benchmarks/train/ablation.py --output "$1/ablation.json" --seconds 560; }
+limit[ablation]=600
+
+# Models of experts, each under the peak memory that Unsloth takes for it (50.9, 24.2, 75.1 and 30.7 GB), less 3 %, by a
+# plan that a compile for an H200 without one proved to fit; then packed, at 4,096 and 65,536 tokens a step.
+gpt_oss_plan="0-17: attention_out=recompute, lse=recompute, gate=recompute, up=recompute; \
+18-23: attention_out=recompute, lse=recompute"
+gpt_oss_nf4_plan="recompute, attention_out=keep, lse=keep, mid=keep"
+experts() { # FILE SHAPE ROWS MICRO-BATCHES more options of step.py
+    local file=$1 shape=$2 rows=$3 parts=$4
+    shift 4
+    $python benchmarks/train/step.py --shape "$shape" --rows "$rows" --micro-batches "$parts" --steps 6 \
+        --cache "$(mktemp -d)" --output "$file" "$@"
+}
+gpt_oss() { experts "$1" gpt-oss-20b "$2" "$3" --budget-gb 50.9 --plan "$gpt_oss_plan" "${@:4}"; }
+gpt_oss_nf4() { experts "$1" gpt-oss-20b "$2" "$3" --budget-gb 24.2 --load-in nf4 --plan "$gpt_oss_nf4_plan" "${@:4}"; }
+qwen3_moe() {
+    experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 75.1 --optim adamw_8bit --plan "recompute, mid=keep" "${@:4}"
+}
+qwen3_moe_nf4() {
+    experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 30.7 --optim adamw_8bit --load-in nf4 --plan recompute "${@:4}"
+}
+part_gpt_oss() { gpt_oss "$1/step_gpt_oss_20b_50.9gb.json" 8 4; }
+limit[gpt_oss]=180
+part_gpt_oss_nf4() { gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_24.2gb.json" 8 2; }
+limit[gpt_oss_nf4]=200
+part_qwen3_moe() { qwen3_moe "$1/step_qwen3_30b_a3b_75.1gb.json" 8 2; }
+limit[qwen3_moe]=300
+part_qwen3_moe_nf4() { qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_30.7gb.json" 8 2; }
+limit[qwen3_moe_nf4]=300
+part_gpt_oss_packed() {
+    gpt_oss "$1/step_gpt_oss_20b_packed_4k.json" 2 1 --documents packed
+    gpt_oss "$1/step_gpt_oss_20b_packed_65k.json" 32 16 --documents packed
+}
+limit[gpt_oss_packed]=330
+part_gpt_oss_nf4_packed() {
+    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_4k.json" 2 1 --documents packed
+    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_65k.json" 32 8 --documents packed
+}
+limit[gpt_oss_nf4_packed]=360
+part_qwen3_moe_packed() {
+    qwen3_moe "$1/step_qwen3_30b_a3b_packed_4k.json" 2 1 --documents packed
+    qwen3_moe "$1/step_qwen3_30b_a3b_packed_65k.json" 32 8 --documents packed
+}
+limit[qwen3_moe_packed]=540
+part_qwen3_moe_nf4_packed() {
+    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_4k.json" 2 1 --documents packed
+    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_65k.json" 32 8 --documents packed
+}
+limit[qwen3_moe_nf4_packed]=540
+
 if [ "${1:-}" = --list ]; then
-    for part in "${parts[@]}"; do echo "$part (at most ${limit[$part]} s)"; done
+    for part in "${!limit[@]}"; do echo "$part (at most ${limit[$part]} s)"; done | sort
     exit 0
+fi
+if [ "${1:-}" = --one ]; then  # FOLDER PART, in a process of its own that can be stopped
+    "part_$3" "$2"
+    exit
 fi
 [ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 folder=$1
@@ -71,9 +155,7 @@ failed=0
 for part in "$@"; do
     log=$folder/logs/$part.log
     begun=$SECONDS
-    export -f "part_$part"
-    export python data
-    timeout -k 5 "${limit[$part]}" bash -c "part_$part '$folder'" >"$log" 2>&1
+    timeout -k 5 "${limit[$part]}" bash benchmarks/record.sh --one "$folder" "$part" >"$log" 2>&1
     rc=$?
     echo "$part: exit status $rc after $((SECONDS - begun)) s"
     if [ $rc -ne 0 ]; then

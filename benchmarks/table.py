@@ -39,8 +39,9 @@ def load(folder: Path = RESULTS) -> list[dict]:
     records = []
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record.get("benchmark") == "train/step":
-            problem = honest(record)
+        proofs = {"train/step": [record], "train/attention_pair": record.get("arms", {}).values()}
+        for proof in proofs.get(record.get("benchmark"), ()):
+            problem = honest(proof)
             if problem is not None:
                 raise Rejected(f"{path.name}: {problem}")
         records.append(record)
@@ -74,6 +75,8 @@ def step_table(records: list[dict]) -> list[str]:
         what = f"LoRA r={r['adapter_rank']}" if r["adapter_rank"] else "full"
         if SHAPES[r["shape"]].get("num_local_experts") or SHAPES[r["shape"]].get("num_experts"):
             what += " on attention and experts"
+        if r.get("optimizer", "adamw") != "adamw":
+            what += f", {r['optimizer']}"
         documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
         mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
         lines.append(
@@ -102,6 +105,32 @@ def startup_table(record: dict) -> list[str]:
     return [*lines, "", note]
 
 
+def ablation_table(record: dict) -> list[str]:
+    """What the field's claims are worth; a row for each claim and model that was measured."""
+    lines = [
+        "| what the field claims | model | published, step | here, step | forward | range over 5 runs of the step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["claims"]:
+        low, high = row["forward_backward_gain_range"]
+        lines.append(
+            f"| {row['claim']} | {row['model']} | {row['published'] or '-'} "
+            f"| **{100 * row['forward_backward_gain']:+.1f} %** | {100 * row['forward_gain']:+.1f} % "
+            f"| {100 * low:+.1f} to {100 * high:+.1f} % |"
+        )
+    entries = [entry for entry in record["entries"].values() if "error" not in entry]
+    commits = ", ".join(sorted({entry["commit"][:7] for entry in entries}))
+    where = _versions(entries[0]).rsplit(", commit", 1)[0]
+    note = (
+        "Time without it over time with it, less one; {layers} layers of each model, packed rows, {rows} x {length:,} "
+        "tokens, LoRA r=16. ".format(**record["settings"])
+        + f"{where}, commits {commits}. "
+        "`python benchmarks/train/ablation.py --help` says what is compared."
+    )
+    failed = [key for key, entry in record["entries"].items() if "error" in entry]
+    return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
+
+
 def pair_text(record: dict) -> list[str]:
     ours, theirs = (statistics.median(record[key]) for key in ("ours_step_seconds", "hf_peft_step_seconds"))
     text = (
@@ -110,6 +139,26 @@ def pair_text(record: dict) -> list[str]:
         "{speedup:.1f} times. {where}. `python benchmarks/train/profile_pair.py`."
     )
     return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]
+
+
+def attention_pair_text(record: dict) -> list[str]:
+    """One line: the step with two implementations of attention, and where each one's time goes."""
+    names = list(record["arms"])
+    texts = []
+    for name in names:
+        arm = record["arms"][name]
+        parts = sorted(arm["profile"]["categories"].items(), key=lambda part: -part[1])
+        shares = (f"{part} {100 * ms / arm['profile']['step_ms']:.1f} %" for part, ms in parts)
+        texts.append(f"{name} **{arm['step_seconds']:.3f} s** a step ({', '.join(shares)})")
+    documents = "whole rows" if record["documents"] == "full" else f"up to {record['max_documents']} documents a row"
+    what = f"LoRA r={record['adapter_rank']}" if record["adapter_rank"] else "full"
+    shape = f"{record['shape']} {record['load_in'] or 'bf16'} {what}, {record['rows']} x {record['length']:,} tokens"
+    text = (
+        f"The step with two implementations of attention, taking turns in one process ({shape}, {documents}): "
+        f"{texts[0]} against {texts[1]}, **{record['speedup']:.3f}** times as fast. {_versions(record)}. "
+        "`python benchmarks/train/attention_pair.py`."
+    )
+    return [text]
 
 
 def trajectory_text(record: dict) -> list[str]:
@@ -165,6 +214,23 @@ def kernel_table(records: list[dict]) -> list[str]:
     return [*lines, "", f"{records[0]['device']}, jax {records[0]['versions']['jax']}; `benchmarks/kernels/`: {where}."]
 
 
+def memory_table(record: dict) -> list[str]:
+    """What was to be shown of memory; a missed floor is said, and so is what has not been measured."""
+    lines = ["| memory, case of `benchmarks/train/memory.py` | measured | floor | goal |", "|---|---|---|---|"]
+    for row in record["must_show"]:
+        bounds = [
+            "-" if bound is None else f"{'at most ' if row['at_most'] else ''}{bound:,.4g}"
+            for bound in (row["floor"], row["goal"])
+        ]
+        value = f"{row['value']:,.0f}" if row["value"] >= 1000 else f"{row['value']:.3g}"
+        missed = " (missed)" if row["met"] is False else ""
+        lines.append(f"| {row['what']} | {value}{missed} | {bounds[0]} | {bounds[1]} |")
+    failed = [f"{name} ({case['failed'].split(' | ')[-1][:80]})" for name, case in record["cases"].items()
+              if "failed" in case]  # fmt: skip
+    note = f"{_versions(record)}. `python benchmarks/train/memory.py --list`."
+    return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
+
+
 def plot_trajectory(record: dict, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -186,6 +252,9 @@ def plot_trajectory(record: dict, path: Path) -> None:
 def measured(records: list[dict]) -> str:
     """The text between the README's markers."""
     parts: list[str] = []
+    for r in records:
+        if r.get("benchmark") == "train/ablation":
+            parts += [*ablation_table(r), ""]
     steps = [r for r in records if r.get("benchmark") == "train/step"]
     if steps:
         parts += step_table(steps)
@@ -193,11 +262,17 @@ def measured(records: list[dict]) -> str:
         if r.get("benchmark") == "train/pair":
             parts += ["", *pair_text(r)]
     for r in records:
+        if r.get("benchmark") == "train/attention_pair":
+            parts += ["", *attention_pair_text(r)]
+    for r in records:
         if r.get("benchmark") == "train/startup":
             parts += ["", *startup_table(r)]
     for r in records:
         if r.get("benchmark") == "train/trajectory":
             parts += ["", *trajectory_text(r)]
+    for r in records:
+        if r.get("benchmark") == "train/memory" and r["must_show"]:
+            parts += ["", *memory_table(r)]
     kernels = [r for r in records if r.get("benchmark") in KERNELS]
     if kernels:
         parts += ["", *kernel_table(kernels)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import os
 import shutil
@@ -87,6 +88,9 @@ def train(arguments: Sequence[str]) -> int | None:
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
     # JAX's own default is three quarters of the device; the planner counts on all that the context leaves.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    from jaxtune.train.devices import allow_pinned_memory
+
+    allow_pinned_memory()
     from jaxtune.train.app import run
 
     return run(config, check=options.check, plan=options.plan)
@@ -240,15 +244,10 @@ def info(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="which implementation of each op is chosen here, and why"
     )
-    parser.add_argument(
-        "--tune", action="store_true", help="with --kernels: measure block sizes on this GPU first and keep the best"
-    )
     options = parser.parse_args(arguments)
     if options.kernels:
-        from jaxtune.pallas.report import kernel_choices, tune
+        from jaxtune.pallas.report import kernel_choices
 
-        if options.tune:
-            print(tune(), end="\n\n")
         print("\n\n".join(choice.to_text() for choice in kernel_choices()))
         return
     import platform
@@ -273,6 +272,58 @@ def info(arguments: Sequence[str]) -> None:
     print("\nrecipes")
     for name, path in packaged_recipes().items():
         print(f"  {name:<12} {recipe_summary(path)}")
+
+
+def tune(arguments: Sequence[str]) -> None:
+    """Measure the blocks of the kernels on this GPU and keep the fastest: attention's for your shapes, those of
+    grouped_matmul (experts) for gpt-oss-20b's and Qwen3-30B-A3B's."""
+    parser = _parser("tune", tune.__doc__)
+    parser.add_argument("op", nargs="?", choices=["attention", "grouped_matmul"], default="attention")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=8192, help="tokens a row")
+    parser.add_argument(
+        "--documents",
+        choices=["packed", "whole"],
+        default="packed",
+        help="log-normal lengths of mean 512, or one a row",
+    )
+    parser.add_argument("--window", type=int, help="sliding window, tokens")
+    parser.add_argument("--soft-cap", type=float)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--kernels", nargs="+", choices=["forward", "dquery", "dkey"], help="default: all")
+    parser.add_argument("--output", type=Path, help="the JSON file to add to; default: your cache, which is used here")
+    options = parser.parse_args(arguments)
+    from jaxtune.pallas import dispatch
+    from jaxtune.pallas.attention.shapes import Case
+    from jaxtune.pallas.attention.tune import KERNELS
+    from jaxtune.pallas.attention.tune import tune as measure
+
+    if dispatch.compute_capability() != (9, 0):
+        raise ValueError("tune: only kernels for Hopper GPUs have blocks to measure, and there is none")
+    say = functools.partial(print, end="", flush=True)
+
+    def fastest(what, entry):
+        blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
+        print(f"{what}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
+
+    if options.op == "grouped_matmul":
+        from jaxtune.pallas.grouped_matmul.tune import tune as measure_grouped
+
+        for product, entry in measure_grouped(options.dtype, say, options.output).items():
+            fastest(f"grouped_matmul {product}", entry)
+        return
+    documents = "log-normal" if options.documents == "packed" else None
+    for dim in options.head_dim:
+        case = Case(
+            "tune", options.rows, options.length, options.heads, options.kv_heads, dim, documents, options.window,
+            options.soft_cap,
+        )  # fmt: skip
+        found = measure(case, options.kernels or KERNELS, options.dtype, say, options.output)
+        for kernel, entry in found.items():
+            fastest(f"attention {kernel}, head dim {dim}", entry)
 
 
 def _base_of(folder: str) -> str | None:
@@ -302,6 +353,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "export": export,
     "profile": profile,
     "info": info,
+    "tune": tune,
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -139,7 +140,7 @@ def kernels(capsys) -> list[str]:
 
 
 def test_info_on_kernels(capsys):
-    whole, packed, matmul, four_bits, grouped, loss = kernels(capsys)
+    whole, packed, wide, matmul, four_bits, grouped, grouped_four_bits, sort, routing, loss = kernels(capsys)
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -150,16 +151,57 @@ def test_info_on_kernels(capsys):
     ]
     assert "packed, up to 16 documents" in packed
     assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "triton", "reference"]
+    assert "head dim 256" in wide and wide.split()[-2:] == ["reference", "chosen"]
     assert "weights in NF4" in four_bits and "mosaic refuses: needs a Hopper" in " ".join(four_bits.split())
-    assert "experts" in grouped
+    assert "experts" in grouped and "weights in NF4" in grouped_four_bits
+    for text, name in (
+        (grouped, "triton"),
+        (grouped_four_bits, "mosaic_fourbit"),
+        (sort, "mosaic"),
+        (routing, "mosaic"),
+    ):
+        assert f"{name} refuses: not measured on a GPU yet" in " ".join(text.split())
+    assert sort.startswith("routing sort: ") and "reference chosen" in " ".join(routing.split())
     shown = (("quant_matmul", matmul), ("quant_matmul", four_bits), ("grouped_matmul", grouped))
     for op, text in (*shown, ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
 
 
 def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):
-    assert cli.main(["info", "--kernels", "--tune"]) != 0
-    assert "--tune: only the attention kernels for Hopper GPUs have blocks to measure" in capsys.readouterr().err
+    assert cli.main(["tune"]) != 0
+    assert "tune: only kernels for Hopper GPUs have blocks to measure" in capsys.readouterr().err
+
+
+def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch, tmp_path, capsys):
+    """On a GPU of this test's making: the interpreter runs the kernels, a table is the clock."""
+    from jaxtune.pallas import dispatch, tuning
+    from jaxtune.pallas.attention import mosaic
+    from jaxtune.pallas.attention import tune as attention_tune
+
+    lean = dict(own=64, step=64, stages=2, turns=False, lean=True)
+    plain = dict(own=64, step=128, stages=2, turns=False)
+    broken = dict(own=64, step=128, stages=2, turns=True, warpgroups=3)
+    times = iter([3.0, 2.0])
+    monkeypatch.setattr(attention_tune, "candidates", lambda kernel, dim: [plain, broken, lean])
+    monkeypatch.setattr(tuning, "_milliseconds", lambda run: next(times))
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H200")
+    output = tmp_path / "nvidia_h200.json"
+    shape = ["--head-dim", "64", "--heads", "2", "--kv-heads", "1", "--rows", "1", "--length", "128"]
+    shape += ["--window", "50", "--documents", "whole"]
+    with mosaic.interpreted():
+        assert cli.main(["tune", *shape, "--kernels", "forward", "--output", str(output)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    where = "attention forward, head_dim=64, window up to 128"
+    assert lines[0] == f"{where}: own 64, step 128, stages 2, turns False: 3.0000 ms"
+    assert lines[1].startswith(f"{where}: own 64, step 128, stages 2, turns True, warpgroups 3: ValueError: ")
+    assert lines[2] == f"{where}: own 64, step 64, stages 2, turns False, lean True: 2.0000 ms"
+    assert lines[3:] == [
+        "attention forward, head dim 64: fastest own 64, step 64, stages 2, turns False, lean True: 2.0000 ms"
+    ]
+    entry = json.loads(output.read_text())["entries"][f"{where}, bfloat16"]
+    assert entry["blocks"] == lean and [result for _, result in entry["tried"]][0::2] == [3.0, 2.0]
+    assert isinstance(entry["tried"][1][1], str)  # why not
 
 
 @pytest.mark.parametrize(

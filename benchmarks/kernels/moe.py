@@ -32,9 +32,9 @@ from flax import nnx
 from benchmarks.record import environment, write
 from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
 from jaxtune.models.moe import ExpertLora, MoE
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic, reference
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic, reference, triton
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
-from jaxtune.pallas.quant_matmul import NF4
+from jaxtune.pallas.quant_matmul import MXFP4, NF4
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
 
 TOKENS = 16_384
@@ -149,6 +149,11 @@ def _product(x, weight, groups, contract, blocks=None):
     return mosaic.product(x, weight, groups, contract, blocks=blocks)
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def _triton_product(x, weight, groups, contract):
+    return triton.product(x, weight, groups, contract)
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _dense(x, weight, contract):
     return jax.lax.dot_general(x, weight, (((1,), (contract - 1,)), ((), ())))
@@ -256,10 +261,17 @@ def variants(shape: Shape, name: str, tokens: int) -> dict:
     x, _, weight = sides(shape, name, groups.rows)
     flop = 2 * tokens * shape.k * in_size * out_size
     result = {}
-    for blocks in VARIANTS:
+    contract = 1 if shape.gpt_oss else 2
+    for blocks in mosaic.CANDIDATES:
         if out_size % blocks.columns == 0:
-            took = milliseconds(_product, x, weight, groups, 1 if shape.gpt_oss else 2, blocks, repeats=3)
-            result[f"{blocks.columns} columns, {blocks.stages} stages, band {blocks.band}"] = flop / took / 1e9
+            took = milliseconds(_product, x, weight, groups, contract, blocks, repeats=3)
+            key = f"{blocks.columns} columns, {blocks.stages} stages, band {blocks.band}, lead {blocks.lead}"
+            result[key] = flop / took / 1e9
+    try:
+        took = milliseconds(_triton_product, x, weight, groups, contract, repeats=3)
+        result["triton"] = flop / took / 1e9
+    except Exception as error:
+        result["triton"] = f"{type(error).__name__}: {error}"[:300]
     return result
 
 
@@ -270,25 +282,77 @@ def sides(shape: Shape, name: str, rows: int):
     return normal(1, rows, in_size), normal(2, rows, out_size), normal(3, shape.experts, *pair, size=in_size**-0.5)
 
 
-VARIANTS = (
-    mosaic.Blocks(256, 3, 8), mosaic.Blocks(192, 4, 8), mosaic.Blocks(192, 4, 16), mosaic.Blocks(192, 4, 32),
-    mosaic.Blocks(128, 5, 16),
-)  # fmt: skip
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _both_ways(x, weight, groups, dout, implementation, transposed):
+    options = dict(transposed=transposed, implementation=implementation)
+    out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, **options), x)
+    return out, *pullback(dout)
 
 
 def four_bits(shape: Shape, name: str, tokens: int) -> dict:
-    """NF4 experts, decoded by XLA for each product, beside bf16 ones: forward and dx together."""
+    """Experts in NF4 and MXFP4, decoded before the product and inside it, beside bf16 ones: forward and dx, and their
+    relative errors against products of the same values in fp32."""
     groups = _groups(choices(shape, False, tokens), shape.experts)
     x, dout, weight = sides(shape, name, groups.rows)
+    result: dict = {}
+    for kind in ("nf4", "mxfp4"):
+        # MXFP4 is stored as [E, out, in]; bf16 is measured in the same direction.
+        transposed = shape.gpt_oss and kind == "nf4"
+        array = weight if transposed == shape.gpt_oss else weight.mT
+        stored = NF4.encode(array) if kind == "nf4" else _mxfp4(array.shape)
+        ways: dict = {"bf16": (array, "mosaic"), "decoded": (stored, "mosaic"), "fused": (stored, "mosaic_fourbit")}
+        times: dict = {way: [] for way in ways}
+        for way in ways:  # one that does not run says so, and does not take the others with it
+            try:
+                _queued(_both_ways, x, ways[way][0], groups, dout, ways[way][1], transposed)
+            except Exception as error:
+                result[f"{kind}_{way}_error"] = f"{type(error).__name__}: {error}"[:300]
+                del times[way]
+        for _ in range(5):
+            for way in times:
+                times[way].append(_queued(_both_ways, x, ways[way][0], groups, dout, ways[way][1], transposed))
+        median = {way: statistics.median(took) for way, took in times.items()}
+        for way, took in median.items():
+            result[f"{kind}_{way}_ms"] = took
+            if way != "bf16":
+                result[f"{kind}_{way}_of_bf16"] = median["bf16"] / took
+        result[f"{kind}_errors"] = _four_bit_errors(stored, transposed)
+    return result
 
-    @jax.jit
-    def step(x, weight, groups, dout):
-        out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, transposed=shape.gpt_oss), x)
-        return out, *pullback(dout)
 
-    bf16 = milliseconds(step, x, weight, groups, dout)
-    nf4 = milliseconds(step, x, NF4.encode(weight), groups, dout)
-    return {"bf16_ms": bf16, "nf4_ms": nf4, "nf4_of_bf16": bf16 / nf4}
+@functools.partial(jax.jit, static_argnums=0)
+def _mxfp4(shape) -> MXFP4:
+    keys = jax.random.split(jax.random.key(7))
+    codes = jax.random.bits(keys[0], (*shape[:-1], shape[-1] // 2), jnp.uint8)
+    return MXFP4(codes, jax.random.randint(keys[1], (*shape[:-1], shape[-1] // 32), 116, 122).astype(jnp.uint8))
+
+
+def _four_bit_errors(stored, transposed: bool) -> dict:
+    """Relative errors of out and dx for 256 rows of the first two experts, of each way."""
+    own = (
+        NF4.encode(stored.decode(jnp.float32)[:2])
+        if isinstance(stored, NF4)
+        else MXFP4(stored.codes[:2], stored.scales[:2])
+    )
+    exact = own.decode(jnp.float32)
+    groups = groups_of(jnp.array([100, 156], jnp.int32), 256)
+    mask = held(groups)[:, None]
+    in_size, out_size = exact.shape[1:] if transposed else exact.shape[:0:-1]
+    x, dout = normal(1, groups.rows, in_size) * mask, normal(2, groups.rows, out_size) * mask
+
+    def run(weight, dtype, implementation):
+        return _both_ways(x.astype(dtype), weight, groups, dout.astype(dtype), implementation, transposed)
+
+    want = run(exact, jnp.float32, "reference")
+    errors = {}
+    for way, implementation in {"decoded": "mosaic", "fused": "mosaic_fourbit"}.items():
+        try:
+            got = run(own, jnp.bfloat16, implementation)
+        except Exception as error:
+            errors[way] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        errors[way] = [float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w)) for g, w in zip(got, want, strict=True)]
+    return errors
 
 
 def ragged_dot(shape: Shape, name: str, tokens: int) -> dict:
@@ -363,11 +427,40 @@ def _routing_step(x, choice, logits, rows, drows, dout):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _route_each(many, experts, by_sorting):
-    return [(route_by_sorting if by_sorting else route)(choice, experts) for choice in many]
+def _route_each(many, experts, way):
+    sort = route_by_sorting if way == "sorting" else functools.partial(route, implementation=way)
+    return [sort(choice, experts) for choice in many]
 
 
-_permute, _unpermute, _route = jax.jit(permute), jax.jit(unpermute), jax.jit(route, static_argnums=1)
+_permute, _unpermute = (jax.jit(move, static_argnames="implementation") for move in (permute, unpermute))
+_route = jax.jit(route, static_argnums=1)
+
+
+def routing_kernels(shape: Shape, zipf: bool, tokens: int) -> dict:
+    """Milliseconds of sorting, moving rows there and back by each implementation, in turns; and whether the Mosaic
+    kernels' results are the reference's, bit for bit."""
+    choice = choices(shape, zipf, tokens)
+    routing = _route(choice, shape.experts)
+    x, rows = normal(1, tokens, shape.hidden), normal(4, routing.groups.rows, shape.hidden)
+    many = jnp.stack([choices(shape, zipf, tokens, seed) for seed in range(8)])
+    calls = {
+        "sort": (8, lambda way: _route_each(many, shape.experts, way)),
+        "permute": (1, lambda way: _permute(x, routing, implementation=way)),
+        "unpermute": (1, lambda way: _unpermute(rows, routing, implementation=way)),
+    }
+    result: dict = {}
+    for name, (count, call) in calls.items():
+        try:
+            pairs = zip(*(jax.tree.leaves(call(way)) for way in ("mosaic", "reference")), strict=True)
+            result[f"{name}_bitwise_as_reference"] = all(bool((mine == theirs).all()) for mine, theirs in pairs)
+            times: dict = {way: [] for way in ("reference", "mosaic")}
+            for _ in range(5):
+                for way in times:
+                    times[way].append(_queued(call, way) / count)
+            result |= {f"{name}_{way}_ms": statistics.median(took) for way, took in times.items()}
+        except Exception as error:
+            result[f"{name}_error"] = f"{type(error).__name__}: {error}"[:300]
+    return result
 
 
 def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
@@ -384,8 +477,8 @@ def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
         "step_ms": milliseconds(_layer_step, graph, trained, frozen, x, choice, dout),
         "routing_forward_ms": milliseconds(_routing_forward, x, choice, logits, rows),
         "routing_step_ms": milliseconds(_routing_step, x, choice, logits, rows, drows, dout),
-        "route_by_counting_ms": milliseconds(_route_each, many, shape.experts, False) / 8,
-        "route_by_sorting_ms": milliseconds(_route_each, many, shape.experts, True) / 8,
+        "route_by_counting_ms": milliseconds(_route_each, many, shape.experts, "reference") / 8,
+        "route_by_sorting_ms": milliseconds(_route_each, many, shape.experts, "sorting") / 8,
         "permute_ms": milliseconds(_permute, x[0], routing),
         "unpermute_ms": milliseconds(_unpermute, rows, routing),
     }
@@ -470,7 +563,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--output", required=True)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--parts", default="errors,products,layer,variants,adapters,ways,ragged_dot,nf4")
+    parser.add_argument("--parts", default="errors,products,layer,variants,adapters,ways,ragged_dot,four_bits,routing")
     options = parser.parse_args()
     parts, tokens = options.parts.split(","), options.tokens
     record: dict = {"benchmark": "moe", **environment(), "tokens": tokens}
@@ -496,13 +589,19 @@ def main() -> None:
         for zipf, mode in modes.items():
             yield "layer", f"layer {gpt_oss.name} {mode}", layer_times, (gpt_oss, zipf, tokens)
         for shape in SHAPES:
-            yield "variants", f"variants {shape.name} gate_up", variants, (shape, "gate_up", tokens)
+            for name in ("gate_up", "down"):
+                yield "four_bits", f"four bits {shape.name} {name}", four_bits, (shape, name, tokens)
+        for shape in SHAPES:
+            for zipf, mode in modes.items():
+                yield "routing", f"routing {shape.name} {mode}", routing_kernels, (shape, zipf, tokens)
+        for shape in SHAPES:
+            for name in ("gate_up", "down"):
+                yield "variants", f"variants {shape.name} {name}", variants, (shape, name, tokens)
         yield "adapters", f"adapters {gpt_oss.name} gate_up", adapters, (gpt_oss, "gate_up", tokens)
         for zipf, mode in modes.items():
             yield "layer", f"layer {qwen3.name} {mode}", layer_times, (qwen3, zipf, tokens)
         yield "ways", f"ways {gpt_oss.name}", ways_to_run, (gpt_oss, tokens)
         yield "ragged_dot", f"ragged_dot {gpt_oss.name} gate_up", ragged_dot, (gpt_oss, "gate_up", tokens)
-        yield "nf4", f"nf4 {gpt_oss.name} gate_up", four_bits, (gpt_oss, "gate_up", tokens)
         yield "errors", f"errors {qwen3.name}", errors, (qwen3,)
 
     for part, key, function, arguments in selected():

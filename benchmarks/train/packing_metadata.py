@@ -54,44 +54,11 @@ from jaxtune.pallas.attention.shapes import log_normal_segments
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import loss_sum_and_count
 
-_QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "use_sliding_window": False,
-    "hidden_act": "silu",
-}
 # name -> (Hugging Face config, format of the frozen weights, published gain of the step)
 MODELS = {
-    "qwen3-14b": (
-        {
-            **_QWEN3,
-            "hidden_size": 5120,
-            "intermediate_size": 17408,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "tie_word_embeddings": False,
-        },
-        "nf4",
-        0.14,
-    ),
+    "qwen3-14b": (SHAPES["qwen3-14b"], "nf4", 0.14),
     "llama-3.2-1b": (SHAPES["llama-3.2-1b"], None, 0.115),
-    "qwen3-0.6b": (
-        {
-            **_QWEN3,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "tie_word_embeddings": True,
-        },
-        None,
-        0.148,
-    ),
+    "qwen3-0.6b": (SHAPES["qwen3-0.6b"], None, 0.148),
 }
 
 

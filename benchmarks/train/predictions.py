@@ -9,6 +9,7 @@ are compiled with few layers and extended by what two more layers add: peaks are
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -25,18 +26,19 @@ from flax import nnx
 
 from benchmarks.shapes import SHAPES
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import memory
-from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from jaxtune.train import hosted, memory
+from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.devices import find_device
 from jaxtune.train.loop import compiler_options
-from jaxtune.train.optim import make_optimizer
+from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.plan import StepPlan, parse_residuals
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.step import StepProgram
 
-# shape, rows of a micro-batch, length, LoRA rank (0: all trains), base, plan.
-CASES = [
+ADAMW = OptimConfig()
+# shape, rows of a micro-batch, length, LoRA rank (0: all trains), base, plan; and the optimizer where it is not adamw.
+CASES: list[tuple[Any, ...]] = [
     ("llama-3.2-1b", 8, 2048, 0, None, "keep"),
     ("llama-3.2-3b", 8, 4096, 16, None, "gate=recompute, up=recompute"),
     ("llama-3.1-8b", 8, 2048, 16, "nf4", "keep"),
@@ -47,14 +49,40 @@ CASES = [
     ("qwen3-32b", 1, 65536, 16, "nf4", "recompute, layer_input=offload"),
     ("gpt-oss-20b", 8, 2048, 16, "nf4", "keep"),
     ("qwen3-30b-a3b", 8, 2048, 16, None, "keep"),
+    ("llama-3.1-8b", 2, 2048, 0, None, "keep", OptimConfig(name="adamw_8bit")),
+    ("llama-3.1-8b", 2, 2048, 0, None, "keep", OptimConfig(offload=True)),
 ]
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def compiled_and_predicted(
-    target: Any, shape: str, layers: int, rows: int, length: int, rank: int, load_in: str | None, plan: str
-) -> tuple[float, float]:
-    """(bytes by the compiler for `target`, bytes by the planner) of a step of `layers` layers of a shape."""
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Bytes of a step by the compiler: of each program beside its arguments; of what is always there; by the planner.
+
+    host: pinned, of the larger program.
+    """
+
+    accumulate: float
+    update: float
+    fixed: float
+    predicted: float
+    host: float
+
+    @property
+    def peak(self) -> float:
+        return self.fixed + max(self.accumulate, self.update)
+
+    def extended(self, more: Compiled, times: float) -> Compiled:
+        """The figures with what lies between these and `more` added so many times."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
+        return Compiled(*(a + (b - a) * times for a, b in pairs))
+
+
+def planned(
+    target: Any, shape: str, layers: int, rows: int, length: int, rank: int, load_in: str | None, plan: str,
+    optim: OptimConfig = ADAMW,
+) -> tuple[TrainConfig, Any, memory.Anatomy, memory.Forecast]:  # fmt: skip
+    """(config, abstract model, anatomy, forecast) of a step of `layers` layers of a shape, one micro-batch."""
     hf = SHAPES[shape] | {"num_hidden_layers": layers}
     experts = EXPERTS if config_from_hf(hf).moe is not None else None
     config = TrainConfig(
@@ -63,43 +91,59 @@ def compiled_and_predicted(
         adapter=AdapterConfig(r=rank, target_parameters=experts) if rank else None,
         rows_per_step=rows,
         steps=10,
+        micro_batches=1,
         memory=MemoryConfig(plan=plan),
     )
+    if not rank:  # as the whole model would have it
+        whole = nnx.split(memory.abstract_model(config_from_hf(SHAPES[shape]), config), nnx.Param, ...)[1]
+        storage = weight_storage(optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(whole)))
+        optim = dataclasses.replace(optim, weights=storage)
+    config = dataclasses.replace(config, optim=optim)
     model = memory.abstract_model(config_from_hf(hf), config)
     parts = memory.anatomy(model, config)
-    device = find_device(target.kind)
     step_plan = StepPlan(parse_residuals(plan, layers), 1, 2**26 // parts.vocab_size)
-    predicted = memory.forecast(parts, step_plan, device)
+    return config, model, parts, memory.forecast(parts, step_plan, find_device(target.kind))
 
+
+def compiled_step(target: Any, *case: Any) -> Compiled:
+    """The step of `planned`, compiled for `target`."""
+    config, model, parts, predicted = planned(target, *case)
+    optim, step_plan, (rows, length) = config.optim, predicted.plan, (parts.rows, parts.length)
     schedule = learning_rate_schedule(config.schedule, 1e-4, 10)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     program = StepProgram(
         graph,
-        make_optimizer(config.optim, schedule),
+        make_optimizer(optim, schedule),
         schedule,
         step_plan.residuals,
         max_documents=1,
         chunk_tokens=step_plan.chunk_tokens,
+        weights=optim.weights or "fp32",
+        bound=None if config.adapter else update_bound(optim, config.max_grad_norm),
+        offload=optim.offload,
     )
     where = target.sharding()
+    host = target.on_host(where)
 
-    def placed(tree):
+    def placed(tree, where=where):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
 
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
-    sums = placed(jax.eval_shape(program.zero_sums, trainable))
+    if optim.offload:
+        opt_state = jax.tree.map(lambda a: placed(a, host) if hosted.is_hosted(a) else a, state.opt_state)
+        state = dataclasses.replace(state, opt_state=opt_state)
+    sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
     batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))
     options = compiler_options("gpu", deterministic=False)
-    needs = []
     with target.lowering():
         lowered = (
             jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, placed(frozen), batch, index),
             jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums),
         )
-    for one in lowered:
-        analysis = one.compile(compiler_options=options).memory_analysis()
-        needs.append(analysis.temp_size_in_bytes + max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0))
-    return parts.fixed_bytes + max(needs), predicted.peak_bytes
+    found = [one.compile(compiler_options=options).memory_analysis() for one in lowered]
+    needs = [m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found]
+    on_host = max(m.host_temp_size_in_bytes + m.host_argument_size_in_bytes for m in found)
+    return Compiled(*needs, parts.fixed_bytes, predicted.peak_bytes, on_host)
 
 
 def main() -> int:
@@ -115,15 +159,20 @@ def main() -> int:
     for case in (CASES[int(i)] for i in options.cases.split(",")):
         shape, *rest = case
         count = SHAPES[shape]["num_hidden_layers"]
-        few, more = (compiled_and_predicted(H200, shape, n, *rest) for n in (options.layers, options.layers + 2))
-        compiled, predicted = (a + (b - a) / 2 * (count - options.layers) for a, b in zip(few, more, strict=True))
-        fields = ("shape", "rows", "length", "adapter_rank", "load_in", "plan")
-        result = dict(zip(fields, case, strict=True)) | {
+        few, more = (compiled_step(H200, shape, n, *rest) for n in (options.layers, options.layers + 2))
+        whole = few.extended(more, (count - options.layers) / 2)
+        predicted = planned(H200, shape, count, *rest)[-1].peak_bytes
+        fields = ("shape", "rows", "length", "adapter_rank", "load_in", "plan", "optim")
+        result = dict(zip(fields, case)) | {
             "layers": count,
-            "compiled_gb": compiled / 1e9,
+            "compiled_gb": whole.peak / 1e9,
             "predicted_gb": predicted / 1e9,
-            "predicted_over_compiled": predicted / compiled,
+            "predicted_over_compiled": predicted / whole.peak,
+            "update_gb": (whole.fixed + whole.update) / 1e9,
+            "host_gb": whole.host / 1e9,
         }
+        if "optim" in result:
+            result["optim"] = dataclasses.asdict(result["optim"])
         results.append(result)
         print(result, flush=True)
     ratios = [result["predicted_over_compiled"] for result in results]

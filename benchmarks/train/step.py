@@ -35,12 +35,14 @@ import jaxtune
 from benchmarks.random_model import random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
+from benchmarks.transfers import transfers
 from jaxtune.models.lora import experts
 from jaxtune.pallas import dispatch
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
+from jaxtune.train.devices import allow_pinned_memory
 from jaxtune.train.loop import Trainer
 from jaxtune.train.metrics import device_peak_flops, memory_peak_bytes
 from jaxtune.train.plan import residuals_text
@@ -64,7 +66,7 @@ def train_config(options) -> TrainConfig:
         steps=options.steps + 3,
         rows_per_step=options.rows,
         micro_batches=options.micro_batches,
-        optim=OptimConfig(name=options.optim),
+        optim=OptimConfig(name=options.optim, offload=options.optim_offload),
         memory=MemoryConfig(plan=None if options.plan == "auto" else options.plan, budget_gb=options.budget_gb),
         output=tempfile.mkdtemp(),
     )
@@ -72,7 +74,9 @@ def train_config(options) -> TrainConfig:
 
 def make_trainer(options, model) -> Trainer:
     documents = random_documents(options.documents, options.rows, options.length, model.config.vocab_size)
-    return Trainer(model, None, train_config(options), TokenDataset(documents, Summary(), options.length))
+    return Trainer(
+        model, None, train_config(options), TokenDataset(documents, Summary(), options.length), keeps_model=False
+    )
 
 
 def driver_memory_gb() -> float | None:
@@ -84,20 +88,26 @@ def driver_memory_gb() -> float | None:
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20 / 1e9
 
 
-def measure(options) -> dict:
-    shape = SHAPES[options.shape]
-    started = time.perf_counter()
-    model = random_model(shape, jax.random.key(0), options.load_in)
+def build(options) -> tuple[Trainer, int]:
+    """The trainer of a random model, and the bytes of the model's weights."""
+    model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in)
     model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     if options.rank:
         model = jaxtune.get_peft_model(
             model, r=options.rank, lora_alpha=options.rank, target_parameters=[name for name, _ in experts(model)]
         )
+    return make_trainer(options, model), model_bytes
+
+
+def measure(options) -> dict:
+    shape = SHAPES[options.shape]
+    started = time.perf_counter()
+    trainer, model_bytes = build(options)
     init_seconds = time.perf_counter() - started
-    trainer = make_trainer(options, model)
-    del model
     state, sums, frozen = trainer.first_state()
-    programs = trainer.compile(state, sums, frozen)
+    trainer.release_model()  # as the command does
+    with transfers(options.transfers):
+        programs = trainer.compile(state, sums, frozen)
     if options.compile_only:
         return {"compile_seconds": programs.seconds}
     loaded = [trainer._load_step(step) for step in range(2)]
@@ -105,11 +115,13 @@ def measure(options) -> dict:
     def step(number, state, sums):
         return programs.update(state, trainer._accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
 
-    losses, norms, seconds = [], [], []
+    losses, norms, seconds, first_seconds = [], [], [], []
     for number in range(3):
+        begun = time.perf_counter()
         state, sums, latest = step(number, state, sums)
         losses.append(float(latest["loss"]))
         norms.append(np.asarray(latest["grad_norms"]))
+        first_seconds.append(time.perf_counter() - begun)
     waiting = None
     trace = jax.profiler.trace(options.profile) if options.profile else contextlib.nullcontext()
     with trace:
@@ -145,7 +157,7 @@ def measure(options) -> dict:
         "max_documents": trainer.program.max_documents,
         "fill": statistics.mean(c["tokens"] for c in counts) / slots,
         "attention": dispatch.record["attention"][0],
-        "residuals": residuals_text(planner.plan.residuals, planner.anatomy.names),
+        "residuals": residuals_text(planner.plan.residuals),
         "micro_batches": planner.plan.micro_batches,
         "chunk_tokens": planner.plan.chunk_tokens,
         "budget_gb": options.budget_gb,
@@ -154,6 +166,10 @@ def measure(options) -> dict:
         "predicted_tokens_per_second": planner.forecast.tokens_per_second,
         "recomputing_seconds": planner.forecast.recompute_seconds,
         "optimizer": options.optim,
+        "optimizer_offload": options.optim_offload,
+        "transfers": options.transfers,
+        "host_gb": programs.accumulate.memory_analysis().host_temp_size_in_bytes / 1e9,  # of residuals
+        "first_steps_seconds": [round(s, 4) for s in first_seconds],  # host memory is pinned in the first
         "steps_timed": len(seconds) - 1,
         "step_seconds": step_seconds,
         "step_seconds_all": [round(s, 5) for s in seconds[1:]],
@@ -187,6 +203,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--budget-gb", type=float, help="memory.budget_gb; memory.py also holds the allocator to it")
     parser.add_argument("--micro-batches", type=int, help="default: the planner's choice")
     parser.add_argument("--optim", default="adamw")
+    parser.add_argument("--optim-offload", action="store_true", help="optimizer states in host memory")
+    parser.add_argument("--transfers", choices=["overlapped", "serial"], default="overlapped", help="of residuals")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument(
         "--cache", help="folder of compiled programs; default: an empty one, filled by a process of its own"
@@ -210,6 +228,7 @@ def cold_compile(options) -> float | None:
 
 def main() -> int:
     options = arguments().parse_args()
+    allow_pinned_memory()
     cold = bool(options.cache) and not any(Path(options.cache).glob("*"))
     cold_seconds = cold_compile(options)
     jax.config.update("jax_compilation_cache_dir", options.cache)

@@ -4,6 +4,7 @@ layer_input -> project -> query, key, value -> [attention] -> attention_out, lse
             -> expand -> gate, up -> contract -> layer_output
 or, with experts,
         mid -> route -> choice -> expand -> gate_up -> contract -> layer_output
+and, where the router has losses of its own, mid, choice -> balance -> router_sums
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.mlp import MLP
 from jaxtune.models.moe import MoE
 from jaxtune.models.norm import RMSNorm
+from jaxtune.pallas.routing import RouterSums
 
 
 class Block(nnx.Module):
@@ -75,6 +77,9 @@ class MoEBlock(Block):
 
     def route(self, mid: jax.Array, real: jax.Array | None = None) -> jax.Array:
         return self.mlp.choose(self._normed(mid), real)
+
+    def balance(self, mid: jax.Array, choice: jax.Array, key=None) -> RouterSums:
+        return self.mlp.router_sums(self._normed(mid), choice)
 
     def expand(self, mid: jax.Array, choice: jax.Array, key=None) -> jax.Array:
         return self.mlp.gate_up(self._normed(mid), choice)

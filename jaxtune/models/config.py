@@ -51,6 +51,8 @@ class MoEConfig:
     interleaved: gate and up are the even and odd columns of gate_up_proj, not its halves.
     swiglu_limit: gpt-oss's activation, (up + 1) * gate * sigmoid(swiglu_alpha * gate), of gate cut off above the limit
       and up cut off above and below; None: activation(gate) * up.
+    router_aux_loss_coef, output_router_logits: as in Hugging Face's config: training adds that many times the
+      load-balancing loss where the second is true.
     """
 
     num_experts: int
@@ -63,6 +65,8 @@ class MoEConfig:
     interleaved: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
 
     def __post_init__(self):
         if not 0 < self.experts_per_token <= self.num_experts:

@@ -12,8 +12,9 @@ from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotary_table
-from jaxtune.models.stack import ResidualPlan, run_stack
+from jaxtune.models.stack import ResidualPlan, run_stack, run_stack_and_routers
 from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.routing import RouterSums
 
 
 class Embedding(nnx.Module):
@@ -128,6 +129,23 @@ class Decoder(nnx.Module):
         x = run_stack(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key)
         with jax.named_scope("final_norm"):
             return self.norm(x)
+
+    def hidden_states_and_routers(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        max_documents: int | None = None,
+        plan: ResidualPlan | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, RouterSums]:
+        """(hidden_states, what the losses on the routers are made of); of a model with experts."""
+        rows, length = tokens.shape
+        layout = self.layout((rows, length), segment_ids, positions, max_documents)
+        x, sums = run_stack_and_routers(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key)
+        with jax.named_scope("final_norm"):
+            return self.norm(x), sums
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., hidden] -> float32[..., vocab], soft-capped where the family does that."""

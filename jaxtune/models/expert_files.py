@@ -4,11 +4,17 @@ Here, and in transformers 5's classes, gate_up_proj and down_proj hold those of 
 hold a linear for each expert and matrix (Qwen3-MoE, Mixtral under names of its own), or all experts in MXFP4 (gpt-oss
 as published): 32 numbers of four bits along the input dimension share a scale, a power of two (OCP Microscaling Formats
 v1.0; e2m1 numbers, e8m0 scales, two numbers a byte, the first in the low nibble).
+
+In four bits the hub holds what bitsandbytes makes of a linear for each expert and matrix, as transformers 4 saves and
+loads it. (Transformers 5 has experts as parameters, which its bitsandbytes leaves alone; there is no four-bit file of
+gpt-oss's, which were never linears.) A layer's experts are one tensor here: its blocks do not run from one expert into
+the next where an expert's matrix is whole blocks, and then its bytes are those of the pieces.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -17,8 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models import shards
+from jaxtune.models import quant, shards
 from jaxtune.models.families.common import ExpertFiles
+from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _MX_BLOCK = 32
@@ -30,6 +38,13 @@ class StackedEntry(shards.TensorEntry):
     """A tensor that lies in pieces, one after the other: `file` and `offset` are the first one's."""
 
     parts: tuple[shards.TensorEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedPackedEntry(shards.TensorEntry):
+    """A tensor that lies in four-bit pieces, one after the other; `size_bytes` is the sum of theirs."""
+
+    parts: tuple[quant.PackedEntry, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +84,30 @@ def gather_experts(
                 + ", ".join(f"{expert}.{matrix}" for expert, matrix in odd[:8])
             )
         parts = tuple(pieces[key] for key in wanted)
+        packed = tuple(part for part in parts if isinstance(part, quant.PackedEntry))
+        if packed and len({getattr(part, "quant_type", None) for part in parts}) > 1:
+            raise ValueError(
+                f"{first.file}: {name}: of its experts' matrices some are in four bits, or of another type"
+            )
         for part in parts:
-            shards.check_entry(part)
+            if not packed:
+                shards.check_entry(part)
             if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
                 raise ValueError(
                     f"{part.file}: {part.name} is {part.dtype}{list(part.shape)}, "
                     f"{first.name} {first.dtype}{list(first.shape)}"
                 )
         rows, columns = first.shape
-        whole[name] = StackedEntry(
+        if packed and rows * columns % BLOCK:
+            raise ValueError(
+                f"{first.file}: {first.name} {list(first.shape)} is not whole blocks of {BLOCK} four-bit numbers: "
+                "experts like that can only be loaded from 16 bits"
+            )
+        fields = (
             name, first.dtype, (num_experts, len(matrices) * rows, columns), parts[0].file, parts[0].offset,
-            sum(part.size_bytes for part in parts), parts,
+            sum(part.size_bytes for part in parts),
         )  # fmt: skip
+        whole[name] = StackedPackedEntry(*fields, packed) if packed else StackedEntry(*fields, parts)
     return whole
 
 
@@ -118,6 +145,24 @@ def read_stacked(entry: StackedEntry) -> np.ndarray:
     return host
 
 
+def read_packed_experts(entry: StackedPackedEntry) -> tuple[FourBit, bytes]:
+    """(the tensor, its leaves numpy arrays; a digest of all its pieces). The values are exactly those of the pieces.
+
+    Pieces that were doubly quantised each for itself have an offset each: their absmax are then kept in float32.
+    """
+    pieces, digests = zip(*map(quant.read_packed, entry.parts), strict=True)
+    first, whole_groups = pieces[0], pieces[0].size % (BLOCK * NESTED_BLOCK) == 0
+    nested = (None, None, None)
+    if whole_groups and all(piece.offset is not None and piece.offset == first.offset for piece in pieces):
+        absmax = np.concatenate([piece.absmax for piece in pieces])
+        nested = (np.concatenate([piece.nested_absmax for piece in pieces]), first.nested_map, first.offset)
+    else:
+        absmax = np.concatenate([np.asarray(piece.block_absmax()) for piece in pieces])
+    codes = np.concatenate([piece.codes for piece in pieces])
+    whole = type(first)(codes, absmax, *nested, shape=entry.shape, dtype_name=first.dtype_name)
+    return whole, hashlib.sha256(b"".join(digests)).digest()
+
+
 def read_mxfp4(entry: MXFP4Entry, dtype) -> tuple[jax.Array, bytes]:
     """([E, in, out] in dtype, a digest as shards.tensor_digest). Exact in every dtype that holds the scales."""
     blocks, scales = (shards.read_bytes(part).reshape(part.shape) for part in (entry.blocks, entry.scales))
@@ -136,20 +181,67 @@ def decode_mxfp4(blocks: jax.Array, scales: jax.Array, dtype) -> jax.Array:
 _decode_mxfp4 = jax.jit(decode_mxfp4, static_argnums=2)
 
 
-def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> dict[str, tuple]:
-    """{tensor name: (shape, dtype, function that gives it)} of what a checkpoint stores for an experts' matrix."""
+def _pieces(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[tuple[str, int, int]]]:
+    """(rows of a piece, [(its tensor's name, expert, the piece's first row of that expert's)]), in order."""
     match = _FUSED.fullmatch(name)
     assert match is not None
     prefix = match[1].replace(".mlp.", f".{files.module}.")
     matrices = (files.down,) if match[2] == "down_proj" else (files.gate, files.up)
-    experts, rows, columns = value.shape
-    rows //= len(matrices)
-    return {
-        f"{prefix}.{expert}.{matrix}.weight": (
-            (rows, columns),
-            dtype,
-            lambda expert=expert, at=index * rows: value[expert, at : at + rows].astype(dtype),
-        )
-        for expert in range(experts)
+    rows = shape[1] // len(matrices)
+    return rows, [
+        (f"{prefix}.{expert}.{matrix}.weight", expert, index * rows)
+        for expert in range(shape[0])
         for index, matrix in enumerate(matrices)
+    ]
+
+
+def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> dict[str, tuple]:
+    """{tensor name: (shape, dtype, function that gives it)} of what a checkpoint stores for an experts' matrix."""
+    rows, pieces = _pieces(name, value.shape, files)
+    return {
+        piece: ((rows, value.shape[2]), dtype, lambda e=expert, at=at: value[e, at : at + rows].astype(dtype))
+        for piece, expert, at in pieces
     }
+
+
+def split_packed_experts(name: str, value: FourBit, files: ExpertFiles | None) -> dict[str, tuple]:
+    """As split_experts, of a matrix in four bits: the bytes that it has.
+
+    Pieces that are not whole groups of doubly quantised absmax have theirs in float32.
+
+    Raises:
+      ValueError: files have no place for it, or its blocks run across the pieces.
+    """
+    if files is None:
+        raise ValueError(
+            f"save_pretrained: {name} is in four bits, and no checkpoint of this family stores its experts so: "
+            "use dequantize first (jaxtune.models.quant)"
+        )
+    rows, pieces = _pieces(name, value.shape, files)
+    size = rows * value.shape[2]
+    if size % BLOCK:
+        raise ValueError(
+            f"save_pretrained: {name} is in four bits, and its pieces of {rows} x {value.shape[2]} are not whole "
+            f"blocks of {BLOCK}: use dequantize first (jaxtune.models.quant)"
+        )
+    if value.offset is not None and size % (BLOCK * NESTED_BLOCK):
+        absmax = value.block_absmax()
+        value = dataclasses.replace(value, absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
+    # Numbers of the tensor for one entry of each array.
+    arrays = {"": (value.codes, 2), ".absmax": (value.absmax, BLOCK)}
+    if value.nested_absmax is not None:
+        arrays[".nested_absmax"] = (value.nested_absmax, BLOCK * NESTED_BLOCK)
+
+    def part(number: int, suffix: str):
+        array, per = arrays[suffix]
+        return jax.lax.dynamic_slice_in_dim(array, number * (size // per), size // per)
+
+    nested = (value.nested_map, value.offset)
+    leaves = (part(0, ""), part(0, ".absmax"), part(0, ".nested_absmax") if value.offset is not None else None)
+    first = type(value)(*leaves, *nested, shape=(rows, value.shape[2]), dtype_name=value.dtype_name)
+    found: dict[str, tuple] = {}
+    for suffix, (shape, dtype, fetch) in quant.checkpoint_tensors("", first).items():
+        for number, (piece, _, _) in enumerate(pieces):
+            own = functools.partial(lambda n, s, shape: part(n, s).reshape(shape), number, suffix, shape)
+            found[piece + suffix] = (shape, dtype, own if suffix in arrays else fetch)
+    return found

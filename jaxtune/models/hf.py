@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
 from jaxtune.pallas.quant_matmul import NF4, FourBit
 
+_PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry)
+_ROUTER = ".mlp.gate.weight"
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 # Host memory of tensors on their way to the device, unless one alone is larger.
 IN_FLIGHT_BYTES = 1 << 30
@@ -225,7 +228,7 @@ def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fol
     if problems:
         raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
     for name in wanted:
-        if not isinstance(entries[name], quant.PackedEntry | expert_files.StackedEntry | expert_files.MXFP4Entry):
+        if not isinstance(entries[name], (*_PACKED, expert_files.StackedEntry, expert_files.MXFP4Entry)):
             shards.check_entry(entries[name])
     return {name: entries[name] for name in wanted}
 
@@ -234,11 +237,15 @@ def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fol
 
 
 def _stream(
-    entries: Mapping[str, shards.TensorEntry], dtype: str, encoded: frozenset[str] = frozenset()
+    entries: Mapping[str, shards.TensorEntry],
+    dtype: str,
+    encoded: frozenset[str] = frozenset(),
+    opened: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, jax.Array | FourBit], str]:
     """({name: array on the default device in dtype}, fingerprint). Reads and transfers run in a few threads.
 
-    Tensors named in `encoded` are turned into NF4 on the device, one at a time; packed ones stay as they are.
+    Tensors named in `encoded` are turned into NF4 on the device, one at a time; packed ones stay as they are, but for
+    those named in `opened`.
     The fingerprint covers our names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
     checkpoint is cut into other shards.
     """
@@ -246,9 +253,13 @@ def _stream(
     one_at_a_time = threading.Lock()
 
     def load(name, entry):
-        if isinstance(entry, quant.PackedEntry):
-            packed, digest = quant.read_packed(entry)
-            return jax.block_until_ready(jax.device_put(packed)), digest
+        if isinstance(entry, _PACKED):
+            if isinstance(entry, quant.PackedEntry):
+                packed, digest = quant.read_packed(entry)
+            else:
+                packed, digest = expert_files.read_packed_experts(entry)
+            packed = jax.device_put(packed)
+            return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
         if isinstance(entry, expert_files.MXFP4Entry):
             host, digest = expert_files.read_mxfp4(entry, dtype)
         else:
@@ -346,12 +357,14 @@ def from_pretrained(
         entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
     entries = _match(wanted, entries, config.tie_embeddings, folder)
     quantizable = {name if ".experts." in name else f"{name}.weight" for name in modules}
-    packed = {name for name, entry in entries.items() if isinstance(entry, quant.PackedEntry)}
+    packed = {name for name, entry in entries.items() if isinstance(entry, _PACKED)}
+    opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
+    packed -= opened  # a linear of transformers 4's, small, and no matrix of ours
     if packed - quantizable:
         raise ValueError(f"{folder}: {_listed(packed - quantizable)} in four bits; only linears of layers can be")
     # What a checkpoint with four-bit weights keeps in 16 bits, it keeps so on purpose.
     encoded = frozenset(quantizable) if load_in and not packed else frozenset()
-    arrays, fingerprint = _stream(entries, dtype, encoded)
+    arrays, fingerprint = _stream(entries, dtype, encoded, opened)
     state = nnx.from_flat_state(
         [(p, variable.replace(arrays[name])) for name, (p, variable) in zip(names, flat, strict=True)]
     )
@@ -411,6 +424,11 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
         hf["qat"] = qat
     quantization = quant.quantization_config(model)
     if quantization is not None:
+        files = getattr(family(model.config.family), "EXPERT_FILES", None)
+        if files is not None:  # routers are linears in transformers 4
+            modules = dict.fromkeys((files.module, "mlp"))
+            layers = range(model.config.num_layers)
+            quantization["llm_int8_skip_modules"] += [f"model.layers.{i}.{m}.gate" for m in modules for i in layers]
         hf["quantization_config"] = quantization
     return hf
 
@@ -438,10 +456,13 @@ def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[
     value = variable.get_value()
     if isinstance(value, FourBit):
         if ".experts." in name:
-            raise ValueError(
-                f"save_pretrained: {name} is in four bits, and checkpoints have no format for that of experts: "
-                "use dequantize first (jaxtune.models.quant)"
+            parts = expert_files.split_packed_experts(name, value, files)
+            warnings.warn(
+                "experts in four bits are written as the linears of transformers 4, which jaxtune loads again and "
+                "transformers 5 does not: it has no experts in four bits (dequantize writes 16)",
+                stacklevel=3,
             )
+            return parts
         return quant.checkpoint_tensors(name, value)
     if files is not None and ".experts." in name:
         return expert_files.split_experts(name, value, dtype, files)
@@ -463,8 +484,9 @@ def save_pretrained(
 ) -> None:
     """Writes a model as a Hugging Face folder that transformers loads.
 
-    Weights are written in model.dtype, those in four bits as bitsandbytes' checkpoints hold them; one tensor is in host
-    memory at a time. Weights that QAT put on a grid are written as they are, and config.json names the grid ("qat").
+    Weights are written in model.dtype, those in four bits as bitsandbytes' checkpoints hold them (experts as those of
+    transformers 4 do, see expert_files: transformers 5 has no experts in four bits); one tensor is in host memory at a
+    time. Weights that QAT put on a grid are written as they are, and config.json names the grid ("qat").
     The folder appears whole or not at all.
 
     Args:
@@ -472,7 +494,8 @@ def save_pretrained(
       tokenizer: saved with the model, if given.
       max_shard_bytes: above this the weights are cut into shards with an index.
     Raises:
-      ValueError: adapters that are not merged; a folder in use; a disk without room.
+      ValueError: adapters that are not merged; experts in four bits that no checkpoint could hold; a folder in use; a
+        disk without room.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")

@@ -19,7 +19,16 @@ from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.mlp import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora, Groups, grouped_bias, grouped_matmul
 from jaxtune.pallas.quant_matmul import FourBit
-from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
+from jaxtune.pallas.routing import (
+    RouterSums,
+    choose_experts,
+    expert_weights,
+    permute,
+    route,
+    router_sums,
+    row_weights,
+    unpermute,
+)
 
 
 class ExpertLora(nnx.Module):
@@ -163,6 +172,10 @@ class MoE(nnx.Module):
         """Each token's experts; E for tokens that are not real [B, T] (padding), which are routed nowhere."""
         logits = self.router(x.reshape(-1, x.shape[-1]))
         return choose_experts(logits, self.moe.experts_per_token, None if real is None else real.reshape(-1))
+
+    def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
+        """What the router's losses are made of, summed over the tokens of every device; padding does not count."""
+        return router_sums(self.router(x.reshape(-1, x.shape[-1])), choice)
 
     @_on_each_device
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:

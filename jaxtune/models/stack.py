@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+import operator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxtune.models.block import MoEBlock
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.ferry import Ferry, cut, join
 from jaxtune.pallas.attention import PackedLayout, attention_backward, attention_forward
+from jaxtune.pallas.routing import RouterSums
 
 Fate = Literal["keep", "offload", "recompute"]
 
@@ -95,6 +97,8 @@ RECOMPUTE = LayerPlan(
 )
 
 
+# Of a layer with experts whose router has losses of its own: what comes out leaves the stack, beside its output.
+BALANCE = Segment("balance", ("mid", "choice"), ("router_sums",))
 # expand and contract in one, a tile of tokens after the other: gate and up exist for a tile only, in both directions.
 TILED_MLP = Segment("tiled_mlp", ("mid",), ("layer_output",))
 
@@ -123,11 +127,12 @@ class _Static:
     specs: tuple[LayerSpec, ...]
     plans: tuple[LayerPlan, ...]
     tile_tokens: int | None
+    balance: bool
 
 
-def segments_of(block, tiled: bool = False) -> tuple[Segment, ...]:
+def segments_of(block, tiled: bool = False, balance: bool = False) -> tuple[Segment, ...]:
     if isinstance(block, MoEBlock):
-        return MOE_SEGMENTS
+        return (*MOE_SEGMENTS[:4], BALANCE, *MOE_SEGMENTS[4:]) if balance else MOE_SEGMENTS
     return (*SEGMENTS[:3], TILED_MLP) if tiled else SEGMENTS
 
 
@@ -175,6 +180,8 @@ def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values, tile
         if segment.name == "route":
             real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
             return (block.route(*values, real),)
+        if segment is BALANCE:
+            return (block.balance(*values),)
         key = None if keys is None else keys[segments_of(block).index(segment)]
         if segment.name == "project":
             rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
@@ -192,7 +199,7 @@ def _work(segment: Segment, block, x, backward: bool = False) -> float:
     if config.moe is not None:
         inner = config.moe.expert_size * config.moe.experts_per_token
     query, kv = config.query_size, config.kv_size
-    widths = {"project": query + 2 * kv, "mix": query, "route": 1, "expand": 2 * inner, "contract": inner}
+    widths = {"project": query + 2 * kv, "mix": query, "route": 1, "balance": 1, "expand": 2 * inner, "contract": inner}
     widths["tiled_mlp"] = (6 if backward else 3) * inner
     return float(hidden * widths[segment.name])
 
@@ -206,12 +213,12 @@ def layer_forward(
     graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key, leaving=(), tile=None
 ):
     """(layer_output, {name: residual} for the wanted names, `leaving` on the host) of one layer; tile: tokens of each
-    row that its MLP runs over at a time."""
+    row that its MLP runs over at a time. `wanted` may have router_sums, which is no residual."""
     with jax.named_scope("layer"):
         block = nnx.merge(graph, trainable, frozen)
-        segments = segments_of(block, tile is not None)
-        keys = _segment_keys(key, segments)
-        env = {"layer_input": layer_input}
+        segments = segments_of(block, tile is not None, balance="router_sums" in wanted)
+        keys = _segment_keys(key, segments_of(block))
+        env: dict[str, Any] = {"layer_input": layer_input}
         ferry = Ferry(leaving, [_work(segment, block, layer_input) for segment in segments], jax.memory.Space.Host)
         for stage, segment in enumerate(segments):
             inputs = ferry.depart(stage, [env[name] for name in segment.inputs])
@@ -221,14 +228,16 @@ def layer_forward(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="tile")
-def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=(), tile=None):
+def layer_backward(
+    graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=(), tile=None, dsums=None
+):
     """(gradient of the trainable tensors, gradient of layer_input, `coming` on the device) of one layer, from its
-    saved residuals."""
+    saved residuals; dsums: gradient of its router_sums, where the forward had them."""
     env = dict(saved)
     block = nnx.merge(graph, trainable, frozen)
-    segments = segments_of(block, tile is not None)
-    keys = _segment_keys(key, segments)
-    again = [s for s in segments[:-1] if any(name not in env for name in s.outputs)]
+    segments = segments_of(block, tile is not None, balance=dsums is not None)
+    keys = _segment_keys(key, segments_of(block))
+    again = [s for s in segments[:-1] if s is not BALANCE and any(name not in env for name in s.outputs)]
     back = [s for s in reversed(segments) if s.differentiable]
     work = [_work(segment, block, doutput) for segment in again]
     work += [_work(segment, block, doutput, backward=True) for segment in back]
@@ -240,7 +249,7 @@ def layer_backward(graph, spec: LayerSpec, trainable, frozen, saved, doutput, la
                 outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs))
                 env = {**dict(zip(segment.outputs, outputs, strict=True)), **env}
         with jax.named_scope("backward"):
-            grads = {"layer_output": doutput}
+            grads = {"layer_output": doutput, "router_sums": dsums}
             total = None
 
             def accumulate(name, value):
@@ -291,32 +300,46 @@ def _tile(static: _Static, index: int) -> int | None:
     return static.tile_tokens if plan.gate == plan.up == "recompute" else None
 
 
+_SUMS = ("router_sums",)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: _Static, trainables, frozens, x, layout, keys):
+    """(layer_output of the last layer, router_sums of all layers or None)"""
+    sums = []
     for index, (graph, spec) in enumerate(zip(static.graphs, static.specs, strict=True)):
-        layer = (graph, spec, (), trainables[index], frozens[index], x, layout, _layer_key(keys, index))
-        x = layer_forward(*layer, tile=_tile(static, index))[0]
-    return x
+        wanted = _SUMS if static.balance else ()
+        layer = (graph, spec, wanted, trainables[index], frozens[index], x, layout, _layer_key(keys, index))
+        x, found, _ = layer_forward(*layer, tile=_tile(static, index))
+        sums.extend(found.values())
+    return x, _total(sums)
+
+
+def _total(sums: list[RouterSums]) -> RouterSums | None:
+    return functools.reduce(operator.add, sums) if sums else None
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
-    kept, hosted = [], []
+    kept, hosted, sums = [], [], []
     names, leaving = (), ()  # of the layer before: they go to the host while this layer computes
     last = len(static.plans) - 1
     for index, (graph, spec, plan) in enumerate(zip(static.graphs, static.specs, static.plans, strict=True)):
-        wanted = plan.named("keep") + plan.named("offload")
+        wanted = plan.named("keep") + plan.named("offload") + (_SUMS if static.balance else ())
         layer = (graph, spec, wanted, trainables[index], frozens[index], x, layout, _layer_key(keys, index), leaving)
         x, residuals, landed = layer_forward(*layer, tile=_tile(static, index))
+        if static.balance:
+            sums.append(residuals.pop("router_sums"))
         if index:
             hosted.append(dict(zip(names, landed, strict=True)))
         # The backward begins with the last layer: its residuals would come back at once.
         names = tuple(name for name in plan.named("offload") if name in residuals) if index < last else ()
         leaving = tuple(cut(residuals[name]) for name in names)
         kept.append({name: value for name, value in residuals.items() if name not in names})
-    return x, (trainables, frozens, kept, [*hosted, {}], layout, keys)
+    return (x, _total(sums)), (trainables, frozens, kept, [*hosted, {}], layout, keys)
 
 
-def _stack_bwd(static: _Static, residuals, dx):
+def _stack_bwd(static: _Static, residuals, gradient):
+    dx, dsums = gradient  # of a sum over the layers: the same for each of them
     trainables, frozens, kept, hosted, layout, keys = residuals
     gradients = [None] * len(kept)
     arrived = ()
@@ -324,13 +347,14 @@ def _stack_bwd(static: _Static, residuals, dx):
     for index in range(len(kept) - 1, -1, -1):
         saved = {**kept[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
-        # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them.
-        saved, dx = optimization_barrier((saved, dx))
+        # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them. So
+        # it does with trained weights in the compute dtype: 26 MB a layer of adapters on a 30B model's experts.
+        saved, dx, trainable = optimization_barrier((saved, dx, trainables[index]))
         coming = tuple(hosted[index - 1].values()) if index else ()
         gradients[index], dx, arrived = layer_backward(
             static.graphs[index],
             static.specs[index],
-            trainables[index],
+            trainable if short else trainables[index],
             frozens[index],
             saved,
             dx,
@@ -338,6 +362,7 @@ def _stack_bwd(static: _Static, residuals, dx):
             _layer_key(keys, index),
             coming,
             tile=_tile(static, index),
+            dsums=dsums,
         )
         if index and short:
             # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
@@ -357,7 +382,19 @@ def run_stack(
     plan: ResidualPlan | None = None,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Runs the layers over x [B, T, hidden].
+    """Runs the layers over x [B, T, hidden]; arguments as in run_stack_and_routers."""
+    return _run_stack(layers, specs, x, layout, plan, dropout_key, balance=False)[0]
+
+
+def run_stack_and_routers(
+    layers,
+    specs: tuple[LayerSpec, ...],
+    x: jax.Array,
+    layout: PackedLayout,
+    plan: ResidualPlan | None = None,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, RouterSums]:
+    """(what the layers make of x [B, T, hidden], their routers' sums over all layers and all tokens but padding).
 
     Differentiable with respect to x and to the layers' `nnx.Param`s; `Frozen` tensors get no cotangent.
 
@@ -367,6 +404,14 @@ def run_stack(
       plan: fates of the residuals; everything is kept by default.
       dropout_key: draws the adapters' dropout masks; None means no dropout.
     """
+    if not all(isinstance(layer, MoEBlock) for layer in layers):
+        raise ValueError("these layers have no router")
+    x, sums = _run_stack(layers, specs, x, layout, plan, dropout_key, balance=True)
+    assert sums is not None
+    return x, sums
+
+
+def _run_stack(layers, specs, x, layout, plan, dropout_key, balance: bool) -> tuple[jax.Array, RouterSums | None]:
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):
         raise ValueError(f"the residual plan has {len(plan.layers)} layers, the model {len(layers)}")
@@ -378,6 +423,6 @@ def run_stack(
             )
         if dropout_key is not None:
             raise ValueError("a tiled MLP has no dropout: leave tile_tokens out of the residual plan")
-    static = _Static(tuple(s[0] for s in splits), specs, plan.layers, plan.tile_tokens)
+    static = _Static(tuple(s[0] for s in splits), specs, plan.layers, plan.tile_tokens, balance)
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
     return _stack(static, tuple(s[1] for s in splits), tuple(s[2] for s in splits), x, layout, keys)

@@ -16,8 +16,9 @@ from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
+from jaxtune.pallas.routing import api as routing
 
-_ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 16
+_ROWS, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM, _WIDE_HEAD_DIM, _DOCUMENTS = 8, 2048, 32, 8, 128, 256, 16
 _HIDDEN, _EXPERTS = 4096, 32
 
 
@@ -35,18 +36,20 @@ class KernelChoice:
         lines = [f"{self.op}: {self.call}"]
         for name, refusal in self.refusals.items():
             verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"
-            lines.append(f"  {name:<12}{verdict}")
+            lines.append(f"  {name:<15} {verdict}")
         return "\n".join(lines)
 
 
 def kernel_choices() -> list[KernelChoice]:
     """The choices of every op, for bfloat16 and the GPU of this machine (or that of dispatch.compile_for)."""
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
+    wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
     whole = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
     array: Any = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
     nf4 = jax.eval_shape(NF4.encode, array)
+    experts = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((_EXPERTS, 5760, 2880), jnp.bfloat16))
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
@@ -57,6 +60,11 @@ def kernel_choices() -> list[KernelChoice]:
             f"{call} packed, up to {_DOCUMENTS} documents a row",
             attention.implementations(query, packed, kv_heads=_KV_HEADS),
         ),
+        _choice(
+            "attention",
+            f"bfloat16, head dim {_WIDE_HEAD_DIM}, packed, soft cap, forward",
+            attention.implementations(wide, packed, kv_heads=_KV_HEADS, soft_cap=50.0),
+        ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
         _choice(
@@ -64,26 +72,17 @@ def kernel_choices() -> list[KernelChoice]:
             f"bfloat16, {_EXPERTS} experts, 2880 x 5760",
             grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups),
         ),
+        _choice(
+            "grouped_matmul",
+            f"bfloat16, {_EXPERTS} experts, 2880 x 5760, weights in NF4",
+            grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups, experts),
+        ),
+        _choice("routing sort", f"{_EXPERTS} experts", routing.sort_implementations()),
+        _choice(
+            "routing", "bfloat16, 2880 numbers a row, 4 experts a token", routing.implementations(jnp.bfloat16, 2880, 4)
+        ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]
-
-
-def tune() -> str:
-    """Measures the blocks of the kernels that have a choice, keeps them for this GPU, and says which they are.
-
-    Raises:
-      ValueError: this machine's GPU runs none of them.
-    """
-    from jaxtune.pallas.attention.tune import tune
-
-    if dispatch.compute_capability() != (9, 0):
-        raise ValueError("--tune: only the attention kernels for Hopper GPUs have blocks to measure, and there is none")
-    lines = []
-    for head_dim in (64, 128):
-        for kernel, entry in tune(head_dim).items():
-            blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
-            lines.append(f"attention {kernel}, head dim {head_dim}: {blocks}: {entry['milliseconds']:.3f} ms")
-    return "\n".join(lines)
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:

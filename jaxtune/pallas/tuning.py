@@ -1,12 +1,14 @@
 """Measured block sizes of kernels: an entry for each op, shape bucket and dtype, one file for each kind of GPU.
 
-The user's own measurements (`jaxtune info --kernels --tune` writes them) go first if they were made with the installed
-jaxlib; then those packaged in `tuned/`; where there is neither, a kernel takes its heuristic.
+The user's own measurements (`jaxtune tune` writes them) go first if they were made with the installed jaxlib; then
+those packaged in `tuned/`, files of the same form (`jaxtune tune --output` writes them); where there is neither, a
+kernel takes its heuristic.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import json
 import math
@@ -14,28 +16,32 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import metadata, resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 
-_forced: dict[str, Mapping[str, Any]] = {}
+_COMPILERS = 8
+_LARGEST_ERROR = 0.02
+_forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar(
+    "forced", default=MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
 def forced(op: str, blocks: Mapping[str, Any]):
-    """Lets an op take these blocks whatever was measured: to measure them."""
-    before = _forced.get(op)
-    _forced[op] = blocks
+    """Lets an op take these blocks whatever was measured, in this thread: to measure or to check them."""
+    token = _forced.set({**_forced.get(), op: blocks})
     try:
         yield
     finally:
-        del _forced[op]
-        if before is not None:
-            _forced[op] = before
+        _forced.reset(token)
 
 
 def tuned(op: str, bucket: str, dtype) -> dict[str, Any] | None:
@@ -43,8 +49,8 @@ def tuned(op: str, bucket: str, dtype) -> dict[str, Any] | None:
 
     bucket: what of the shapes the blocks depend on, such as "head_dim=128".
     """
-    if op in _forced:
-        return dict(_forced[op])
+    if op in _forced.get():
+        return dict(_forced.get()[op])
     kind = dispatch.device_kind()
     if kind is None:
         return None
@@ -53,13 +59,25 @@ def tuned(op: str, bucket: str, dtype) -> dict[str, Any] | None:
 
 
 def measure(
-    op: str, bucket: str, dtype, candidates: Sequence[Mapping[str, Any]], prepare: Callable[[], Callable[[], Any]]
+    op: str,
+    bucket: str,
+    dtype,
+    candidates: Sequence[Mapping[str, Any]],
+    prepare: Callable[[], Callable[[], Any]],
+    *,
+    wrong: Callable[[Any], str | None] = lambda result: None,
+    say: Callable[[str], None] = lambda text: None,
+    path: Path | None = None,
 ) -> dict[str, Any]:
-    """Times every candidate on this machine's GPU and keeps the fastest in the user's cache.
+    """Times every candidate on this machine's GPU and keeps the fastest.
 
     Args:
-      candidates: blocks to try. One that does not compile or run is passed over.
-      prepare: gives a function that runs the op once, traced anew with the blocks in force.
+      candidates: blocks to try. One that does not compile or run, or whose result is wrong, is passed over.
+      prepare: compiles the op with the blocks in force and gives a function that runs it once; called by several
+        threads.
+      wrong: why a result is not the op's, or None.
+      say: gets a line for each candidate: its blocks before it runs, the rest after.
+      path: the file that keeps it; the user's cache unless another is named.
     Returns:
       the entry {"blocks": the fastest, "milliseconds": its time, "tried": [[blocks, milliseconds or why not], ...]}.
     Raises:
@@ -68,22 +86,55 @@ def measure(
     kind = dispatch.device_kind()
     if kind is None:
         raise RuntimeError(f"{op}: there is no GPU here to measure blocks on")
-    best, best_ms, tried = None, math.inf, []
-    for blocks in candidates:
+
+    def compiled(blocks):
         with forced(op, blocks):
-            try:
-                milliseconds = _milliseconds(prepare())
-            except Exception as error:  # does not fit this GPU: that is what is being found out
-                tried.append([dict(blocks), f"{type(error).__name__}: {str(error)[:120]}"])
-                continue
-        tried.append([dict(blocks), round(milliseconds, 4)])
+            return prepare()
+
+    best, best_ms, tried = None, math.inf, []
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        waiting = [pool.submit(compiled, blocks) for blocks in candidates]
+        wait(waiting)  # nothing compiles while another one is timed
+    for blocks, program in zip(candidates, waiting, strict=True):
+        words = f"{op}, {bucket}: " + ", ".join(f"{name} {value}" for name, value in blocks.items())
+        say(f"{words}: ")  # a kernel that hangs is the one named last
+        milliseconds = math.inf
+        try:
+            run = program.result()
+            problem = wrong(run())
+            if problem is None:
+                milliseconds = _milliseconds(run)
+        except Exception as error:  # does not fit this GPU: that is what is being found out
+            problem = f"{type(error).__name__}: {str(error)[:120]}"
+        tried.append([dict(blocks), problem or round(milliseconds, 4)])
+        say(f"{problem or f'{milliseconds:.4f} ms'}\n")
         if milliseconds < best_ms:
             best, best_ms = dict(blocks), milliseconds
     if best is None:
         raise RuntimeError(f"{op}, {bucket}: no candidate runs on {kind}: {tried}")
     entry = {"blocks": best, "milliseconds": round(best_ms, 4), "tried": tried}
-    _store(kind, _key(op, bucket, dtype), entry)
+    _store(path or cache_file(kind), kind, _key(op, bucket, dtype), entry)
     return entry
+
+
+def as_the_first() -> Callable[[Any], str | None]:
+    """A `wrong` for `measure`: the first candidate that runs, which should be known to be right, is what results are
+    compared with; an error of 2 % by the norm (see dispatch.first_use) is one."""
+    right: list[Any] = []
+
+    @jax.jit
+    def errors(got, want):
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        pairs = [(g.astype(jnp.float32), w.astype(jnp.float32)) for g, w in pairs]
+        return [jnp.linalg.norm(g - w) / jnp.linalg.norm(w) for g, w in pairs]
+
+    def wrong(result):
+        if not right:
+            right.append(result)
+        worst = max(float(error) for error in errors(result, right[0]))
+        return None if worst <= _LARGEST_ERROR else f"differs from the first blocks' result by {worst:.3g}"
+
+    return wrong
 
 
 def cache_file(kind: str) -> Path:
@@ -114,8 +165,7 @@ def _own(path: Path) -> dict[str, Any]:
     return record["entries"] if record["jaxlib"] == metadata.version("jaxlib") else {}
 
 
-def _store(kind: str, key: str, entry: dict[str, Any]) -> None:
-    path = cache_file(kind)
+def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}

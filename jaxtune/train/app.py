@@ -105,7 +105,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
         return 0
     use_compilation_cache()
     model, tokenizer = load_model(config)
-    trainer = Trainer(model, tokenizer, config)
+    trainer = Trainer(model, tokenizer, config, keeps_model=False)
     if check:
         report.check(trainer, model, console)
         return 0
@@ -118,6 +118,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     measure = config.evaluation.exact_match_rows > 0
     if measure and config.evaluation.at_start:
         results["before"] = answer(model, tokenizer, config, console, "before training")
+    del model  # the trainer's alone now: it lets go of what it copies
     try:
         model = trainer.train()
     except TrainingInterrupted as stopped:

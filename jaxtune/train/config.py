@@ -177,6 +177,10 @@ class OptimConfig:
         "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B parameters.",
     ] = None
 
+    offload: Annotated[bool, "Keep the optimizer's states in host memory (adamw, adamw_8bit; full fine-tuning)."] = (
+        False
+    )
+
     def __post_init__(self) -> None:
         _positive("optim.learning_rate", self.learning_rate)
         _not_negative("optim.weight_decay", self.weight_decay)
@@ -184,6 +188,10 @@ class OptimConfig:
         _fraction("optim.beta2", self.beta2, below_one=True)
         _positive("optim.eps", self.eps)
         _fraction("optim.momentum", self.momentum, below_one=True)
+        _require(
+            not self.offload or self.name in ("adamw", "adamw_8bit"), "optim.offload", True,
+            f"optim.name = {self.name} has no states worth it; use adamw or adamw_8bit, or unset it",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -372,6 +380,11 @@ class TrainConfig:
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows and dropout."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
+    router_aux_loss_coef: Annotated[
+        float | None,
+        "Load-balancing loss of experts, times this; null: as config.json says (0 unless output_router_logits).",
+    ] = None
+    router_z_loss_coef: Annotated[float, "Mean square of the routers' log-sum-exp, times this."] = 0.0
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     qat: Annotated[
@@ -398,7 +411,8 @@ class TrainConfig:
         object.__setattr__(self, "output", self.output.replace("{recipe}", "default"))
         for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm"):
             _positive(key, getattr(self, key))
-        _not_negative("seed", self.seed)
+        for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
+            _not_negative(key, getattr(self, key))
         _require(self.output != "", "output", "", "must name a folder")
 
         rows, parts, devices = self.rows_per_step, self.micro_batches or 1, self.mesh.data
@@ -419,6 +433,14 @@ class TrainConfig:
         _require(
             self.optim.weights != "bf16" or self.adapter is None, "optim.weights", "bf16",
             "adapters are kept in fp32; unset it, or set adapter: null",
+        )  # fmt: skip
+        _require(
+            not self.optim.offload or self.adapter is None, "optim.offload", True,
+            "the states of adapters are small; unset it, or set adapter: null",
+        )  # fmt: skip
+        _require(
+            not self.optim.offload or self.max_grad_norm is not None, "max_grad_norm", None,
+            "optim.offload needs it: clipping bounds what an update can reach before it is made",
         )  # fmt: skip
         if self.qat is not None:
             start, adapter = self.qat.start, self.adapter

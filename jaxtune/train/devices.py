@@ -36,6 +36,8 @@ class Device:
 
 
 _PINNED_SHARE = 0.7  # of the host's memory
+# XLA pins no more than this many GiB; without it, 64.
+_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _ELSEWHERE_HOST_BYTES = 64e9  # of another machine's
 
 
@@ -46,6 +48,19 @@ def _host_bytes() -> float:
         with contextlib.suppress(OSError, ValueError):
             limits.append(int(Path(file).read_text(encoding="ascii")))
     return float(min(limits))
+
+
+def allow_pinned_memory() -> None:
+    """Lets XLA pin as much of this machine's memory as the planner counts on, where the environment does not say.
+
+    Before JAX starts its devices: it is read then. The pool grows as it is used.
+    """
+    os.environ.setdefault(_PINNED_LIMIT, str(int(_host_bytes() * _PINNED_SHARE) >> 30))
+
+
+def _pinnable_bytes() -> float:
+    """Of this machine, in this process."""
+    return min(_host_bytes() * _PINNED_SHARE, int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30)
 
 
 def find_device(name: str, memory_bytes: float | None = None) -> Device:
@@ -73,7 +88,7 @@ def find_device(name: str, memory_bytes: float | None = None) -> Device:
         )  # fmt: skip
         own = data_sheet("H200") is sheet
         note = "measured" if own else "not measured: its data sheet, at the shares that an H200 reaches"
-    host = (_ELSEWHERE_HOST_BYTES if memory_bytes is None else _host_bytes()) * _PINNED_SHARE
+    host = _ELSEWHERE_HOST_BYTES * _PINNED_SHARE if memory_bytes is None else _pinnable_bytes()
     if sheet is not None and memory_bytes is None:
         memory_bytes = sheet.memory_gib * 2**30 - CONTEXT_BYTES
     if sheet is not None and sheet.link_gbps == 0:

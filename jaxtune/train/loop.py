@@ -19,16 +19,18 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import copy_structure, experts, has_adapter, linears, matrices
+from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, not_quantized, prepare_qat, qat_spec
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.flops import flop_counter, sum_squared_documents
+from jaxtune.train.loss import router_losses
 from jaxtune.train.memory import COMPUTE_DTYPES
-from jaxtune.train.optim import make_optimizer, weight_storage
+from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planner import Planner, out_of_memory
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
@@ -50,7 +52,7 @@ _ROW_OPTIONS = (
 )
 
 # Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
-# rows lie may change: their content is compared.
+# rows lie may change: their content is compared. So may where optimizer states lie.
 _INCOMPATIBLE = (
     "trainable",
     "storage",
@@ -68,9 +70,11 @@ _INCOMPATIBLE = (
             "precision",
             "seed",
             "max_grad_norm",
-            "optim",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
             "schedule",
             "qat",
+            *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
         )
     ),
     *(f"config.data.{key}" for key in (*_ROW_OPTIONS, "max_rows", "eval_rows")),
@@ -107,11 +111,13 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
 
     Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
     8B LoRA step on an H200 (benchmarks/results). Under `deterministic` the vendor libraries' first algorithm is
-    taken instead of the fastest timed one, so that another process makes the same choice.
+    taken instead of the fastest timed one, so that another process makes the same choice; and 16-bit values are rounded
+    wherever they are made, not only where a fusion ends, so that another plan gives the same bits.
     """
+    options: dict[str, Any] = {"xla_allow_excess_precision": False} if deterministic else {}
     if platform != "gpu":
-        return {}
-    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+        return options
+    options["xla_gpu_enable_triton_gemm"] = False
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
     return options
@@ -130,6 +136,8 @@ class Trainer:
       config: a TrainConfig; its `model` and `adapter` say where the model came from and are recorded, not applied.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
         that config.data names.
+      keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
+        copied it, and the planner does not count it.
       profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
         only if config asks for steps, `profile` in the output folder.
 
@@ -145,8 +153,10 @@ class Trainer:
         train_rows: Any = None,
         eval_rows: Any = None,
         profile: str | Path | None = None,
+        keeps_model: bool = True,
     ):
         self.config = config
+        self._keeps_model = keeps_model
         self.tokenizer = tokenizer
         self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
@@ -191,13 +201,17 @@ class Trainer:
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
             weights=weight_storage(config.optim.weights, config.precision, _size(self._trainable)),
+            router_losses=router_losses(config, model),
+            # Not adapters, whose many small tensors are better updated at once.
+            bound=None if has_adapter(model) else update_bound(config.optim, config.max_grad_norm),
+            offload=config.optim.offload,
         )
         self._program_before_qat = None
         if config.qat is not None and config.qat.start > 0:
             self._program_before_qat = dataclasses.replace(self.program, graph=plain_graph)
         self.names = trainable_names(self._trainable)
-        self._flops = _flop_counter(model)
-        self.planner = Planner(model, config, self.batches.length, self.mesh.devices.flat[0])
+        self._flops = flop_counter(model)
+        self.planner = Planner(model, config, self.batches.length, self.mesh.devices.flat[0], keeps_model)
         self.eval_batches: Any = None
         self._follow_plan()
 
@@ -250,7 +264,7 @@ class Trainer:
         counts = {
             "tokens": int((batch.segment_ids > 0).sum()),
             "trained_tokens": int(batch.weights.sum()),
-            "sum_squared": _sum_squared_documents(batch),
+            "sum_squared": sum_squared_documents(batch),
         }
         return [self._device_batch(batch, part, parts) for part in range(parts)], counts
 
@@ -259,8 +273,15 @@ class Trainer:
     def first_state(self) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
         step donates them."""
-        state = jax.device_put(self.program.init(self._trainable, self.config.seed), self._replicated)
+        state = self.program.init(self._trainable, self.config.seed, self._replicated)
+        state = jax.device_put(state, self.program.shardings(state, self._replicated))
         return state, self._zero_sums(state), jax.device_put(self._frozen, self._replicated)
+
+    def release_model(self) -> None:
+        """Lets the given model's trained tensors go, but for their shapes; first_state cannot be called again."""
+        graph, trainable, frozen = nnx.split(self._given, nnx.Param, ...)
+        self._trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
+        self._given = nnx.merge(graph, self._trainable, frozen)
 
     def _zero_sums(self, state: TrainState) -> Sums:
         return jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
@@ -283,7 +304,8 @@ class Trainer:
             return _Programs(accumulate, update, evaluate, time.perf_counter() - started, before)
 
         with jax.set_mesh(self.mesh):
-            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=where)
+            results = (self.program.shardings(state, where), where, where)
+            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
             update = update.lower(state, sums).compile(compiler_options=options)
         before = None
         if self._program_before_qat is not None and config.qat is not None and first_step < config.qat.start:
@@ -398,6 +420,8 @@ class Trainer:
         with Checkpointer(self.output / "checkpoints", keep=config.checkpoint.keep) as checkpointer:
             state, sums, frozen = self.first_state()
             state, start = self._resume(checkpointer, state)
+            if not self._keeps_model:
+                self.release_model()
             # A run that died before its first checkpoint left its config, and metrics that begin anew.
             resumed_step = start if start or (self.output / "config.yaml").exists() else None
             (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
@@ -489,10 +513,15 @@ class Trainer:
         """What a run says at its start of how weights are kept and rounded."""
         kept = self.storage()
         rounding = ", matrices rounded stochastically and the rest in fp32" if kept["weights"] == "bf16" else ""
+        host = ", in host memory" if self.config.optim.offload else ""
         notes = [
             f"compute {self.config.precision}; trained weights {kept['weights']}{rounding}; gradients "
-            f"{self._gradients}; optimizer state {kept['optimizer']}"
+            f"{self._gradients}; optimizer state {kept['optimizer']}{host}"
         ]
+        if losses := self.program.router_losses:
+            notes.append(
+                f"routers: load-balancing loss times {losses.aux_loss_coef:g}, z-loss times {losses.z_loss_coef:g}"
+            )
         if self.qat is not None:
             size, start = self.qat.group_size, 0 if self.config.qat is None else self.config.qat.start
             skipped = not_quantized(self._given, self.qat)
@@ -644,49 +673,3 @@ def _size(tree) -> int:
 def _last_parts(names: list[str]) -> str:
     """q_proj (2), down_proj (2)"""
     return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
-
-
-def _sum_squared_documents(batch: Batch) -> int:
-    """Sum over the batch's documents of length squared."""
-    total = 0
-    for row in np.asarray(batch.segment_ids):
-        lengths = np.bincount(row)[1:].astype(np.int64)
-        total += int((lengths * lengths).sum())
-    return total
-
-
-def _flop_counter(model: Decoder):
-    """(real tokens, sum of squared document lengths) -> model FLOPs of a step; see metrics.model_flops_per_step."""
-    config = model.config
-    matmul = trained = adapters = 0
-    for _, linear in linears(model):
-        size = linear.sizes[0] * linear.sizes[1]
-        matmul += size
-        trained += size if isinstance(linear.weight, nnx.Param) else 0
-        if linear.lora is not None:
-            adapters += linear.lora.a.size + linear.lora.b.size
-    met = 0 if config.moe is None else config.moe.experts_per_token  # experts, by a token
-    for _, matrix in experts(model):
-        count, out_size, in_size = matrix.sizes
-        size = out_size * in_size * met
-        matmul += size
-        trained += size if isinstance(matrix.weight, nnx.Param) else 0
-        if matrix.lora is not None:
-            adapters += (matrix.lora.a.size + matrix.lora.b.size) // count * met
-    head = model.head_variable
-    matmul += head.size
-    trained += head.size if isinstance(head, nnx.Param) else 0
-
-    def flops(tokens: int, sum_squared: int) -> float:
-        return m.model_flops_per_step(
-            tokens=tokens,
-            matmul_params=matmul,
-            trained_matmul_params=trained,
-            adapter_params=adapters,
-            attention_layers=config.num_layers,
-            query_heads=config.num_heads,
-            head_dim=config.head_dim,
-            sum_squared_document_tokens=sum_squared,
-        )
-
-    return flops

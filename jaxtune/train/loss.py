@@ -1,14 +1,63 @@
-"""The training loss: a sum and a count, divided once by the count of the whole optimizer step."""
+"""The training loss: a sum and a count, divided once by the count of the whole optimizer step.
+
+Routers of experts may have losses of their own (RouterLosses), which are means: over all layers and over the tokens of
+a micro-batch, of all its devices; padding does not count. Each micro-batch adds its own, times its number of targets,
+so that after the one division a step's is the mean of its micro-batches', weighted as their token losses are. The
+load-balancing loss is a product of two means, so it depends on how rows are split, as it does everywhere: within a
+micro-batch its experts are to be met equally often. A step of one micro-batch has exactly transformers' loss.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.stack import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterLosses:
+    """How many times the load-balancing loss and the router z-loss are added to the mean loss."""
+
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.aux_loss_coef != 0 or self.z_loss_coef != 0
+
+    def added(self, values: jax.Array) -> jax.Array:
+        """What is added for values float32[2], a load-balancing loss and a z-loss."""
+        return self.aux_loss_coef * values[0] + self.z_loss_coef * values[1]
+
+
+NO_ROUTER_LOSSES = RouterLosses()
+
+
+def router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
+    """Those that a run adds: the config's, and where it names no router_aux_loss_coef the model's, as in transformers.
+
+    Raises:
+      ValueError: a model without experts.
+    """
+    moe = model.config.moe
+    if moe is None:
+        for key in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(config, key):
+                raise ValueError(
+                    f"{key} = {getattr(config, key)}: a {model.config.family} model has no experts; unset it"
+                )
+        return NO_ROUTER_LOSSES
+    aux = config.router_aux_loss_coef
+    if aux is None:
+        aux = moe.router_aux_loss_coef if moe.output_router_logits else 0.0
+    return RouterLosses(aux, config.router_z_loss_coef)
 
 
 def loss_sum_and_count(
@@ -30,14 +79,31 @@ def loss_sum_and_count(
       plan: what happens to residuals. chunk_tokens: tokens whose logits exist at a time.
       dropout_key: adapters' dropout; None for none.
     """
-    hidden = model.hidden_states(
-        batch.tokens,
-        batch.segment_ids,
-        batch.positions,
-        max_documents=max_documents,
-        plan=plan,
-        dropout_key=dropout_key,
+    places = (batch.tokens, batch.segment_ids, batch.positions)
+    hidden = model.hidden_states(*places, max_documents=max_documents, plan=plan, dropout_key=dropout_key)
+    return _of_hidden(model, hidden, batch, chunk_tokens)
+
+
+def loss_count_and_routers(
+    model: Decoder,
+    batch: Batch,
+    *,
+    max_documents: int | None = None,
+    plan: ResidualPlan | None = None,
+    chunk_tokens: int | None = None,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """loss_sum_and_count of a model with experts, and float32[2], differentiable: the load-balancing loss and the
+    router z-loss of the batch."""
+    places = (batch.tokens, batch.segment_ids, batch.positions)
+    hidden, sums = model.hidden_states_and_routers(
+        *places, max_documents=max_documents, plan=plan, dropout_key=dropout_key
     )
+    values = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
+    return *_of_hidden(model, hidden, batch, chunk_tokens), values
+
+
+def _of_hidden(model: Decoder, hidden: jax.Array, batch: Batch, chunk_tokens: int | None):
     head = model.head_variable
     with jax.named_scope("loss"):
         return linear_cross_entropy(

@@ -31,6 +31,7 @@ from jaxtune.models.quant import quantize
 from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan, layer_forward, segments_of
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.train import hosted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.devices import CONTEXT_BYTES, FRAGMENTS, Device
 from jaxtune.train.optim import make_optimizer, weight_storage
@@ -66,9 +67,11 @@ class Anatomy:
     residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever
     the tokens (empty rows of experts). work: {segment: Work}, likewise.
     fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
-    live from forward to backward. head_bytes: of the head's gradient and its copy in the compute dtype, if it trains.
+    live from forward to backward. head_bytes: of a trained head's gradient, and what lies beside it at the loss: the
+    head in the compute dtype, or, of a bf16 head, a chunk's share in float32. head_gradient_bytes: later, of it alone.
     expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
     expert_bytes: of its largest expert matrices in the compute dtype, where they are decoded for each product.
+    hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
     """
 
     rows: int
@@ -84,10 +87,13 @@ class Anatomy:
     fixed: Mapping[str, float]
     cast_bytes: float
     head_bytes: float
+    head_gradient_bytes: float
     head_trains: bool
     trained: float  # parameters
     expert_rows: float = 0.0
     expert_bytes: float = 0.0
+    hosted_bytes: float = 0.0
+    update_bytes: float = 0.0
 
     @property
     def fixed_bytes(self) -> float:
@@ -100,6 +106,7 @@ class Anatomy:
 
 # Of layers with and without experts; `route` takes no time that counts.
 _SEGMENT_NAMES = tuple(dict.fromkeys(segment.name for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS)))
+_ADAM8_WORK, _ADAM8_STATES = 8.0, 2 + 8 / 256  # bytes for an element
 _PACKED_SLACK = 0.09  # of four-bit weights: what the allocator loses on them (0.36 GB for 8B on an H200)
 _SEGMENT_OF = {
     "q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
@@ -112,8 +119,9 @@ def _nbytes(tree) -> float:
     return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
-def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> Anatomy:
-    """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length."""
+def anatomy(model: Decoder, config: TrainConfig, length: int | None = None, keeps_model: bool = False) -> Anatomy:
+    """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length;
+    keeps_model: the model that was given lies beside the run, as it does not in a run of the command."""
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
@@ -125,12 +133,13 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     kept = jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
+    on_host = float(hosted.hosted_bytes(states)) if config.optim.offload else 0.0
     packed = sum(_nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
     fixed = {
         "frozen weights": _nbytes(frozen) + _PACKED_SLACK * packed,
-        "the model as it was given": _nbytes(trainable),
+        **({"the model as it was given": _nbytes(trainable)} if keeps_model else {}),
         f"trained parameters ({storage})": _nbytes(kept),
-        "optimizer states": _nbytes(states),
+        "optimizer states": _nbytes(states) - on_host,
         "gradient sums": _nbytes(masters if config.micro_batches != 1 else kept),
     }
     found: dict = {}  # equal layers are looked at once
@@ -156,6 +165,7 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
     head = model.head_variable
     head_trains = isinstance(head, nnx.Param)
     head_size = math.prod(head.shape)
+    head_loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     return Anatomy(
         rows=config.rows_per_step,
         length=length,
@@ -169,12 +179,26 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None) -> A
         work=work,
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
-        head_bytes=head_size * (4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)) if head_trains else 0.0,
+        head_bytes=head_size * head_loss if head_trains else 0.0,
+        head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
         head_trains=head_trains,
         trained=_nbytes(masters) / 4,
         expert_rows=0.0 if shape.moe is None else shape.hidden_size / (2 * shape.moe.expert_size),
         expert_bytes=_decoded_expert_bytes(model.layers[0], dtype),
+        hosted_bytes=on_host * config.mesh.data,
+        update_bytes=_update_bytes(masters, config),
     )
+
+
+def _update_bytes(masters, config: TrainConfig) -> float:
+    """Of an update tensor by tensor (hosted.py), at its largest tensor; of adapters, nothing that counts."""
+    if config.adapter is not None:
+        return 0.0
+    size = max(leaf.size for leaf in jax.tree.leaves(masters))
+    if config.optim.name == "adamw_8bit":  # its kernel reads float32 gradients, and writes directions and new moments
+        return size * (_ADAM8_WORK + (2 * _ADAM8_STATES if config.optim.offload else _ADAM8_STATES))
+    # Moments as they come and as they go, with the gaps that the compiler leaves between large buffers.
+    return size * 24.0 if config.optim.offload else 0.0
 
 
 def _is_packed(leaf) -> bool:
@@ -414,6 +438,11 @@ def _head(parts: Anatomy, chunk_tokens: int, tokens: float, device: Device) -> t
     return logits + 3.5 * hidden + parts.head_bytes, seconds
 
 
+def state_seconds(parts: Anatomy, device: Device) -> float:
+    """Of a step: the optimizer's states from the host and back, one after the other (hosted.py)."""
+    return 2 * parts.hosted_bytes / parts.devices / (device.link or device.copy)
+
+
 def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
     """groups: runs of layers with one plan, first layers first."""
     head_bytes, head_seconds = head
@@ -425,21 +454,25 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
         below += layer.kept * count
         moments.append(("the backward of a layer", below, layer.work))
     what, residuals, work = max(moments, key=lambda moment: moment[1] + moment[2])
-    bytes_ = {**parts.fixed, "kept residuals": residuals, what: work}
+    bytes_ = {"kept residuals": residuals, what: work}
     if parts.cast_bytes:
         bytes_["trained weights in the compute dtype"] = parts.cast_bytes
     if parts.head_bytes and what.startswith("the backward"):
-        bytes_["gradient of the head"] = parts.head_bytes
+        bytes_["gradient of the head"] = parts.head_gradient_bytes
+    if parts.update_bytes > sum(bytes_.values()):
+        bytes_ = {"the update of the largest tensor": parts.update_bytes}
+    bytes_ = {**parts.fixed, **bytes_}
     micro = plan.micro_batches
     step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
     update = parts.trained * 4.0 * 9 / device.copy
+    update = max(update, state_seconds(parts, device))
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},
         step_seconds=micro * (step + _MICRO_BATCH_SECONDS) + update,
         recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
         wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
-        host_bytes=sum(layer.hosted * count for layer, count in groups),
+        host_bytes=sum(layer.hosted * count for layer, count in groups) + parts.hosted_bytes,
         tokens=parts.rows * parts.length,
     )
 
@@ -477,7 +510,15 @@ def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: fl
 
     Raises:
       PlanError: nothing fits.
+      ValueError: the host cannot hold the optimizer's states.
     """
+    if device.link and parts.hosted_bytes > device.host_bytes:
+        raise ValueError(
+            f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory, "
+            f"of which {device.host_bytes / 1e9:.1f} GB may be pinned; use optim.name=adamw_8bit, or unset it"
+        )
+    # What residuals may take of it.
+    device = dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers)
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
@@ -514,7 +555,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     head = _head(parts, chunk_tokens, tokens, device)
     kept, work, seconds, hosted = (
         np.array([value(f) for _, f in table])
-        for value in (lambda f: f.kept, lambda f: f.work + parts.head_bytes, lambda f: f.forward + f.backward,
+        for value in (lambda f: f.kept, lambda f: f.work + parts.head_gradient_bytes, lambda f: f.forward + f.backward,
                       lambda f: f.hosted)
     )  # fmt: skip
     budget -= parts.fixed_bytes + parts.cast_bytes
@@ -579,6 +620,9 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
         options.append(("memory.plan=null micro_batches=null (the planner chooses)", free))
     if config.optim.name == "adamw":
         options.append(("optim.name=adamw_8bit", changed("optim", name="adamw_8bit")))
+    adam = config.optim.name in ("adamw", "adamw_8bit")
+    if adam and config.adapter is None and not config.optim.offload and config.max_grad_norm is not None:
+        options.append(("optim.offload=true", changed("optim", offload=True)))
     if config.adapter is not None and config.model.load_in is None:
         options.append(("model.load_in=nf4", changed("model", load_in="nf4")))
     if config.adapter is not None and config.adapter.target_parameters:
@@ -610,7 +654,7 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
         if len(found) < wanted and not any(other.split("=")[0] == key for other in found):
             try:
                 choose(parts_of(option), option, device, budget_bytes)
-            except PlanError:
+            except ValueError:
                 continue
             found.append(text)
     if len(found) < wanted:

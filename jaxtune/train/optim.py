@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -22,6 +23,22 @@ def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, param
     if wanted is not None:
         return wanted
     return "bf16" if precision == "bf16" and parameters > BF16_WEIGHTS_ABOVE else "fp32"
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateBound:
+    """No update moves an element w by more than rate * (direction + decay * |w|)."""
+
+    direction: float
+    decay: float
+
+
+def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBound | None:
+    """The bound of adamw and adamw_8bit over gradients clipped to max_grad_norm: its moments' mean, freed of its bias,
+    is at most that norm, and is divided by at least eps. None where there is no such bound."""
+    if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
+        return None
+    return UpdateBound(max_grad_norm / config.eps, config.weight_decay)
 
 
 def _decayed(parameters):

@@ -26,7 +26,8 @@ class Planner:
     """Chooses the plan of a run on a device, and another one where the first was too large.
 
     Args:
-      model: what is trained. length: of its rows, in tokens. device: a jax.Device.
+      model: what is trained. length: of its rows, in tokens. device: a jax.Device. keeps_model: whether somebody holds
+        the model beside the run.
 
     Attributes: device (devices.Device), budget_bytes (None: no limit), anatomy, forecast (of the plan in force).
 
@@ -34,12 +35,12 @@ class Planner:
       PlanError: nothing fits.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
+    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any, keeps_model: bool = True):
         self.config, self.shape = config, model.config
         limit = (device.memory_stats() or {}).get("bytes_limit")
         self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
         self.budget_bytes = devices.budget(config, self.device)
-        self.anatomy = memory.anatomy(model, config, length)
+        self.anatomy = memory.anatomy(model, config, length, keeps_model)
         self.forecast = self._choose(self.budget_bytes)
 
     @property

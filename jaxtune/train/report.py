@@ -18,7 +18,7 @@ from jaxtune.models.quant import parameters
 from jaxtune.models.stack import Fate
 from jaxtune.train.data.preview import preview
 from jaxtune.train.devices import Device
-from jaxtune.train.memory import Anatomy, Forecast
+from jaxtune.train.memory import Anatomy, Forecast, state_seconds
 from jaxtune.train.plan import residuals_text
 from jaxtune.train.step import trainable_names
 
@@ -119,6 +119,9 @@ def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes:
             name if count == parts.num_layers else f"{name} ({count} layers)" for name, count in counts.items()
         )
         lines.append(f"  {words} ({size / 1e9:.2f} GB{cost}): {names}")
+    if parts.hosted_bytes:
+        seconds = state_seconds(parts, device)
+        lines.append(f"  optimizer states on the host: {parts.hosted_bytes / 1e9:.2f} GB, {seconds:.2f} s a step")
     peak = f"  predicted peak {forecast.peak_bytes / 1e9:.2f} GB"
     peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"

@@ -18,8 +18,10 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.stack import ResidualPlan
+from jaxtune.train import hosted
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_count_and_routers, loss_sum_and_count
+from jaxtune.train.optim import UpdateBound
 from jaxtune.train.rounding import stochastic_round
 
 # Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
@@ -53,11 +55,13 @@ class TrainState:
 @dataclasses.dataclass(frozen=True)
 class Sums:
     """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count. float32; where a
-    step is one micro-batch and nothing adds up, gradients have the dtype of their weights."""
+    step is one micro-batch and nothing adds up, gradients have the dtype of their weights. routers: [2], the losses
+    on routers times the count, where they are asked for."""
 
     gradients: Any
     loss: jax.Array
     count: jax.Array
+    routers: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,9 @@ class StepProgram:
       weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
         update, the rest in float32. Updates are made in float32.
       micro_batches: that a step adds up.
+      router_losses: added to the loss of a model with experts.
+      bound: of an update's elements, where it is known before the update is made (optim.update_bound): tensors are
+        then updated one by one. offload: the optimizer's large states lie on the host (hosted.py); needs bound.
     """
 
     graph: nnx.GraphDef
@@ -85,9 +92,14 @@ class StepProgram:
     weights: Literal["fp32", "bf16"] = "fp32"
     micro_batches: int = 1
     chunk_tokens: int | None = None
+    router_losses: RouterLosses = NO_ROUTER_LOSSES
+    bound: UpdateBound | None = None
+    offload: bool = False
 
-    def init(self, trainable, seed: int) -> TrainState:
-        """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs."""
+    def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
+        """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs.
+
+        device: where it will lie, which states on the host must know."""
 
         def kept(a):
             rounded = self.weights == "bf16" and a.ndim >= 2
@@ -95,13 +107,17 @@ class StepProgram:
 
         trainable = jax.tree.map(kept, trainable)
         wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
+        if self.offload and device is not None:
+            states = hosted.first_states(self.optimizer, wide, device)
+        else:
+            states = self.optimizer.init(wide)
 
         def zero():
             return jnp.zeros((), jnp.int32)  # one buffer each: a donated one cannot be given twice
 
         return TrainState(
             trainable=trainable,
-            opt_state=self.optimizer.init(wide),
+            opt_state=states,
             step=zero(),
             skipped=zero(),
             skipped_in_row=zero(),
@@ -110,11 +126,19 @@ class StepProgram:
             dropout_key=jax.random.key_data(jax.random.key(seed)),
         )
 
+    def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
+        """Where each array of a state, which may be abstract, lies."""
+        where = jax.tree.map(lambda _: device, state)
+        if not self.offload:
+            return where
+        return dataclasses.replace(where, opt_state=hosted.shardings(state.opt_state, device))
+
     def zero_sums(self, trainable) -> Sums:
         """Sums to begin with, for the trainable tensors of a TrainState."""
         adds_up = self.micro_batches > 1
         gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
-        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        routers = jnp.zeros(2, jnp.float32) if self.router_losses else None
+        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), routers)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
@@ -125,26 +149,30 @@ class StepProgram:
 
         def scaled_loss(trainable):
             model = nnx.merge(self.graph, trainable, frozen)
-            loss, count = loss_sum_and_count(
-                model,
-                batch,
-                max_documents=self.max_documents,
-                plan=self.plan,
-                chunk_tokens=self.chunk_tokens,
-                dropout_key=key,
+            options: dict[str, Any] = dict(
+                max_documents=self.max_documents, plan=self.plan, chunk_tokens=self.chunk_tokens, dropout_key=key
             )
-            return loss * state.loss_scale if self.scale_loss else loss, (loss, count)
+            routers = None
+            if self.router_losses:
+                loss, count, values = loss_count_and_routers(model, batch, **options)
+                total, routers = loss + count * self.router_losses.added(values), count * values
+            else:
+                loss, count = loss_sum_and_count(model, batch, **options)
+                total = loss
+            return total * state.loss_scale if self.scale_loss else total, (loss, count, routers)
 
-        gradients, (loss, count) = jax.grad(scaled_loss, has_aux=True)(state.trainable)
+        gradients, measured = jax.grad(scaled_loss, has_aux=True)(state.trainable)
         with jax.named_scope("accumulate"):
-            return Sums(jax.tree.map(jnp.add, sums.gradients, gradients), sums.loss + loss, sums.count + count)
+            return jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.
 
         Returns:
-          (state, zeroed sums, metrics): loss (mean over targets), grad_norm (before clipping), learning_rate, targets,
-          finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a trainable tensor.
+          (state, zeroed sums, metrics): loss (mean over targets, without what the routers add: router_aux_loss and
+          router_z_loss, before their coefficients, where they are asked for), grad_norm (before clipping),
+          learning_rate, targets, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a
+          trainable tensor.
         """
         with jax.named_scope("optimizer"):
             count = jnp.maximum(sums.count, 1.0)
@@ -156,7 +184,7 @@ class StepProgram:
             gradients = jax.tree.leaves(scaled(sums.gradients, scale))
             squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
-            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)  # a router's loss shows in the gradient
             clip = 1.0 if self.max_grad_norm is None else jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
 
             def moved(parameters, opt_state, gradients):
@@ -166,20 +194,37 @@ class StepProgram:
                 updates, opt_state = self.optimizer.update(gradients, opt_state, wide)
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
-            arguments = (state.trainable, state.opt_state, sums.gradients)
-            wide, opt_state = moved(*arguments)
             # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
             largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
-            finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
-            if self.weights == "bf16":
-                # Made again once that is known: each tensor's new state then takes the old one's place at once, where
-                # otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).
-                arguments, finite = optimization_barrier((arguments, finite))
-                wide, opt_state = moved(*arguments)
-            trainable = self._kept(state, wide)
 
             def guarded(new, old):
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+            if self.bound is not None:
+                # Known before anything moves: the states are read once, and each new one takes the old one's place.
+                rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
+                highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
+                reach = highest.astype(jnp.float32) * (1.0 + rate * self.bound.decay) + rate * self.bound.direction
+                finite &= reach <= largest
+
+                def one(index, parameter, opt_state, gradient):
+                    wide, new = moved([parameter], opt_state, [gradient])
+                    kept = self._kept(state, wide, [parameter], index)
+                    return guarded(kept[0], parameter), guarded(new, opt_state)
+
+                tensors = (state.trainable, state.opt_state, sums.gradients)
+                trainable, opt_state = hosted.update_by_tensor(one, *tensors, offload=self.offload)
+            else:
+                arguments = (state.trainable, state.opt_state, sums.gradients)
+                wide, opt_state = moved(*arguments)
+                finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
+                if self.weights == "bf16":
+                    # Made again once that is known: each tensor's new state then takes the old one's place at once,
+                    # where otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).
+                    arguments, finite = optimization_barrier((arguments, finite))
+                    wide, opt_state = moved(*arguments)
+                trainable = guarded(self._kept(state, wide, state.trainable), state.trainable)
+                opt_state = guarded(opt_state, state.opt_state)
 
             skip = (~finite).astype(jnp.int32)
             loss_scale, good_steps = state.loss_scale, state.good_steps
@@ -189,8 +234,8 @@ class StepProgram:
                 loss_scale = jnp.clip(loss_scale, 1.0, 2.0**24)
                 good_steps = jnp.where(finite & ~grow, good_steps + 1, 0)
             new = TrainState(
-                trainable=guarded(trainable, state.trainable),
-                opt_state=guarded(opt_state, state.opt_state),
+                trainable=trainable,
+                opt_state=opt_state,
                 step=state.step + 1,
                 skipped=state.skipped + skip,
                 skipped_in_row=(state.skipped_in_row + 1) * skip,
@@ -209,21 +254,22 @@ class StepProgram:
                 "loss_scale": loss_scale,
                 "grad_norms": jnp.sqrt(squares),
             }
+            if sums.routers is not None:
+                metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
             return new, jax.tree.map(jnp.zeros_like, sums), metrics
 
-    def _kept(self, state: TrainState, wide):
-        """The new float32 weights in the dtypes that the state keeps them in."""
+    def _kept(self, state: TrainState, wide, old, stream: int = 0):
+        """The new float32 weights in the dtypes of the `old` ones, which are tensors `stream`, stream + 1, ... ."""
         if self.weights == "fp32":
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
         seed = jax.random.key_data(jax.random.fold_in(key, state.step))
         leaves, structure = jax.tree.flatten(wide)
-        old = jax.tree.leaves(state.trainable)
         return jax.tree.unflatten(
             structure,
             [
-                stochastic_round(new, seed, stream) if kept.dtype == jnp.bfloat16 else new
-                for stream, (new, kept) in enumerate(zip(leaves, old, strict=True))
+                stochastic_round(new, seed, index) if kept.dtype == jnp.bfloat16 else new
+                for index, (new, kept) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True), stream)
             ],
         )
 

@@ -69,6 +69,7 @@ class Watch:
         }
         if self.peak is not None:
             line["mfu"] = self.trainer._flops(counts["tokens"], counts["sum_squared"]) / seconds / self.peak
+        line |= {key: float(values[key]) for key in ("router_aux_loss", "router_z_loss") if key in values}
         if config.precision == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
         self.trainer.history.append({"step": done, **line})

@@ -20,12 +20,12 @@ from tiny_models import adapted_model, golden_model, named, tiny_model
 from jaxtune import get_peft_model, load_adapter, merge_adapter, save_adapter
 from jaxtune.models import ferry
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.hf import from_pretrained, save_pretrained
+from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
-from jaxtune.models.quant import dequantize, is_quantized, quantize
+from jaxtune.models.quant import checkpoint_tensors, dequantize, is_quantized, quantize
 from jaxtune.models.stack import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
-from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.pallas.quant_matmul import NF4, FourBit
 from jaxtune.train.report import trained_table
 
 FILE = "model.safetensors"
@@ -173,19 +173,99 @@ def test_mxfp4_as_published(tmp_path):
 # ---- four bits
 
 
-def test_four_bits_of_experts(tmp_path):
+def test_four_bits_of_experts():
     model = golden_model("qwen3_moe")
     packed = quantize(model)
     tokens = jnp.asarray(golden_tokens())
     assert is_quantized(packed) and all(isinstance(matrix.stored_weight, FourBit) for _, matrix in experts(packed))
     opened = dequantize(packed)
     np.testing.assert_array_equal(packed(tokens), opened(tokens))
-    with pytest.raises(ValueError, match=r"mlp.experts.\w+ is in four bits.*use dequantize first"):
-        save_pretrained(packed, tmp_path / "out")
     adapted = adapted_model(packed, r=2, target_parameters=BOTH)
     merged = merge_adapter(adapted)
     np.testing.assert_allclose(merged(tokens), adapted(tokens), atol=1e-4)
     assert np.abs(np.asarray(adapted(tokens) - opened(tokens))).max() > 0.01
+
+
+def four_bit_model(name, layers: int, **changes):
+    """NF4 experts and linears; the embedding's dtype is that of compute."""
+    hf = CONFIGS[name] | {"num_hidden_layers": layers} | changes
+    return quantize(model_from_config(hf, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "nested"),
+    [("mixtral", 96, False), ("qwen3_moe", 256, True)],  # experts' sizes: 96 x 64 is no whole group of 256 blocks
+)
+def test_four_bit_experts_are_saved_as_linears_and_load_again(tmp_path, name, size, nested):
+    """What is saved is what bitsandbytes makes of each expert's matrix; it loads as the same numbers."""
+    key = "intermediate_size" if name == "mixtral" else "moe_intermediate_size"
+    model = four_bit_model(name, 1, **{key: size})
+    with pytest.warns(UserWarning, match="transformers 5 does not"):
+        save_pretrained(model, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / FILE)
+    module, matrix = ("block_sparse_moe", "w3") if name == "mixtral" else ("mlp", "up_proj")
+    prefix = f"model.layers.0.{module}.experts.2.{matrix}.weight"
+    assert stored[prefix].shape == (size * 64 // 2, 1)
+    assert (f"{prefix}.nested_absmax" in stored) == nested
+    assert json.loads(stored[f"{prefix}.quant_state.bitsandbytes__nf4"].tobytes())["shape"] == [size, 64]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert f"model.layers.0.{module}.gate" in config["llm_int8_skip_modules"]
+    again, _ = from_pretrained(tmp_path / "out", dtype="float32")
+    for (where, one), (_, other) in zip(experts(model), experts(again), strict=True):
+        one, other = one.stored_weight, other.stored_weight
+        assert isinstance(other, FourBit) and (other.offset is not None) == nested, where
+        np.testing.assert_array_equal(one.codes, other.codes, err_msg=where)
+        np.testing.assert_array_equal(one.decode(), other.decode(), err_msg=where)
+    if nested:  # the same bytes
+        with pytest.warns(UserWarning):
+            save_pretrained(again, tmp_path / "twice")
+        for tensor, value in load_file(tmp_path / "twice" / FILE).items():
+            np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
+
+
+def test_four_bit_experts_as_the_hub_has_them(tmp_path):
+    """Each expert's matrix quantised for itself, with an offset of its own, and the router too."""
+    hf = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 256}
+    plain = model_from_config(hf, jax.random.key(0), "float32")
+    save_pretrained(plain, tmp_path / "plain")
+    arrays, packed = load_file(tmp_path / "plain" / FILE), {}
+    wanted = {}
+    for key, array in arrays.items():
+        if ".experts." in key or key.endswith("mlp.gate.weight"):
+            wanted[key] = NF4.encode(array)
+            for part, (shape, _, fetch) in checkpoint_tensors(key, wanted[key]).items():
+                packed[part] = np.asarray(fetch()).reshape(shape)
+        else:
+            packed[key] = array
+    assert len({float(weight.offset) for weight in wanted.values()}) > 2
+    (tmp_path / "hub").mkdir()
+    save_file({key: np.ascontiguousarray(array) for key, array in packed.items()}, tmp_path / "hub" / FILE)
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(hf))
+    model, _ = from_pretrained(tmp_path / "hub", dtype="float32")
+    found = {name: matrix.stored_weight for name, matrix in experts(model)}["model.layers.0.mlp.experts.gate_up_proj"]
+    assert isinstance(found, FourBit)
+    decoded = np.asarray(found.decode())
+    for expert in range(8):
+        for half, matrix in ((slice(256), "gate_proj"), (slice(256, None), "up_proj")):
+            want = wanted[f"model.layers.0.mlp.experts.{expert}.{matrix}.weight"].decode()
+            np.testing.assert_array_equal(decoded[expert, half], want)
+    router = wanted["model.layers.0.mlp.gate.weight"].decode()
+    np.testing.assert_array_equal(model.layers[0].mlp.router.weight[...], router)
+    # Some in four bits and some not.
+    key = "model.layers.0.mlp.experts.3.down_proj.weight"
+    mixed = {name: array for name, array in packed.items() if not name.startswith(f"{key}.")} | {key: arrays[key]}
+    save_file({name: np.ascontiguousarray(array) for name, array in mixed.items()}, tmp_path / "hub" / FILE)
+    with pytest.raises(ValueError, match=r"experts.down_proj: of its experts' matrices some are in four bits"):
+        load(tmp_path / "hub")
+
+
+def test_four_bit_experts_that_no_file_can_hold(tmp_path):
+    with pytest.raises(ValueError, match=r"no checkpoint of this family stores its experts so: use dequantize"):
+        save_pretrained(quantize(golden_model("gpt_oss")), tmp_path / "out")
+    odd = four_bit_model("qwen3_moe", 1, moe_intermediate_size=33, hidden_size=48)
+    with pytest.raises(ValueError, match=r"are not whole blocks of 64"):
+        save_pretrained(odd, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # ---- adapters

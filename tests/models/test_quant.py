@@ -27,7 +27,8 @@ from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import dequantize, is_quantized, quantization_config, quantize
 from jaxtune.pallas.quant_matmul import NF4, FourBit
 from jaxtune.train import report
-from jaxtune.train.loop import Trainer, _flop_counter
+from jaxtune.train.flops import flop_counter
+from jaxtune.train.loop import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
 GOLDEN = Path(__file__).resolve().parent.parent / "goldens" / "nf4"
@@ -65,7 +66,7 @@ def test_linears_of_the_layers_are_quantised():
     assert report.parameter_counts(packed) == (0, report.parameter_counts(model)[1])
     adapted = [get_peft_model(m, r=2) for m in (model, packed)]
     assert report.parameter_counts(adapted[0]) == report.parameter_counts(adapted[1])
-    assert _flop_counter(adapted[0])(100, 1000) == _flop_counter(adapted[1])(100, 1000)
+    assert flop_counter(adapted[0])(100, 1000) == flop_counter(adapted[1])(100, 1000)
 
 
 def test_modules_can_be_skipped():

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
+from benchmarks.transfers import transfers
 from jaxtune.models import ferry
 from jaxtune.models.block import Block
 from jaxtune.models.config import LayerSpec, RopeConfig
@@ -92,6 +93,13 @@ def kept():
 def test_plans_give_the_same_bits_and_masks(kept, plan):
     model, want = kept
     assert_same(loss_and_gradients(model, PLANS[plan], jax.random.key(9)), want)
+
+
+def test_serial_transfers_give_the_same_bits(kept):
+    """What overlapped ones are measured against."""
+    model, want = kept
+    with transfers("serial"):
+        assert_same(loss_and_gradients(model, PLANS["offload"], jax.random.key(9)), want)
 
 
 def test_equals_plain_differentiation():

@@ -4,13 +4,22 @@ Their products with a left side in registers are written out there (the interpre
 else is the code that a GPU runs.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import attention_backward, attention_forward, mosaic, packed_layout, reference
+from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas.attention import (
+    attention,
+    attention_backward,
+    attention_forward,
+    mosaic,
+    packed_layout,
+    reference,
+)
 
 ROWS, LENGTH, DIM = 1, 300, 64  # three tiles of keys, five of queries, the last ones with a tail
 
@@ -44,11 +53,13 @@ def operands(dtype, heads=4, kv_heads=2, dim=DIM):
     return [x.astype(dtype) for x in made]
 
 
-def outputs(implementation, arrays, segments, features):
+def outputs(implementation, arrays, segments, features, backward=None):
     layout = packed_layout((ROWS, LENGTH), None if segments is None else jnp.asarray(segments))
     query, key, value, dout = arrays
-    options = dict(features, scale=query.shape[-1] ** -0.5, implementation=implementation)
-    out, lse = attention_forward(query, key, value, layout, **options)
+    options = dict(features, scale=query.shape[-1] ** -0.5)
+    out, lse = attention_forward(query, key, value, layout, implementation=implementation, **options)
+    assert dispatch.record["attention"][0] == implementation
+    options |= dict(implementation=backward or implementation)
     gradients = attention_backward(query, key, value, out, lse, dout, layout, **options)
     return [np.asarray(x, np.float64) for x in (out, *gradients) if x is not None], np.asarray(lse)
 
@@ -57,12 +68,12 @@ def distance(got, want):
     return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
 
 
-def compare(segments, features, heads, kv_heads, dim=DIM):
+def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
     exact, exact_lse = outputs("reference", operands(jnp.float32, heads, kv_heads, dim), segments, features)
     xla, _ = outputs("reference", operands(jnp.bfloat16, heads, kv_heads, dim), segments, features)
     with mosaic.interpreted():
-        got, lse = outputs("mosaic", operands(jnp.bfloat16, heads, kv_heads, dim), segments, features)
-    assert dispatch.record["attention"][0] == "mosaic"
+        got, lse = outputs("mosaic", operands(jnp.bfloat16, heads, kv_heads, dim), segments, features, backward)
+    assert dispatch.record["attention"][0] == (backward or "mosaic")
     for mine, theirs, want in zip(got, xla, exact, strict=True):
         assert distance(mine, want) <= 2 * distance(theirs, want)
     real = np.ones(LENGTH, bool) if segments is None else segments[0] > 0
@@ -83,6 +94,87 @@ def test_the_blocks_of_head_dim_128(monkeypatch):
     compare(*CASES["three_heads_share"])
 
 
+# Forms of the kernels that a tuner may choose: (kernel, what differs from the heuristic's blocks).
+FORMS = {
+    "lean": dict(lean=True),
+    "ahead": dict(lean=True, ahead=True, turns=False),
+    "three_warpgroups": dict(lean=True, warpgroups=3, turns=False, stages=2),
+    "three_warpgroups_ahead": dict(lean=True, warpgroups=3, turns=False, ahead=True, step=64),
+    "one_buffer": dict(buffers=1),
+}
+
+
+def forced(kernel, change):
+    heuristic = mosaic.HEURISTIC[kernel][DIM].as_dict()
+    return tuning.forced(f"attention {kernel}", heuristic | change)
+
+
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [
+        *((form, "window_sinks") for form in FORMS),
+        ("lean", "soft_cap"),
+        ("lean", "documents_of_one_token"),
+        ("ahead", "three_heads_share"),
+        ("three_warpgroups", "three_heads_share"),
+    ],
+)
+def test_forms_of_the_forward(form, case):
+    """The gradients by the reference, from the kernel's output and log-sum-exp. Three warpgroups take three heads that
+    share their keys; else the last tile of a row is one warpgroup short."""
+    with forced("forward", FORMS[form]):
+        compare(*CASES[case], backward="reference")
+
+
+def test_lean_masks_in_the_backward():
+    with forced("dquery", FORMS["lean"]), forced("dkey", FORMS["lean"]):
+        compare(*CASES["window_sinks"])
+
+
+def test_lean_scores_with_a_negative_scale():
+    """The maximum of the scores is then the minimum of what they are made of."""
+    query, key, value, _ = operands(jnp.bfloat16, 2, 1)
+    layout = packed_layout((ROWS, LENGTH), jnp.asarray(SEGMENTS))
+    with mosaic.interpreted(), forced("forward", FORMS["lean"]):
+        flipped = attention_forward(query, key, value, layout, scale=-1.0, implementation="mosaic")
+        plain = attention_forward(-query, key, value, layout, scale=1.0, implementation="mosaic")
+    for a, b in zip(flipped, plain, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-4)
+
+
+def test_two_warpgroups_take_turns_and_no_others():
+    with pytest.raises(ValueError, match="two warpgroups take turns"):
+        mosaic.Blocks(64, 128, 2, True, warpgroups=3)
+
+
+@pytest.mark.parametrize("case", ["window_sinks", "soft_cap"])
+def test_the_forward_of_head_dim_256_with_another_ones_backward(case):
+    compare(*CASES[case], dim=256, backward="reference")
+
+
+def test_gradients_of_head_dim_256_by_the_implementation_that_is_named():
+    query = jnp.ones((1, 128, 1, 256), jnp.bfloat16)
+    layout = packed_layout((1, 128), jnp.ones((1, 128), jnp.int32))
+
+    def loss(query, **named):
+        return attention(query, query, query, layout, scale=0.1, implementation="mosaic", **named).sum()
+
+    with dispatch.compile_for((9, 0)):
+        jax.eval_shape(jax.grad(functools.partial(loss, backward_implementation="reference")), query)
+        assert dispatch.record["attention"][0] == "reference"
+        with pytest.raises(ValueError, match="head dim 256; at most 128 in the backward"):
+            jax.eval_shape(jax.grad(loss), query)
+        jax.eval_shape(lambda q: attention(q, q, q, layout, scale=0.1), query)
+    assert dispatch.record["attention"] == (
+        "reference",
+        {
+            "mosaic": "head dim 256: not timed on a GPU yet; implementation='mosaic' runs it",
+            "cudnn": "no promise of max_documents in the layout (cuDNN does not see segment ids)",
+            "triton": dispatch.record["attention"][1]["triton"],
+        },
+    )
+
+
 def test_a_head_dim_between_the_kernels():
     """D = 96 and the like are padded to the next one that there are kernels for; here 40 to 64."""
     compare(*CASES["soft_cap"], dim=40)
@@ -94,8 +186,9 @@ def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
     compare(SEGMENTS, {}, 1, 1)
 
 
-def test_no_bit_of_one_document_reaches_another():
-    with mosaic.interpreted():
+@pytest.mark.parametrize("form", [{}, FORMS["three_warpgroups_ahead"]], ids=["heuristic", "three_warpgroups_ahead"])
+def test_no_bit_of_one_document_reaches_another(form):
+    with mosaic.interpreted(), forced("forward", form):
         before, _ = outputs("mosaic", operands(jnp.bfloat16), SEGMENTS, {})
         arrays = operands(jnp.bfloat16)
         inside = (np.arange(LENGTH) >= 163) & (np.arange(LENGTH) < 273)  # the document of id 3
@@ -126,7 +219,7 @@ def test_packed_rows_go_to_the_kernels_and_whole_rows_to_cudnn():
     [
         ((8, 0), jnp.bfloat16, 64, "Hopper"),
         ((9, 0), jnp.float32, 64, "float32"),
-        ((9, 0), jnp.bfloat16, 256, "head dim 256; at most 128"),
+        ((9, 0), jnp.bfloat16, 264, "head dim 264; at most 256"),
     ],
 )
 def test_refusals_say_why(capability, dtype, dim, reason):

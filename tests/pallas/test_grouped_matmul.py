@@ -10,9 +10,21 @@ import numpy as np
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.grouped_matmul import TILE_ROWS, GroupedLora, grouped_bias, grouped_matmul, mosaic
+from jaxtune.pallas.grouped_matmul import (
+    TILE_ROWS,
+    GroupedLora,
+    api,
+    first_use,
+    fragments,
+    grouped_bias,
+    grouped_matmul,
+    mosaic,
+    mosaic_fourbit,
+    reference,
+)
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import NF4
+from jaxtune.pallas.quant_matmul import MXFP4, NF4
+from jaxtune.pallas.quant_matmul.mxfp4 import TABLE
 
 IN, OUT, RANK, SCALE = 128, 192, 8, 0.5
 SIZES = {
@@ -97,9 +109,9 @@ def test_mosaic_in_the_interpreter(case, transposed):
         assert not rows[~held].any(), "rows that hold nothing must be zero"
 
 
-@pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2)])
+@pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2, lead=2)])
 def test_mosaic_order_of_the_items_changes_nothing(blocks):
-    """Narrow tiles, more of them than programs, and bands that do not divide them."""
+    """Narrow tiles, more of them than programs, and bands that do not divide them; one warpgroup before the other."""
     groups, _, (x, weight, *_) = operands(SIZES["uneven"], False)
     x, weight = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
     with mosaic.interpreted():
@@ -125,9 +137,21 @@ def test_wide_weights_of_a_trainable_base():
         np.testing.assert_allclose(got[e], dout[rows].T @ x[rows], atol=1e-3)
 
 
-def test_weights_in_four_bits_are_their_decoded_values():
+def packed(kind, weight):
+    """weight [E, ., .] in four bits; in MXFP4 other numbers of its shape, with scales of which no two are equal."""
+    if kind == "nf4":
+        return NF4.encode(jnp.asarray(weight, jnp.float32))
+    draw = np.random.default_rng(3)
+    rows = weight.shape[:-1]
+    codes = draw.integers(0, 256, (*rows, weight.shape[-1] // 2)).astype(np.uint8)
+    scales = draw.integers(118, 124, (*rows, weight.shape[-1] // 32)).astype(np.uint8)
+    return MXFP4(jnp.asarray(codes), jnp.asarray(scales))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+def test_weights_in_four_bits_are_their_decoded_values(kind):
     groups, _, (x, weight, a, b, dout) = operands(SIZES["uneven"], False)
-    packed = NF4.encode(weight)
+    stored = packed(kind, weight)
     lora = GroupedLora(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), SCALE)
     x = jnp.asarray(x, jnp.float32)
 
@@ -135,8 +159,88 @@ def test_weights_in_four_bits_are_their_decoded_values():
         out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, lora), x)
         return out, *pullback(jnp.asarray(dout, jnp.float32))
 
-    for mine, theirs in zip(run(packed), run(packed.decode(jnp.float32)), strict=True):
+    for mine, theirs in zip(run(stored), run(stored.decode(jnp.float32)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def lane_order(contract):
+    """Which column of a warpgroup's 64 each row of its accumulator is."""
+    order = np.zeros(64, int)
+    for w, g, h in np.ndindex(4, 8, 2):
+        fast, slow = 16 * w + 2 * g + h, 32 * (w // 2) + 4 * g + 2 * (w % 2) + h
+        order[16 * w + 8 * h + g] = fast if contract == 2 else slow
+    return order
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("contract", [1, 2])
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+def test_lanes_decode_every_code_in_its_place(kind, contract, warpgroups):
+    """The code that a lane runs on a GPU, run for all lanes: bit for bit table entry times scale, in bfloat16."""
+    form = {
+        "nf4": fragments.Format(NF4.table.tobytes(), 64, True),
+        "mxfp4": fragments.Format(TABLE.tobytes(), 32, False),
+    }
+    form = form[kind]
+    columns = 64 * warpgroups
+    rows, fast = (columns, 64) if contract == 2 else (64, columns)
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 256, (rows, fast // 2)).astype(np.uint8)
+    scales = draw.standard_normal((fast // form.block, rows)).astype(jnp.bfloat16)
+    nibbles = [codes >> 4, codes & 15] if form.high_first else [codes & 15, codes >> 4]
+    entries = np.frombuffer(form.table, np.float32).astype(jnp.bfloat16)[np.stack(nibbles, -1).reshape(rows, fast)]
+    weight = entries * np.repeat(scales.T, form.block, axis=1)
+    weight = weight if contract == 2 else weight.T
+    for wg in range(warpgroups):
+        got = fragments.written_fragment(form, codes, scales, columns, contract, np.uint32(wg))
+        want = weight[64 * wg : 64 * wg + 64][lane_order(contract)]
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("contract", [1, 2])
+def test_lanes_store_every_sum_in_its_place(contract):
+    acc = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    want = np.zeros((128, 64), jnp.bfloat16)
+    want[:, lane_order(contract)] = acc.T.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(fragments.written_rows(jnp.asarray(acc), contract), want)
+
+
+@pytest.mark.parametrize(("kind", "transposed"), [("nf4", True), ("mxfp4", False)])
+def test_products_over_four_bits_in_the_interpreter(kind, transposed):
+    """Forward and dx, with an adapter: both directions of both formats; an error as of a bf16 product."""
+    sizes = SIZES["uneven"]
+    groups, held, (x, weight, a, b, dout) = operands(sizes, transposed)
+    stored = packed(kind, weight)
+    arrays = (x, np.asarray(stored.decode(jnp.float32), np.float64), a, b, dout)
+    want = exact(sizes, groups, transposed, *arrays)
+    xla = outputs("reference", groups, transposed, arrays, jnp.bfloat16)
+    x, _, a, b, dout = (jnp.asarray(array, jnp.bfloat16) for array in arrays)
+
+    def run(x):
+        options = dict(transposed=transposed, implementation="mosaic_fourbit")
+        return grouped_matmul(x, stored, groups, GroupedLora(a, b, SCALE), **options)
+
+    with mosaic.interpreted():
+        out, pullback = jax.vjp(run, x)
+        got = [np.asarray(array, np.float64) for array in (out, *pullback(dout))]
+    for mine, theirs, expected in zip(got, xla[:2], want[:2], strict=True):
+        assert distance(mine, expected) <= 2 * distance(theirs, expected)
+        assert not mine[~held].any(), "rows that hold nothing must be zero"
+
+
+@pytest.mark.parametrize("case", ["one row", "all in one", "nothing"])
+def test_groups_of_any_size_over_four_bits(case):
+    sizes = SIZES[case]
+    groups, _, (x, weight, *_) = operands(sizes, False)
+    stored = packed("nf4", weight[:, :64])
+    x = jnp.asarray(x, jnp.bfloat16)
+    with mosaic.interpreted():
+        got = mosaic_fourbit.product(x, stored, groups, 2)
+    want = np.zeros(got.shape)
+    values = np.asarray(stored.decode(jnp.float32), np.float64)
+    for e, (start, size) in enumerate(zip(np.asarray(groups.starts()), sizes, strict=True)):
+        want[start : start + size] = np.asarray(x, np.float64)[start : start + size] @ values[e].T
+    assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 0.006 * np.linalg.norm(want)
 
 
 def test_bias_and_its_gradients():
@@ -166,6 +270,37 @@ def test_refusals_say_why(capability, dtype, columns, reason):
     x, weight = jnp.zeros((groups.rows, IN), dtype), jnp.zeros((2, columns, IN), dtype)
     with dispatch.compile_for(capability), pytest.raises(ValueError, match=reason):
         grouped_matmul(x, weight, groups, implementation="mosaic")
+
+
+def test_what_has_not_been_measured_is_not_chosen():
+    groups = groups_of(jnp.array([4, 4], jnp.int32), 8)
+    weight = NF4.encode(jnp.ones((2, OUT, IN)))
+    with mosaic.interpreted():
+        table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
+        asked = api.implementations(jnp.bfloat16, IN, OUT, groups, weight, "mosaic_fourbit")
+        assert dispatch.choose("grouped_matmul", table, None) == "mosaic"
+        assert "not measured on a GPU" in table["mosaic_fourbit"]()
+        assert asked["mosaic_fourbit"]() is None
+    x = jnp.zeros((groups.rows, IN), jnp.bfloat16)
+    with mosaic.interpreted(), pytest.raises(ValueError, match="weights that are not in four bits"):
+        grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_fourbit")
+
+
+def test_first_use_finds_what_is_wrong(monkeypatch):
+    """The case on which a kernel is compared at first use: the kernel passes, and one that loses an expert does not."""
+    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(dispatch, "first_uses", {})
+    stored = NF4.encode(jnp.ones((1, 64, 64)))
+    right = reference.product
+
+    def product(x, weight, *rest):
+        return right(x, weight.decode(x.dtype), *rest)
+
+    def wrong(x, weight, groups, *rest):
+        return product(x, weight, groups, *rest).at[:128].multiply(0.9)
+
+    assert first_use.refusal("right", product, stored) is None
+    assert "differs from the reference" in first_use.refusal("wrong", wrong, stored)
 
 
 @pytest.mark.parametrize(

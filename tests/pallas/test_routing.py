@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.grouped_matmul import mosaic as grouped_mosaic
 from jaxtune.pallas.routing import (
+    api,
     choose_experts,
     expert_weights,
-    load_balancing_loss,
+    first_use,
     permute,
+    reference,
     route,
-    router_z_loss,
+    router_sums,
     row_weights,
     unpermute,
 )
@@ -84,6 +88,72 @@ def test_permute_weigh_and_back_against_a_loop(case):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["random", "one token", "many experts", "nothing but padding"])
+def test_mosaic_sorts_as_the_reference(case):
+    choice, experts = CASES[case]
+    with grouped_mosaic.interpreted():
+        got = route(jnp.asarray(choice), experts, TILE, implementation="mosaic")
+    assert dispatch.record["routing sort"][0] == "mosaic"
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(route(choice, experts, TILE)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("case", ["all in one expert", "one token", "padding", "nothing but padding"])
+def test_mosaic_moves_and_sums_rows_as_the_reference(case):
+    """There and back, forward and gradient, against the loop over tokens, and bit for bit as the reference."""
+    choice, experts = CASES[case]
+    tokens, k = choice.shape
+    routing = route(jnp.asarray(choice), experts, TILE)
+    x, dout = (jnp.asarray(rng.standard_normal((tokens, 128)), jnp.bfloat16) for _ in range(2))
+
+    def run(implementation):
+        there, back = jax.vjp(lambda x: permute(x, routing, implementation=implementation), x)
+        scaled = there * jnp.arange(1, 1 + len(there), dtype=jnp.bfloat16)[:, None]
+        out, pullback = jax.vjp(lambda rows: unpermute(rows, routing, implementation=implementation), scaled)
+        return there, out, *pullback(dout), *back(scaled)
+
+    want = run("reference")
+    with grouped_mosaic.interpreted():
+        got = run("mosaic")
+    assert dispatch.record["routing"][0] == "mosaic"
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    real = (choice < experts).sum(1, keepdims=True)
+    x, slots = np.asarray(x, np.float32), np.asarray(routing.slots)
+    for row, pair in enumerate(np.asarray(routing.source)):
+        np.testing.assert_array_equal(np.asarray(got[0][row], np.float32), x[pair // k] if pair < choice.size else 0)
+    factors = np.where(slots < routing.groups.rows, slots + 1, 0).sum(1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(got[1], np.float32), factors * x, rtol=0.02, atol=1e-6)
+    assert not np.asarray(got[1], np.float32)[real[:, 0] == 0].any()
+
+
+def test_first_use_finds_what_is_wrong(monkeypatch):
+    """The cases on which kernels are compared at first use: one row of many that is wrong, one slot that is off."""
+    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(dispatch, "first_uses", {})
+
+    class Wrong:
+        rows_of = staticmethod(lambda x, index: reference.rows_of(x, index).at[5].add(3))
+        summed = staticmethod(reference.summed)
+
+    own = api._SORTS["reference"]
+    off = own._replace(
+        slots=lambda blocks, firsts: own.slots(blocks, firsts).at[0, :2].set(own.slots(blocks, firsts)[0, 1::-1])
+    )
+    assert first_use.refusal("right", reference) is None
+    assert "differs from the reference" in first_use.refusal("wrong", Wrong)
+    assert first_use.sort_refusal("right", own) is None
+    assert "differs from the reference" in first_use.sort_refusal("wrong", off)
+
+
+def test_mosaic_refuses_what_it_does_not_serve():
+    routing = route(jnp.zeros((4, 1), jnp.int32), 2, TILE)
+    with grouped_mosaic.interpreted(), pytest.raises(ValueError, match="hidden size 5; multiples of 64"):
+        permute(jnp.zeros((4, 5), jnp.bfloat16), routing, implementation="mosaic")
+    with pytest.raises(ValueError, match="needs a Hopper GPU"):
+        route(jnp.zeros((4, 1), jnp.int32), 2, TILE, implementation="mosaic")
+
+
 def test_sums_are_in_float32_and_in_one_order():
     """1 + 2^-8 + 2^-8 is 1 where every sum is rounded to bfloat16, and 1 + 2^-7 where only the last is."""
     routing = route(jnp.array([[0, 1, 2]]), 3, TILE)
@@ -132,12 +202,19 @@ def test_refusals():
 def test_load_balancing_and_z_loss_against_their_definition(masked):
     logits = rng.standard_normal((30, 5)).astype(np.float64)
     mask = (rng.random(30) < 0.6) if masked else np.ones(30, bool)
-    choice = np.argsort(-logits, axis=1)[:, :2]
+    chosen = np.argsort(-logits, axis=1)[:, :2]
     probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    share = np.stack([(choice[mask] == e).sum(1).mean() for e in range(5)])
+    share = np.stack([(chosen[mask] == e).sum(1).mean() for e in range(5)])
     want = 5 * (share * probability[mask].mean(0)).sum()
-    given = jnp.asarray(mask) if masked else None
-    got = load_balancing_loss(jnp.asarray(logits, jnp.float32), jnp.asarray(choice, jnp.int32), given)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
     square = np.log(np.exp(logits).sum(1))[mask] ** 2
-    np.testing.assert_allclose(router_z_loss(jnp.asarray(logits, jnp.float32), given), square.mean(), rtol=1e-5)
+    choice = np.where(mask[:, None], chosen, 5).astype(np.int32)
+    whole = router_sums(jnp.asarray(logits, jnp.float32), jnp.asarray(choice))
+    parts = [router_sums(jnp.asarray(logits[at], jnp.float32), choice[at]) for at in (slice(11), slice(11, None))]
+    for sums in (whole, parts[0] + parts[1]):
+        np.testing.assert_allclose(sums.load_balancing_loss(), want, rtol=1e-5)
+        np.testing.assert_allclose(sums.z_loss(), square.mean(), rtol=1e-5)
+
+
+def test_losses_of_nothing_but_padding_are_zero():
+    sums = router_sums(jnp.ones((3, 4)), jnp.full((3, 2), 4))
+    assert float(sums.load_balancing_loss()) == float(sums.z_loss()) == float(sums.tokens) == 0

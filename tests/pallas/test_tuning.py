@@ -1,12 +1,14 @@
 """Measured blocks: found, measured, kept, and left alone when they were made for something else."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
 
 import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch, tuning
-from jaxtune.pallas.attention import mosaic
+from jaxtune.pallas.attention import mosaic, packed_layout
 
 H200 = "NVIDIA H200"
 BUCKET = "head_dim=128"
@@ -71,15 +73,72 @@ def test_without_a_gpu_there_is_nothing_to_find_or_measure():
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_packaged_blocks_of_an_h200_are_blocks_and_the_users_go_first(gpu, monkeypatch, dim):
-    kernels = {"forward": mosaic.FORWARD, "dquery": mosaic.BACKWARD_QUERY, "dkey": mosaic.BACKWARD_KEY}
     query = jnp.zeros((1, 1, 1, dim), jnp.bfloat16)
-    for kernel, heuristic in kernels.items():
+    layout = packed_layout((1, 1), jnp.ones((1, 1), jnp.int32))
+    monkeypatch.setattr(tuning, "_milliseconds", lambda run: 1.0)
+    for kernel in mosaic.HEURISTIC:
         op, bucket = f"attention {kernel}", f"head_dim={dim}"
         packaged = tuning.tuned(op, bucket, jnp.bfloat16)
-        assert packaged is not None and mosaic._blocks(kernel, heuristic, query) == mosaic.Blocks(**packaged)
+        assert packaged is not None and mosaic._blocks(kernel, query, layout, None) == mosaic.Blocks(**packaged)
         mine = dict(own=64, step=64, stages=1, turns=True)
-        monkeypatch.setattr(tuning, "_milliseconds", lambda run: 1.0)
         tuning.measure(op, bucket, jnp.bfloat16, [mine], lambda: lambda: None)
-        assert mosaic._blocks(kernel, heuristic, query) == mosaic.Blocks(**mine)
+        assert mosaic._blocks(kernel, query, layout, None) == mosaic.Blocks(**mine)
     other = query.astype(jnp.float16)
-    assert mosaic._blocks("forward", mosaic.FORWARD, other) == mosaic.FORWARD[dim]
+    assert mosaic._blocks("forward", other, layout, None) == mosaic.FORWARD[dim]
+
+
+def test_blocks_for_a_kind_of_rows_or_window_go_before_those_for_packed_rows(gpu, monkeypatch):
+    monkeypatch.setattr(tuning, "_milliseconds", lambda run: 1.0)
+    whole = packed_layout((1, 256))
+    packed = packed_layout((1, 256), jnp.ones((1, 256), jnp.int32))
+    calls = {(None, True): "head_dim=128, whole rows", (100, False): "head_dim=128, window up to 128"}
+    calls |= {
+        (129, True): "head_dim=128, window up to 256",
+        (4096, False): "head_dim=128",
+        (None, False): "head_dim=128",
+    }
+    query = jnp.zeros((1, 256, 2, 96), jnp.bfloat16)  # padded to 128
+    before = mosaic.blocks_of(query, packed, None)
+    for (window, one_document), bucket in calls.items():
+        assert mosaic.bucket(128, one_document, window) == bucket
+        assert mosaic.blocks_of(query, whole if one_document else packed, window) == before
+    for stages, bucket in enumerate(dict.fromkeys(calls.values()), start=10):
+        mine = dict(own=64, step=64, stages=stages, turns=False, lean=True)
+        tuning.measure("attention forward", bucket, jnp.bfloat16, [mine], lambda: lambda: None)
+    found = {
+        call: mosaic.blocks_of(query, whole if call[1] else packed, call[0])["attention forward"]["stages"]
+        for call in calls
+    }
+    assert list(found.values()) == [10, 11, 12, 13, 13]
+    assert mosaic.blocks_of(query, packed, None)["attention dkey"] == before["attention dkey"]
+
+
+def test_a_wrong_candidate_is_passed_over_however_fast(gpu, monkeypatch):
+    slow_and_fast(monkeypatch, {"slow": 2.0, "fast": 1.0})
+    said = []
+    entry = tuning.measure(
+        "op", BUCKET, jnp.bfloat16, [blocks_of("slow"), blocks_of("fast")], prepare,
+        wrong=lambda result: "is wrong" if result == "fast" else None, say=said.append,
+    )  # fmt: skip
+    assert entry["blocks"] == {"name": "slow"} and entry["tried"][1] == [{"name": "fast"}, "is wrong"]
+    assert said == [f"op, {BUCKET}: name slow: ", "2.0000 ms\n", f"op, {BUCKET}: name fast: ", "is wrong\n"]
+
+
+def test_blocks_are_forced_in_one_thread_only():
+    with tuning.forced("op", blocks_of("here")), ThreadPoolExecutor(1) as pool:
+        assert tuning.tuned("op", BUCKET, jnp.bfloat16) == blocks_of("here")
+        assert pool.submit(tuning.tuned, "op", BUCKET, jnp.bfloat16).result() is None
+    assert tuning.tuned("op", BUCKET, jnp.bfloat16) is None
+
+
+def test_a_file_of_its_own_is_one_that_can_be_packaged(gpu, monkeypatch, tmp_path):
+    """The form of tuned/nvidia_h200.json, entries added one by one, the user's cache untouched."""
+    slow_and_fast(monkeypatch, {"slow": 2.0, "fast": 1.0})
+    path = tmp_path / "new" / "nvidia_h200.json"
+    for bucket in (BUCKET, "head_dim=64"):
+        tuning.measure("op", bucket, jnp.bfloat16, [blocks_of("slow")], prepare, path=path)
+    packaged = json.loads((resources.files("jaxtune.pallas") / "tuned" / "nvidia_h200.json").read_text())
+    written = json.loads(path.read_text())
+    assert written.keys() == packaged.keys() and written["device"] == packaged["device"] == H200
+    assert len(written["entries"]) == 2
+    assert tuning.tuned("op", BUCKET, jnp.bfloat16) is None

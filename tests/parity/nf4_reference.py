@@ -40,6 +40,13 @@ def make_checkpoint(base: Path, folder: Path, **settings) -> Path:
     return folder
 
 
+def decoded_tensor(stored: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """float32, by bitsandbytes, of a tensor's parts in a safetensors file."""
+    parts = {key: torch.from_numpy(array) for key, array in stored.items() if key.startswith(f"{name}.")}
+    state = bnb.QuantState.from_dict(parts, device=torch.device("cpu"))
+    return bnb.dequantize_4bit(torch.from_numpy(stored[name]), state).float().numpy()
+
+
 def dequantised(folder: Path) -> tuple[dict[str, np.ndarray], set[str]]:
     """({tensor name: float32 array} of a four-bit checkpoint as transformers loads it, names of those in four bits)."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu", output_loading_info=True)

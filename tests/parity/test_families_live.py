@@ -14,12 +14,15 @@ import reference
 import regenerate
 import torch
 import transformers
+from flax import nnx
 from tiny import CONFIGS, golden_tokens
 
-from jaxtune.models.families.common import head_dim
+from jaxtune.models.families.common import head_dim, tensor_name
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
-from jaxtune.models.registry import config_from_hf
+from jaxtune.models.registry import config_from_hf, family
 from jaxtune.models.rope import rotary_table
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.loss import loss_count_and_routers
 
 families = pytest.mark.parametrize("name", CONFIGS)
 
@@ -52,6 +55,44 @@ def test_loss_and_gradient_of_every_tensor(name, both):
     loss, want = reference.loss_and_gradients(theirs, tokens)
     got = checks.gradients(ours, tokens)
     assert abs(float(checks.mean_loss(ours, jnp.asarray(tokens))) - loss) < 1e-5
+    assert set(got) == set(want)
+    for key in want:
+        np.testing.assert_allclose(got[key], want[key], atol=1e-5, rtol=1e-3, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_load_balancing_and_z_loss(name, both):
+    """output_router_logits: loss and every gradient, with padding, which counts in neither; and the z-loss."""
+    from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
+
+    _, theirs, ours = both(name)
+    tokens = golden_tokens()
+    real = np.arange(tokens.shape[1]) < np.array([[tokens.shape[1]], [tokens.shape[1] - 7]])
+    ids, mask = torch.from_numpy(tokens).long(), torch.from_numpy(real)
+    theirs.zero_grad()
+    out = theirs(ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100), output_router_logits=True)
+    out.loss.backward()
+    want = {key: p.grad.numpy().copy() for key, p in theirs.named_parameters() if p.grad is not None}
+    seen = torch.cat([logits.reshape(-1, logits.shape[-1])[mask.reshape(-1)] for logits in out.router_logits])
+    z_loss = router_z_loss_func(seen[None].detach().float())
+
+    targets, after = np.roll(tokens, -1, 1), np.roll(real, -1, 1)
+    after[:, -1] = False
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    fields = (tokens, targets, after.astype(np.float32), real.astype(np.int32), positions)
+    batch = Batch(*map(jnp.asarray, fields))
+    coefficient = ours.config.moe.router_aux_loss_coef
+    assert coefficient == theirs.config.router_aux_loss_coef
+
+    def loss(model):
+        total, count, values = loss_count_and_routers(model, batch)
+        return total / count + coefficient * values[0], values
+
+    (value, values), grads = nnx.value_and_grad(loss, has_aux=True)(ours)
+    assert abs(float(value) - out.loss.item()) < 1e-5
+    np.testing.assert_allclose(values, [out.aux_loss.item(), z_loss.item()], rtol=1e-5)
+    norms = family(ours.config.family).NORMS
+    got = {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
     assert set(got) == set(want)
     for key in want:
         np.testing.assert_allclose(got[key], want[key], atol=1e-5, rtol=1e-3, err_msg=key)

@@ -12,13 +12,14 @@ pytest.importorskip("bitsandbytes")
 import nf4_reference
 import reference
 from nf4_cases import CONFIG, cases
+from safetensors.numpy import load_file
 from tiny import CONFIGS
 from tiny_models import adapted_model
 
 from jaxtune.models.hf import from_pretrained, save_pretrained
-from jaxtune.models.lora import linears
+from jaxtune.models.lora import experts, linears
 from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import quantize
+from jaxtune.models.quant import dequantize, quantize
 from jaxtune.pallas.quant_matmul import FP4, NF4, FourBit
 
 
@@ -123,6 +124,31 @@ def test_what_we_quantise_loads_in_transformers(tmp_path, name, dtype):
         tokens = np.random.default_rng(0).integers(3, hf["vocab_size"], (2, 24), np.int32)
         want = nf4_reference.dequantised_logits(tmp_path / "ours", hf, tokens)
         np.testing.assert_allclose(model(tokens), want, atol=2e-4)
+
+
+def test_experts_are_stored_as_bitsandbytes_linears(tmp_path):
+    """bitsandbytes decodes every piece to our numbers; transformers 5, which has no experts in four bits, refuses."""
+    hf = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 256}
+    model, _ = from_pretrained(reference.make_checkpoint(tmp_path / "base", hf), dtype="float32", load_in="nf4")
+    with pytest.warns(UserWarning, match="transformers 5 does not"):
+        save_pretrained(model, tmp_path / "ours")
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    want = {name: np.asarray(matrix.stored_weight.decode()) for name, matrix in experts(model)}
+    prefix = "model.layers.0.mlp.experts"
+    for expert in range(hf["num_experts"]):
+        for matrix, fused, rows in (
+            ("gate_proj", "gate_up_proj", slice(256)),
+            ("up_proj", "gate_up_proj", slice(256, None)),
+            ("down_proj", "down_proj", slice(None)),
+        ):
+            got = nf4_reference.decoded_tensor(stored, f"{prefix}.{expert}.{matrix}.weight")
+            np.testing.assert_array_equal(got, want[f"{prefix}.{fused}"][expert, rows])
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        nf4_reference.dequantised(tmp_path / "ours")
+    save_pretrained(dequantize(model), tmp_path / "opened")
+    tokens = np.random.default_rng(0).integers(3, hf["vocab_size"], (2, 24), np.int32)
+    got = reference.logits(reference.load(tmp_path / "opened"), tokens)
+    np.testing.assert_allclose(got, jax.device_get(model(tokens)), atol=2e-4)
 
 
 def test_a_merged_model_equals_the_adapter_over_dequantised_weights(base, tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
 import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -488,3 +490,21 @@ def test_layer_ranges(numbers, text):
 def test_checkpoint_errors_are_value_errors():
     """The command prints ValueErrors as one line."""
     assert issubclass(CheckpointError, ValueError) and issubclass(TrainingStopped, ValueError)
+
+
+def test_a_model_that_nobody_keeps_is_let_go_and_trained_as_another(tmp_path):
+    """The adapter's start values are freed once they are copied; the base's arrays are the run's still."""
+    trained, planned = [], []
+    for keeps_model in (True, False):
+        model = lora_model(use_dora=True)
+        starts = [weakref.ref(matrix.lora.a[...]) for _, matrix in linears(model)]
+        config = make_config(tmp_path / str(keeps_model), steps=2)
+        trainer = Trainer(model, None, config, dataset(documents(12)), keeps_model=keeps_model)
+        del model
+        trained.append(trainer.train())
+        gc.collect()
+        assert {start() is not None for start in starts} == {keeps_model}
+        planned.append(trainer.planner.anatomy.fixed_bytes)
+    assert_same(*trained)
+    adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(trained[0], nnx.Param)))
+    assert planned[0] - planned[1] == adapter

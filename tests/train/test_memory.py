@@ -288,7 +288,8 @@ def test_a_plan_of_a_model_with_experts(capsys):
 
 
 def test_a_plan_for_a_device_that_is_too_small(capsys):
-    assert cli.main(["train", "full-1b", "--plan", "plan.device=RTX 3090"]) == cli.USER_ERROR
+    small = ["plan.device=RTX 3090", "memory.budget_gb=22"]
+    assert cli.main(["train", "full-1b", "--plan", *small]) == cli.USER_ERROR
     text = capsys.readouterr().err
     assert "no plan fits" in text and "What would fit: optim.name=adamw_8bit; " in text
     assert cli.main(["train", "qlora-8b", "--plan"]) == cli.USER_ERROR
@@ -424,3 +425,17 @@ def test_tiny_shapes_have_an_anatomy_too():
     parts = anatomy(abstract_model(tiny_config(), make_config("out")), make_config("out"))
     assert parts.num_layers == 2 and parts.head_trains  # without an adapter everything trains
     assert parts.cast_bytes == 0  # fp32 compute needs no copies of fp32 masters
+
+
+def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
+    from jaxtune.train import devices
+
+    monkeypatch.setattr(devices, "_host_bytes", lambda: 200e9)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")  # so that it is put back
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    assert find_device("NVIDIA H200", 140e9).host_bytes == 64 * 2**30
+    devices.allow_pinned_memory()
+    assert find_device("NVIDIA H200", 140e9).host_bytes == 130 * 2**30  # whole GiB of 70 %
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "500")
+    devices.allow_pinned_memory()
+    assert find_device("NVIDIA H200", 140e9).host_bytes == 0.7 * 200e9

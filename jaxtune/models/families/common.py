@@ -41,6 +41,10 @@ GEMMA_NORMS = {
 }
 
 
+# Of the routers' losses; the same in every family of transformers.
+ROUTER_DEFAULTS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertFiles:
     """Names in a checkpoint: model.layers.N.<module>.experts.<expert>.<gate, up or down>.weight"""

@@ -7,7 +7,7 @@ from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
 from jaxtune.models.families import common
 
 NORMS = common.LLAMA_NORMS
-_DEFAULTS = {
+_DEFAULTS = common.ROUTER_DEFAULTS | {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
     "head_dim": 64,
@@ -44,6 +44,8 @@ def from_hf(hf: dict) -> DecoderConfig:
         interleaved=True,
         swiglu_limit=hf["swiglu_limit"],
         swiglu_alpha=hf["swiglu_alpha"],
+        router_aux_loss_coef=hf["router_aux_loss_coef"],
+        output_router_logits=hf["output_router_logits"],
     )
     return common.decoder_config(
         hf,
@@ -63,6 +65,8 @@ def to_hf(config: DecoderConfig) -> dict:
         attention_bias=config.qkv_bias,
         num_local_experts=config.moe.num_experts,
         num_experts_per_tok=config.moe.experts_per_token,
+        router_aux_loss_coef=config.moe.router_aux_loss_coef,
+        output_router_logits=config.moe.output_router_logits,
         swiglu_limit=config.moe.swiglu_limit,
         swiglu_alpha=config.moe.swiglu_alpha,
         **common.windows_to_hf(config),

@@ -7,7 +7,11 @@ from jaxtune.models.families import common
 
 NORMS = common.LLAMA_NORMS | {"router": "gate"}
 EXPERT_FILES = common.ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
-_DEFAULTS = {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "norm_topk_prob": False}
+_DEFAULTS = common.ROUTER_DEFAULTS | {
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
 
 
 def from_hf(hf: dict) -> DecoderConfig:
@@ -21,7 +25,14 @@ def from_hf(hf: dict) -> DecoderConfig:
     kind = common.FULL if window is None else common.SLIDING
     windows = common.layer_windows({**hf, "sliding_window": window}, [kind] * common.require(hf, "num_hidden_layers"))
     experts = hf.get("num_experts") or hf.get("num_local_experts") or 128  # transformers 4 or 5
-    moe = MoEConfig(experts, hf["num_experts_per_tok"], hf["moe_intermediate_size"], renormalize=hf["norm_topk_prob"])
+    moe = MoEConfig(
+        experts,
+        hf["num_experts_per_tok"],
+        hf["moe_intermediate_size"],
+        renormalize=hf["norm_topk_prob"],
+        router_aux_loss_coef=hf["router_aux_loss_coef"],
+        output_router_logits=hf["output_router_logits"],
+    )
     layers = tuple(LayerSpec(window) for window in windows)
     return common.decoder_config(hf, layers=layers, qkv_bias=bias, out_bias=bias, qk_norm="head", moe=moe)
 
@@ -42,6 +53,8 @@ def to_hf(config: DecoderConfig) -> dict:
         num_experts=config.moe.num_experts,
         num_experts_per_tok=config.moe.experts_per_token,
         norm_topk_prob=config.moe.renormalize,
+        router_aux_loss_coef=config.moe.router_aux_loss_coef,
+        output_router_logits=config.moe.output_router_logits,
         decoder_sparse_step=1,
         mlp_only_layers=[],
     )

@@ -16,18 +16,49 @@ from jaxtune.pallas.attention.layout import PackedLayout
 IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference}
 
 
+def _not_timed(name: str, query) -> str | None:
+    """Why a kernel serves only calls that name it: nobody has timed it on a GPU beside the others."""
+    if name == "mosaic" and query.shape[-1] > 128:
+        return f"head dim {query.shape[-1]}: not timed on a GPU yet; implementation='mosaic' runs it"
+    return None
+
+
 def implementations(
-    query, layout: PackedLayout, *, kv_heads: int | None = None, window=None, soft_cap=None, sinks=None
+    query,
+    layout: PackedLayout,
+    *,
+    kv_heads: int | None = None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    backward: bool = False,
+    named: bool = False,
 ) -> dispatch.Table:
     """The implementations of a call in the order in which they are tried, each with why it refuses it; of query, only
-    shape and dtype count."""
+    shape and dtype count.
+
+    Args:
+      backward: whether the call is that of the gradients.
+      named: whether the caller names its implementation.
+    """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
     def kernel(name):
         def refuse():
             module = IMPLEMENTATIONS[name]
-            return module.refusal(query, layout, **options) or first_use.refusal(
-                name, module, query, kv_heads, soft_cap
+            no_gradients = module.refusal(query, layout, backward=True, **options)
+            return (
+                (no_gradients if backward else module.refusal(query, layout, **options))
+                or (None if named else _not_timed(name, query))
+                or first_use.refusal(
+                    name,
+                    module,
+                    query,
+                    kv_heads,
+                    soft_cap,
+                    gradients=no_gradients is None,
+                    blocks=mosaic.blocks_of(query, layout, window) if name == "mosaic" else {},
+                )
             )
 
         return refuse
@@ -45,12 +76,13 @@ def implementations(
 
 
 def _pick(query, key, value, layout, implementation, **options):
+    """The module of the implementation; options: those of `implementations`."""
     rows, length, heads, dim = query.shape
     if key.shape != value.shape or key.shape[:2] != (rows, length) or key.shape[3] != dim:
         raise ValueError(f"attention: query {query.shape}, key {key.shape}, value {value.shape} do not fit together")
     if heads % key.shape[2]:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
-    table = implementations(query, layout, kv_heads=key.shape[2], **options)
+    table = implementations(query, layout, kv_heads=key.shape[2], named=implementation is not None, **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
@@ -116,45 +148,62 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of attention from its saved output and log-sum-exp.
 
-    Args: as in attention_forward; out and lse are its results, dout [B, T, heads, D] the gradient of out, which must be
-      finite at padding too (`attention` sees to that itself).
+    Args: as in attention_forward; out and lse are its results, by whatever implementation; dout [B, T, heads, D] the
+      gradient of out, which must be finite at padding too (`attention` sees to that itself).
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
-    chosen = _pick(query, key, value, layout, implementation, **options)
+    chosen = _pick(query, key, value, layout, implementation, backward=True, **options)
     function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
     dquery, dkey, dvalue, dsinks = _over_mesh(function, (query, key, value, out, lse, dout), layout, sinks, 3)
     return dquery, dkey, dvalue, dsinks
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(query, key, value, sinks, layout, static):
-    return attention_forward(query, key, value, layout, sinks=sinks, **dict(static))[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
+    return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 
-def _attention_fwd(query, key, value, sinks, layout, static):
-    out, lse = attention_forward(query, key, value, layout, sinks=sinks, **dict(static))
+def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
+    out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 
 
-def _attention_bwd(static, residuals, dout):
+def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
     query, key, value, sinks, layout, out, lse = residuals
     if not layout.full:  # whatever a loss makes of padding
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)
-    gradients = attention_backward(query, key, value, out, lse, dout, layout, sinks=sinks, **dict(static))
-    return (*gradients, None)
+    options = dict(static, sinks=sinks, implementation=backward_implementation)
+    return (*attention_backward(query, key, value, out, lse, dout, layout, **options), None)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def attention(
-    query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None, implementation=None
+    query,
+    key,
+    value,
+    layout: PackedLayout,
+    *,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    implementation=None,
+    backward_implementation=None,
 ):
-    """Differentiable packed attention; arguments as in attention_forward. Returns out [B, T, heads, D]."""
-    static = (("scale", scale), ("window", window), ("soft_cap", soft_cap), ("implementation", implementation))
-    return _attention(query, key, value, sinks, layout, static)
+    """Differentiable packed attention.
+
+    Args: as in attention_forward, and
+      backward_implementation: that of the gradients; as `implementation`, unless it is named.
+    Returns:
+      out [B, T, heads, D].
+    """
+    static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))
+    backward_implementation = backward_implementation or implementation
+    return _attention(query, key, value, sinks, layout, static, implementation, backward_implementation)
 
 
 def decode_attention(query, key_cache, value_cache, lengths, *, scale, window=None, soft_cap=None, sinks=None):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, tuning
 from jaxtune.pallas.attention import reference
 from jaxtune.pallas.attention.layout import packed_layout
 
@@ -15,13 +18,21 @@ _RUNS = ((0, 5), (1, 90), (2, 1), (1, 160), (0, 7), (3, 110), (0, 27))
 _WINDOW = 100
 
 
-def refusal(name: str, module, query, kv_heads: int | None, soft_cap) -> str | None:
-    """Why this GPU must not run the kernels of `module` for calls like this one, or None."""
+def refusal(
+    name: str, module, query, kv_heads: int | None, soft_cap, gradients: bool, blocks: Mapping[str, Mapping]
+) -> str | None:
+    """Why this GPU must not run the kernels of `module` for calls like this one, or None.
+
+    Args:
+      gradients: whether it has a backward to compare.
+      blocks: op of tuning.py -> the blocks that the call takes: other blocks are another kernel.
+    """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
     group = 2 if kv_heads is None or query.shape[2] // kv_heads % 2 == 0 else 1
     call = f"{dtype.name}, head dim {dim}, {'grouped' if group == 2 else 'single'} heads"
     if soft_cap is not None:
         call += ", soft cap"
+    call = ", ".join([call, *(f"{op} {dict(chosen)}" for op, chosen in blocks.items())])
 
     def compare():
         segments = np.concatenate([np.repeat(number, tokens) for number, tokens in _RUNS])[None].astype(np.int32)
@@ -37,10 +48,15 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap) -> str | N
 
         def run(module, query, key, value, dout):
             out, lse = module.forward(query, key, value, layout, **options)
-            gradients = module.backward(query, key, value, out, lse, dout, layout, **options)[:3]
-            return (out, *gradients, lse[..., real])
+            results = (out, lse[..., real])
+            if gradients:
+                results += module.backward(query, key, value, out, lse, dout, layout, **options)[:3]
+            return results
 
-        got = jax.jit(lambda *arrays: run(module, *arrays))(*arrays)
+        with contextlib.ExitStack() as stack:
+            for op, chosen in blocks.items():
+                stack.enter_context(tuning.forced(op, chosen))
+            got = jax.jit(lambda *arrays: run(module, *arrays))(*arrays)
         # Without the search for the fastest matrix products, which would take longer than everything else here.
         exact = jax.jit(lambda *arrays: run(reference, *arrays), compiler_options={"xla_gpu_autotune_level": 0})
         want = exact(*(array.astype(jnp.float32) for array in arrays))

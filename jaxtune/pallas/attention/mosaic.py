@@ -4,7 +4,7 @@ Which blocks exist is decided by the layout: a tile of queries [a, b] needs keys
 document's start, or the window's) to b; a tile of keys [a, b] is needed by queries from a to the upper bound of b.
 Bounds never fall along a row, so the first and last token of a tile bound all of it. Blocks between the bounds are
 loaded; of those only the ones that a bound crosses are masked. XLA writes the tiles into a table, the most expensive
-first, and the kernels (mosaic_kernels.py) work through it.
+first, and the kernels (mosaic_forward.py, mosaic_backward.py) work through it.
 
 The backward is two kernels, one for dq and one for dk and dv (which walks all query heads of its key head), so that
 every sum has one fixed order: bitwise deterministic without atomics.
@@ -21,23 +21,59 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import tuning
-from jaxtune.pallas.attention import mosaic_kernels as kernels
+from jaxtune.pallas.attention import mosaic_backward, mosaic_forward
 from jaxtune.pallas.attention.layout import PackedLayout
-from jaxtune.pallas.attention.mosaic_kernels import LOG2E, WARPGROUPS, Blocks, smem
+from jaxtune.pallas.attention.mosaic_parts import LOG2E, Blocks, smem
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 
 _PAD = 128  # rows are padded to a multiple of this
 _INTERPRETED_PROGRAMS = 2
 
 # By head dim, where nothing was measured on the GPU (pallas/tuning.py).
-FORWARD = {64: Blocks(64, 128, 3, True), 128: Blocks(64, 128, 2, True)}
+FORWARD = {
+    64: Blocks(64, 128, 3, True),
+    128: Blocks(64, 128, 2, True),
+    256: Blocks(64, 64, 2, True, lean=True, buffers=1),  # never run on a GPU yet: api.py takes it only by name
+}
 BACKWARD_QUERY = {64: Blocks(64, 64, 4, False), 128: Blocks(64, 64, 3, False)}
 BACKWARD_KEY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 2, False)}
 
 
-def _blocks(kernel: str, heuristic: dict[int, Blocks], query) -> Blocks:
-    found = tuning.tuned(f"attention {kernel}", f"head_dim={query.shape[-1]}", query.dtype)
-    return Blocks(**found) if found else heuristic[query.shape[-1]]
+HEURISTIC = {"forward": FORWARD, "dquery": BACKWARD_QUERY, "dkey": BACKWARD_KEY}
+_SHORT_WINDOW = 1024
+
+
+def bucket(dim: int, whole: bool, window: int | None) -> str:
+    """What the fastest blocks depend on: the head dim that there are kernels for, and how long the walks are. A short
+    window makes them so whatever the documents are; a long one hardly matters.
+
+    whole: whether every row is one document.
+    """
+    if window is not None and window <= _SHORT_WINDOW:
+        return f"head_dim={dim}, window up to {max(128, 1 << (window - 1).bit_length())}"
+    return f"head_dim={dim}, whole rows" if whole else f"head_dim={dim}"
+
+
+def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
+    """The blocks measured for such calls, else those for packed rows, else the heuristic's; query as in a kernel."""
+    op, dim = f"attention {kernel}", query.shape[-1]
+    if dim not in HEURISTIC[kernel]:
+        raise ValueError(f"attention: there is no {kernel} kernel for head dim {dim}")
+    for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
+        found = tuning.tuned(op, name, query.dtype)
+        if found:
+            return Blocks(**found)
+    return HEURISTIC[kernel][dim]
+
+
+def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
+    """op of tuning.py -> its blocks for such a call; of query, only shape and dtype count."""
+    query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
+    return {
+        f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
+        for kernel, heuristic in HEURISTIC.items()
+        if query.shape[-1] in heuristic
+    }
 
 
 _interpret: Any = None
@@ -54,14 +90,15 @@ def interpreted():
         _interpret = before
 
 
-def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why these kernels cannot serve this call, or None."""
+def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks, backward: bool = False) -> str | None:
+    """Why these kernels cannot serve this call (or the backward of it), or None."""
     if _interpret is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    if query.shape[-1] > max(FORWARD):
-        return f"head dim {query.shape[-1]}; at most {max(FORWARD)}"
+    most = max(BACKWARD_KEY if backward else FORWARD)
+    if query.shape[-1] > most:
+        return f"head dim {query.shape[-1]}; at most {most}" + (" in the backward" if backward else "")
     return None
 
 
@@ -89,8 +126,12 @@ def _padded(array, axis):
 
 def _operand(array):
     """[B, T, heads, D] with whole tiles and a head dim that there are kernels for; zeros add nothing to a product."""
-    dim = next(dim for dim in FORWARD if dim >= array.shape[-1])
-    return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, dim - array.shape[-1])])
+    return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, kernel_dim(array.shape[-1]) - array.shape[-1])])
+
+
+def kernel_dim(dim: int) -> int:
+    """The head dim of the kernels that serve `dim`."""
+    return next(possible for possible in sorted(FORWARD) if possible >= dim)
 
 
 def _prepare(layout, window):
@@ -104,53 +145,57 @@ def _prepare(layout, window):
     return lower, upper
 
 
-def _table(starts, first, count):
+def _table(starts, first, count, falling: bool | None):
     """The work of a kernel, int32[B * tiles, 4]: row, first token, first block of the other side, number of blocks.
 
-    starts int32[tiles]; first, count int32[B, tiles]. The lines stand in falling order of `count`.
+    starts int32[tiles]; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling says whether
+    every row of it falls already (or rises) and rows are equal, which spares the sort, or is None.
     """
     rows, tiles = count.shape
     row = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], count.shape)
     lines = jnp.stack([row, jnp.broadcast_to(starts, count.shape), first, count], -1)
-    return lines.reshape(rows * tiles, -1)[jnp.argsort(-count.reshape(-1), stable=True)]
+    if falling is None:
+        return lines.reshape(rows * tiles, -1)[jnp.argsort(-count.reshape(-1), stable=True)]
+    lines = jnp.swapaxes(lines, 0, 1).reshape(rows * tiles, -1)
+    return lines if falling else lines[::-1]
 
 
-def _query_table(lower, blocks: Blocks, pairs: bool):
-    """See mosaic_kernels._QuerySide."""
-    size = blocks.own * (1 if pairs else WARPGROUPS)
+def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
+    """See mosaic_parts.QuerySide. full: whether every row is one document without padding."""
+    size = blocks.own * (1 if pairs else blocks.warpgroups)
     starts = jnp.arange(0, lower.shape[1], size, dtype=jnp.int32)
     first = lower[:, ::size] // blocks.step
-    end = (starts + size + blocks.step - 1) // blocks.step
+    end = (jnp.minimum(starts + size, lower.shape[1]) + blocks.step - 1) // blocks.step
     # A tile of padding may have its bound past its end.
     count = jnp.maximum(end - first, 1)
     first = jnp.minimum(first, lower.shape[1] // blocks.step - 1)
-    return _table(starts, first, count)
+    return _table(starts, first, count, False if full else None)
 
 
-def _key_table(upper, blocks: Blocks):
-    """See mosaic_kernels.key_kernel."""
-    size = blocks.own * WARPGROUPS
+def _key_table(upper, blocks: Blocks, full: bool):
+    """See mosaic_backward.key_kernel, and _query_table."""
+    size = blocks.own * blocks.warpgroups
     starts = jnp.arange(0, upper.shape[1], size, dtype=jnp.int32)
     first = jnp.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
     count = jnp.maximum((upper[:, size - 1 :: size] + blocks.step - 1) // blocks.step - first, 1)
-    return _table(starts, first, count)
+    return _table(starts, first, count, True if full else None)
 
 
 def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_copies, blocks: Blocks, **static):
     """A kernel with its buffers and barriers: the item's own, filled by `own_copies` copies, and the pipeline's, of
     which each of the two barriers that announce a block waits for `brought_copies`."""
     barriers = [
-        plgpu.Barrier(num_arrivals=own_copies, num_barriers=2 * WARPGROUPS),
+        plgpu.Barrier(num_arrivals=own_copies, num_barriers=blocks.buffers * blocks.warpgroups),
         *(plgpu.Barrier(num_arrivals=brought_copies, num_barriers=blocks.stages) for _ in range(2)),
-        *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages) for _ in range(2)),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
+        *(plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages) for _ in range(2)),
+        plgpu.Barrier(num_arrivals=blocks.warpgroups),
     ]
     return plgpu.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=_interpret is not None, **static),
         out_type=out_type,
         grid=(_INTERPRETED_PROGRAMS if _interpret is not None else multiprocessors(),),
         grid_names=("programs",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=blocks.warpgroups + 1,
         thread_name="wg",
         scratch_types=[*own_scratch, *brought_scratch, *barriers],
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -162,9 +207,9 @@ def _numbers(count, size, dtype):
     return plgpu.SMEM((count, size), dtype)
 
 
-def _pairs(query, key) -> bool:
-    """Whether the warpgroups take two heads that share their keys: narrower tiles see fewer keys in vain."""
-    return (query.shape[2] // key.shape[2]) % 2 == 0
+def _pairs(query, key, blocks: Blocks) -> bool:
+    """Whether the warpgroups take a head each that share their keys: narrower tiles see fewer keys in vain."""
+    return (query.shape[2] // key.shape[2]) % blocks.warpgroups == 0
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
@@ -173,17 +218,17 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
     rows, padded, heads, dim = query.shape
-    blocks, pairs = _blocks("forward", FORWARD, query), _pairs(query, key)
-    own = blocks.own
+    blocks = _blocks("forward", query, layout, window)
+    own, pairs = blocks.own, _pairs(query, key, blocks)
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
     outputs = _call(
-        kernels.forward_kernel,
+        mosaic_forward.forward_kernel,
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, padded), jnp.float32)],
         2,
         [
-            smem((2 * WARPGROUPS, own, dim), query.dtype),
-            _numbers(2 * WARPGROUPS, own, jnp.int32),
-            _numbers(WARPGROUPS, own, jnp.float32),
+            smem((blocks.buffers * blocks.warpgroups, own, dim), query.dtype),
+            _numbers(blocks.buffers * blocks.warpgroups, own, jnp.int32),
+            _numbers(blocks.warpgroups, own, jnp.float32),
         ],
         [block, block],
         1,
@@ -191,7 +236,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         pairs=pairs,
         scale=scale,
         soft_cap=soft_cap,
-    )(query, key, value, lower, _query_table(lower, blocks, pairs))
+    )(query, key, value, lower, _query_table(lower, blocks, pairs, layout.full))
     out, lse = outputs[0][:, :length, :, :given_dim], outputs[1][..., :length]
     if sinks is None:
         return out, lse
@@ -210,36 +255,37 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     query, key, value, dout = (_operand(a) for a in (query, key, value, dout))
     dim = query.shape[-1]
 
-    blocks, pairs = _blocks("dquery", BACKWARD_QUERY, query), _pairs(query, key)
-    own = blocks.own
-    both, block = smem((2 * WARPGROUPS, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
+    blocks = _blocks("dquery", query, layout, window)
+    own, pairs, count = blocks.own, _pairs(query, key, blocks), 2 * blocks.warpgroups
+    both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dquery = _call(
-        kernels.query_kernel,
+        mosaic_backward.query_kernel,
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         5,
-        [both, both, _numbers(2 * WARPGROUPS, own, jnp.float32), _numbers(2 * WARPGROUPS, own, jnp.int32)],
+        [both, both, _numbers(count, own, jnp.float32), _numbers(count, own, jnp.int32)],
         [block, block],
         1,
         blocks,
         pairs=pairs,
         scale=scale,
         soft_cap=soft_cap,
-    )(query, key, value, dout, stat, scaled_delta, lower, _query_table(lower, blocks, pairs))
+    )(query, key, value, dout, stat, scaled_delta, lower, _query_table(lower, blocks, pairs, layout.full))
 
-    blocks = _blocks("dkey", BACKWARD_KEY, query)
+    blocks = _blocks("dkey", query, layout, window)
     own = blocks.own
-    both, block = smem((2 * WARPGROUPS, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
+    count = 2 * blocks.warpgroups
+    both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dkey, dvalue = _call(
-        kernels.key_kernel,
+        mosaic_backward.key_kernel,
         [jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
         3,
-        [both, both, _numbers(2 * WARPGROUPS, own, jnp.int32)],
+        [both, both, _numbers(count, own, jnp.int32)],
         [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)],
         2,
         blocks,
         scale=scale,
         soft_cap=soft_cap,
-    )(query, key, value, dout, stat, scaled_delta, upper, _key_table(upper, blocks))
+    )(query, key, value, dout, stat, scaled_delta, upper, _key_table(upper, blocks, layout.full))
     dsinks = None
     if sinks is not None:
         real = jnp.arange(length) < layout.doc_end

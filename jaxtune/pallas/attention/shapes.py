@@ -59,4 +59,6 @@ CASES = (
     Case("soft cap", 4, 8192, soft_cap=30.0),
     Case("sinks", 4, 8192, sinks=True),
     Case("head dim 64", 4, 8192, dim=64),
+    Case("head dim 256", 4, 8192, heads=16, dim=256),
+    Case("head dim 256, packed, soft cap", 4, 8192, heads=16, dim=256, documents="log-normal", soft_cap=50.0),
 )

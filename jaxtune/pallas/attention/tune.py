@@ -1,58 +1,110 @@
-"""Measures the kernels' blocks on this machine's GPU: `jaxtune info --kernels --tune`."""
+"""Measures the blocks of the Hopper kernels on this machine's GPU, for given shapes: `jaxtune tune`."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import tuning
-from jaxtune.pallas.attention import mosaic
+from jaxtune.pallas.attention import first_use, mosaic
 from jaxtune.pallas.attention.layout import packed_layout
-from jaxtune.pallas.attention.shapes import log_normal_segments
+from jaxtune.pallas.attention.shapes import Case
 
-_ROWS, _LENGTH, _MEAN_DOCUMENT = 4, 8192, 512
-_STEPS, _STAGES, _TURNS = (64, 128), (2, 3, 4), (True, False)
+KERNELS = ("forward", "dquery", "dkey")
+_STAGES = (2, 3, 4)
 
 
-def tune(head_dim: int = 128, heads: int = 32, kv_heads: int = 8, dtype=jnp.bfloat16) -> dict[str, dict[str, Any]]:
-    """Times the blocks of the Hopper kernels on packed rows (4 x 8,192 tokens, documents of mean 512) and keeps the
-    fastest in the user's cache (tuning.py). Needs the GPU and takes a minute or two.
+def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
+    """Blocks to try, those of the heuristic first. Some overflow the shared memory; those that would spill registers
+    (three warpgroups with 160 a thread) are left out."""
+    first = mosaic.HEURISTIC[kernel][dim]
+    forms: list[dict[str, Any]] = [dict(turns=turns, lean=lean) for lean in (False, True) for turns in (True, False)]
+    three: list[dict[str, Any]] = []
+    if kernel == "forward":
+        forms += [dict(turns=False, lean=True, ahead=True)]
+        three = [dict(turns=False, lean=True, warpgroups=3, ahead=ahead) for ahead in (False, True)]
+    if dim > 128:
+        forms, three = [dict(form, buffers=1) for form in forms], []
+    found = [mosaic.Blocks(64, *sizes, **form) for form in forms for sizes in itertools.product((64, 128), _STAGES)]
+    for form in three:
+        steps = (64,) if form["ahead"] or dim > 64 else (64, 128)
+        found += [mosaic.Blocks(64, *sizes, **form) for sizes in itertools.product(steps, _STAGES)]
+    return [blocks.as_dict() for blocks in [first, *(b for b in found if b != first)]]
 
+
+def tune(
+    case: Case,
+    kernels: Sequence[str] = KERNELS,
+    dtype=jnp.bfloat16,
+    say: Callable[[str], None] = lambda text: None,
+    path: Path | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Times the blocks of the kernels on one case and keeps the fastest for calls like it (tuning.py). Needs the GPU.
+
+    Args:
+      case: shapes, documents, window, soft cap.
+      kernels: of KERNELS; head dims over 128 have a forward only.
+      say, path: see tuning.measure.
     Returns:
       kernel -> its entry, see tuning.measure.
+    Raises:
+      RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
     """
+    dim = mosaic.kernel_dim(case.dim)
+    kernels = [kernel for kernel in kernels if dim in mosaic.HEURISTIC[kernel]]
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(_ROWS, _LENGTH, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
-    query, key, value, dout = (jax.random.normal(k, shape).astype(dtype) for k, shape in zip(keys, shapes, strict=True))
-    segments = jnp.asarray(log_normal_segments(_ROWS, _LENGTH, mean=_MEAN_DOCUMENT, sigma=0.8))
-    scale = head_dim**-0.5
-
-    def forward():
-        run = jax.jit(lambda q, k, v, s: mosaic.forward(q, k, v, packed_layout(s.shape, s), scale=scale))
-        return lambda: run(query, key, value, segments)
-
-    out, lse = forward()()
-
-    def backward(kept: slice):
-        def prepare():
-            run = jax.jit(
-                lambda q, k, v, o, l, d, s: mosaic.backward(q, k, v, o, l, d, packed_layout(s.shape, s), scale=scale)[
-                    kept
-                ]
-            )
-            return lambda: run(query, key, value, out, lse, dout, segments)
-
-        return prepare
-
-    candidates = [
-        dict(own=64, step=step, stages=stages, turns=turns)
-        for step, stages, turns in itertools.product(_STEPS, _STAGES, _TURNS)
+    shapes = [
+        (case.rows, case.length, count, case.dim) for count in (case.heads, case.kv_heads, case.kv_heads, case.heads)
     ]
-    work = {"forward": forward, "dquery": backward(slice(0, 1)), "dkey": backward(slice(1, 3))}
-    return {
-        kernel: tuning.measure(f"attention {kernel}", f"head_dim={head_dim}", dtype, candidates, prepare)
-        for kernel, prepare in work.items()
-    }
+    query, key, value, dout = (jax.random.normal(k, shape).astype(dtype) for k, shape in zip(keys, shapes, strict=True))
+    segments = case.segments()
+    given = () if segments is None else (jnp.asarray(segments),)
+    options = dict(scale=case.dim**-0.5, window=case.window, soft_cap=case.soft_cap)
+    blocks = {f"attention {kernel}": candidates(kernel, dim)[0] for kernel in kernels}
+    problem = first_use.refusal(
+        "mosaic", mosaic, query, case.kv_heads, case.soft_cap, gradients=dim in mosaic.HEURISTIC["dkey"], blocks=blocks
+    )
+    if problem is not None:
+        raise RuntimeError(f"attention, {blocks}: {problem}")
+
+    def layout(given):
+        return packed_layout((case.rows, case.length), *given)
+
+    def forward(query, key, value, given):
+        return mosaic.forward(query, key, value, layout(given), **options)
+
+    def backward(kept: slice, query, key, value, out, lse, dout, given):
+        return mosaic.backward(query, key, value, out, lse, dout, layout(given), **options)[kept]
+
+    def prepare(function, *arguments):
+        # A function of its own for each trace: its blocks are no part of what jit knows it by.
+        compiled = jax.jit(lambda *arguments: function(*arguments)).lower(*arguments).compile()
+        return lambda: compiled(*arguments)
+
+    inputs = (query, key, value, given)
+    work: dict[str, Callable[[], Callable[[], Any]]] = {"forward": lambda: prepare(forward, *inputs)}
+    if set(kernels) - {"forward"}:
+        out, lse = prepare(forward, *inputs)()
+        inputs = (query, key, value, out, lse, dout, given)
+        work["dquery"] = lambda: prepare(lambda *a: backward(slice(0, 1), *a), *inputs)
+        work["dkey"] = lambda: prepare(lambda *a: backward(slice(1, 3), *a), *inputs)
+    return {kernel: _measured(kernel, case, dtype, work[kernel], say, path) for kernel in kernels}
+
+
+def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
+    dim = mosaic.kernel_dim(case.dim)
+    return tuning.measure(
+        f"attention {kernel}",
+        mosaic.bucket(dim, case.documents is None, case.window),
+        dtype,
+        candidates(kernel, dim),
+        prepare,
+        wrong=tuning.as_the_first(),
+        say=say,
+        path=path,
+    )

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul import first_use, mosaic, mosaic_fourbit, reference, triton
 from jaxtune.pallas.grouped_matmul.layout import Groups
-from jaxtune.pallas.quant_matmul import FourBit, decoded
+from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
 
-_PRODUCTS = {"mosaic": mosaic.product, "reference": reference.product}
+# By an array; and by a weight in four bits as it is stored.
+_PRODUCTS = {"mosaic": mosaic.product, "triton": triton.product, "reference": reference.product}
+_FOUR_BIT_PRODUCTS = {"mosaic_fourbit": mosaic_fourbit.product}
 
 
 @jax.tree_util.register_dataclass
@@ -38,16 +40,49 @@ class _Static:
     implementation: str
 
 
-def implementations(dtype, in_size: int, out_size: int, groups: Groups) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with why it refuses it."""
-    return {
+def implementations(
+    dtype, in_size: int, out_size: int, groups: Groups, weight=None, implementation: str | None = None
+) -> dispatch.Table:
+    """The implementations of a call in the order in which they are tried, each with why it refuses it.
+
+    Args:
+      weight: in four bits, or None for an array.
+      implementation: the name that was asked for, or None: what has not been measured then refuses.
+    """
+
+    def four_bit_refusal():
+        reason = mosaic_fourbit.refusal(weight, dtype, groups.tile_rows)
+        return reason or first_use.refusal("mosaic_fourbit", mosaic_fourbit.product, weight)
+
+    def triton_refusal():
+        return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
+
+    table = {
         "mosaic": functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows),
+        "mosaic_fourbit": dispatch.on_request("mosaic_fourbit", implementation, four_bit_refusal),
+        "triton": dispatch.on_request("triton", implementation, triton_refusal),
         "reference": lambda: None,
     }
+    if weight is None and implementation != "mosaic_fourbit":
+        del table["mosaic_fourbit"]
+    return table
 
 
 def _scaled(rows, scale):
     return rows if scale == 1.0 else (rows * scale).astype(rows.dtype)
+
+
+def _product(x, weight, groups, contract, extra, implementation):
+    """A weight in four bits is read, or decoded, when x is there and not before."""
+    if implementation in _FOUR_BIT_PRODUCTS:
+        weight, x = jax.lax.optimization_barrier((weight, x))
+        return _FOUR_BIT_PRODUCTS[implementation](x, weight, groups, contract, extra)
+    if isinstance(weight, MXFP4):
+        weight, x = jax.lax.optimization_barrier((weight, x))
+        array = weight.decode(x.dtype)
+    else:
+        array, x = decoded(weight, x)
+    return _PRODUCTS[implementation](x, array.astype(x.dtype), groups, contract, extra)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -56,20 +91,17 @@ def _grouped(x, weight, lora, groups, static: _Static):
 
 
 def _grouped_fwd(x, weight, lora, groups, static: _Static):
-    product = _PRODUCTS[static.implementation]
     contract = 1 if static.transposed else 2
     inner = extra = None
     if lora is not None:
         a, b = lora
         inner = reference.thin(x, a, groups, 2)
         extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
-    array, tied = decoded(weight, x)
-    out = product(tied, array.astype(x.dtype), groups, contract, extra)
+    out = _product(x, weight, groups, contract, extra, static.implementation)
     return out, (x, weight, lora, groups, inner)
 
 
 def _grouped_bwd(static: _Static, residuals, dout):
-    product = _PRODUCTS[static.implementation]
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
     extra = dlora = None
@@ -80,11 +112,10 @@ def _grouped_bwd(static: _Static, residuals, dout):
         da = reference.contract_rows(dinner, x, groups, a.dtype)
         db = reference.contract_rows(dout, _scaled(inner, static.scale), groups, b.dtype)
         dlora = (da, db)
-    array, tied = decoded(weight, dout)
-    dx = product(tied, array.astype(dout.dtype), groups, contract, extra)
+    dx = _product(dout, weight, groups, contract, extra, static.implementation)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweight = None
-    if not isinstance(weight, FourBit):
+    if not isinstance(weight, FourBit | MXFP4):
         sides = (x, dout) if static.transposed else (dout, x)
         dweight = reference.contract_rows(*sides, groups, weight.dtype)
     return dx, dweight, dlora, None
@@ -95,7 +126,7 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 def grouped_matmul(
     x: jax.Array,
-    weight: jax.Array | FourBit,
+    weight: jax.Array | FourBit | MXFP4,
     groups: Groups,
     lora: GroupedLora | None = None,
     *,
@@ -109,8 +140,10 @@ def grouped_matmul(
 
     Args:
       x: [rows, in], sorted as `groups` says; the compute dtype. Weights in another dtype are cast to it.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits (decoded for each product).
-      implementation: "mosaic", "reference", or None for the first that supports the call.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits (decoded for each product, by
+        "mosaic_fourbit" in the product itself).
+      implementation: "mosaic", "mosaic_fourbit", "triton", "reference", or None for the first that supports the call
+        and has been measured.
     Returns:
       [rows, out] in x's dtype.
     """
@@ -119,7 +152,8 @@ def grouped_matmul(
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     if x.shape != (groups.rows, in_size):
         raise ValueError(f"grouped_matmul: x {x.shape} does not fit weight {weight.shape} and {groups.rows} rows")
-    table = implementations(x.dtype, in_size, out_size, groups)
+    packed = weight if isinstance(weight, FourBit | MXFP4) else None
+    table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
     static = _Static(
         transposed, 1.0 if lora is None else lora.scale, dispatch.choose("grouped_matmul", table, implementation)
     )

@@ -23,26 +23,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtune.pallas import tuning
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 
 _WARPGROUPS = 2  # that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
 _STEP = 64  # along K: 128 bytes, a row of the swizzle
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """columns: of a tile of the output. stages: blocks of K on their way. band: tiles of rows that go together."""
+    """columns: of a tile of the output. stages: blocks of K on their way. band: tiles of rows that go together.
+
+    lead: steps along K, at most `stages`, by which the first warpgroup starts before the second. They then stay apart,
+    for they share the tensor cores, and one multiplies while the other stores; 0: together.
+    """
 
     columns: int
     stages: int
     band: int = 16
+    lead: int = 0
 
 
 # The first whose columns divide the output's, in the order measured on an H200; stages are what shared memory holds
 # beside the tile that is stored.
 BLOCKS = (Blocks(192, 4), Blocks(256, 3), Blocks(128, 5), Blocks(64, 6))
+
+# What the tuner measures (tune.py): those, and the warpgroups apart, which may help where K or N is short. A `lead` has
+# not been measured yet.
+CANDIDATES = (
+    *BLOCKS[:3], Blocks(192, 4, 8), Blocks(192, 4, 16, 1), Blocks(192, 4, 16, 2), Blocks(256, 3, 16, 1),
+    Blocks(128, 5, 16, 2),
+)  # fmt: skip
 
 _interpret: Any = None
 
@@ -74,7 +87,12 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     return None
 
 
-def _cores() -> int:
+def interpreter() -> Any:
+    """What `plgpu.kernel` is to interpret with, or None."""
+    return _interpret
+
+
+def cores() -> int:
     """SMs of the device that is compiled for."""
     if _interpret is not None:
         return 3
@@ -82,8 +100,26 @@ def _cores() -> int:
     return device.num_cores if device is not None else jax.local_devices()[0].core_count
 
 
-def blocks_for(columns: int) -> Blocks:
-    return next(blocks for blocks in BLOCKS if columns % blocks.columns == 0)
+def bucket(in_size: int, out_size: int, contract: int) -> str:
+    """What of a call its blocks depend on, for tuning.py."""
+    return f"in={in_size}, out={out_size}, contract={contract}"
+
+
+def blocks_for(in_size: int, out_size: int, contract: int, dtype) -> Blocks:
+    """The blocks measured for a product, or the first that divide it."""
+    measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract), dtype)
+    if measured is not None:
+        return Blocks(**measured)
+    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0)
+
+
+def place(item, row_tiles: int, column_tiles: int, band: int):
+    """(tile of rows, tile of columns) of an item: by bands of rows, down a column of tiles first."""
+    number = lax.div(item, jnp.int32(band * column_tiles))
+    within = item - number * (band * column_tiles)
+    height = jnp.minimum(band, row_tiles - number * band)
+    column = lax.div(within, height)
+    return number * band + within - column * height, column
 
 
 def _kernel(
@@ -92,7 +128,7 @@ def _kernel(
     """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N]."""
     if with_extra:
         u_ref, l_ref, *rest = rest
-    out_ref, x_smem, w_smem, out_smem, full, free = rest
+    out_ref, x_smem, w_smem, out_smem, full, free, *rest = rest
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     row_tiles, column_tiles = x_ref.shape[0] // TILE_ROWS, out_ref.shape[1] // columns
@@ -101,25 +137,21 @@ def _kernel(
     main_steps = x_ref.shape[1] // _STEP
     all_steps = main_steps + (u_ref.shape[1] // _STEP if with_extra else 0)
     count = count_ref[0]
+    # Within `stages` steps the first warpgroup needs no slot that the second has to free.
+    lead = min(blocks.lead, stages, all_steps)
 
-    def place(index):
-        """(tile of rows, tile of columns) of the index-th item of this program."""
-        item = program + index * programs
-        band = lax.div(item, jnp.int32(blocks.band * column_tiles))
-        within = item - band * (blocks.band * column_tiles)
-        height = jnp.minimum(blocks.band, row_tiles - band * blocks.band)
-        column = lax.div(within, height)
-        return band * blocks.band + within - column * height, column
+    def item_place(index):
+        return place(program + index * programs, row_tiles, column_tiles, blocks.band)
 
     def steps(row_tile):
         """Tiles that hold nothing take no step, and are stored as zeros."""
         return jnp.where(row_tile < count, all_steps, 0)
 
     def bring():
-        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         def item(index, at):
-            row_tile, column_tile = place(index)
+            row_tile, column_tile = item_place(index)
             expert = expert_ref[row_tile]
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
 
@@ -152,8 +184,16 @@ def _kernel(
         def release(at):
             plgpu.barrier_arrive(free.at[lax.rem(at, jnp.int32(stages))])
 
+        def let_start(now):
+            """The second warpgroup waits once, if there is an item, for the first to be `lead` steps into it."""
+            (started,) = rest
+            pl.when(now & (wg == 0))(lambda: plgpu.barrier_arrive(started))
+
+        if lead:
+            pl.when((mine > 0) & (wg == 1))(lambda: plgpu.barrier_wait(rest[0]))
+
         def item(index, at):
-            row_tile, column_tile = place(index)
+            row_tile, column_tile = item_place(index)
             own = steps(row_tile)
 
             def accumulate(acc):
@@ -166,8 +206,12 @@ def _kernel(
                     )
                     plgpu.wgmma_wait(1)  # the one before is done
                     pl.when(number > 0)(lambda: release(at - 1))
+                    if lead:
+                        let_start((index == 0) & (number == lead - 1))
                     return at + 1
 
+                if lead:
+                    let_start((index == 0) & (own == 0))
                 lax.fori_loop(0, own, step, at)
                 plgpu.wgmma_wait(0)
                 return acc[...]
@@ -195,7 +239,7 @@ def _smem(shape, dtype):
 def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blocks | None = None):
     """See reference.product; weight in x's dtype."""
     columns = weight.shape[3 - contract]
-    blocks = blocks or blocks_for(columns)
+    blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype)
     operands = [x, weight, groups.tile_expert, groups.count[None]]
     if extra is not None:
         u, side = extra
@@ -203,7 +247,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
         widths = [(0, 0)] * 3
         widths[contract] = (0, short)
         operands += [jnp.pad(u, ((0, 0), (0, short))), jnp.pad(side.astype(x.dtype), widths)]
-    programs = _cores()
+    programs = cores()
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
     return plgpu.kernel(
         functools.partial(
@@ -220,6 +264,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
             _smem((_WARPGROUPS, _OWN, blocks.columns), x.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
+            *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
         ],
         **({} if _interpret is None else {"interpret": _interpret}),
     )(*operands)  # fmt: skip

@@ -1,18 +1,17 @@
-"""Which expert gets which token: choosing, sorting into groups, and the way back."""
+"""Which expert gets which token: choosing, sorting into groups, and the way back; and what balances the choice."""
 
 from jaxtune.pallas.routing.api import (
     Routing,
     choose_experts,
     expert_weights,
-    load_balancing_loss,
     permute,
     route,
-    router_z_loss,
     row_weights,
     unpermute,
 )
+from jaxtune.pallas.routing.losses import RouterSums, router_sums
 
 __all__ = [
-    "Routing", "choose_experts", "expert_weights", "load_balancing_loss", "permute", "route", "router_z_loss",
-    "row_weights", "unpermute",
+    "RouterSums", "Routing", "choose_experts", "expert_weights", "permute", "route", "router_sums", "row_weights",
+    "unpermute",
 ]  # fmt: skip

@@ -13,8 +13,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
-from jaxtune.pallas.routing import reference
+from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
+
+# Each has rows_of and summed.
+IMPLEMENTATIONS = {"reference": reference, "mosaic": mosaic}
+_SORTS = {
+    "reference": reference.Passes(reference.BLOCK, reference.histogram, reference.slots),
+    "mosaic": reference.Passes(mosaic_sort.BLOCK, mosaic_sort.histogram, mosaic_sort.slots),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -60,60 +68,101 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     return jnp.where(choice < logits.shape[1], weights, 0.0)
 
 
-def route(choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS) -> Routing:
-    """Sorts the pairs of choice int32[T, k] by expert, stably; those with `num_experts` or more go nowhere."""
+def route(
+    choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
+) -> Routing:
+    """Sorts the pairs of choice int32[T, k] by expert, stably; those with `num_experts` or more go nowhere.
+
+    implementation: "reference", "mosaic", or None for the reference.
+    """
     tokens, k = choice.shape
-    slots, source, groups = reference.sort_pairs(choice.reshape(-1), num_experts, tile_rows)
+
+    name = dispatch.choose("routing sort", sort_implementations(implementation), implementation)
+    slots, source, groups = reference.sort_pairs(choice.reshape(-1), num_experts, tile_rows, _SORTS[name])
     return Routing(slots.reshape(tokens, k), source, groups)
 
 
+def implementations(dtype, hidden: int, k: int, implementation: str | None = None) -> dispatch.Table:
+    """The implementations of permute and unpermute in the order in which they are tried, each with why it refuses the
+    call. implementation: the name that was asked for, or None."""
+
+    def refusal():
+        return mosaic.refusal(dtype, hidden, k) or first_use.refusal("mosaic", mosaic)
+
+    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, refusal)}
+
+
+def sort_implementations(implementation: str | None = None) -> dispatch.Table:
+    """As `implementations`, of route."""
+
+    def refusal():
+        return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
+
+    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, refusal)}
+
+
+def _chosen(rows, routing, implementation) -> str:
+    table = implementations(rows.dtype, rows.shape[1], routing.slots.shape[1], implementation)
+    return dispatch.choose("routing", table, implementation)
+
+
+def _gathered(x, routing, implementation):
+    tokens, k = routing.slots.shape
+    index = jnp.where(routing.source < tokens * k, routing.source // k, tokens)
+    return IMPLEMENTATIONS[implementation].rows_of(x, index)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _permute(x, routing, tokens):
-    k = routing.slots.shape[1]
-    return reference.rows_of(x, jnp.where(routing.source < tokens * k, routing.source // k, tokens))
+def _permute(x, routing, implementation):
+    return _gathered(x, routing, implementation)
 
 
-def _permute_fwd(x, routing, tokens):
-    return _permute(x, routing, tokens), routing
+def _permute_fwd(x, routing, implementation):
+    return _permute(x, routing, implementation), routing
 
 
-def _permute_bwd(tokens, routing, drows):
-    return reference.summed(drows, routing.slots), None
+def _permute_bwd(implementation, routing, drows):
+    return IMPLEMENTATIONS[implementation].summed(drows, routing.slots), None
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)
 
 
-def permute(x: jax.Array, routing: Routing) -> jax.Array:
+def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero. Gradients are summed over a
-    token's pairs in float32, in the order of its choices."""
+    token's pairs in float32, in the order of its choices.
+
+    implementation: of this and of its gradient: "reference", "mosaic", or None for the reference.
+    """
     if x.shape[0] != routing.slots.shape[0]:
         raise ValueError(f"permute: x has {x.shape[0]} rows, the routing is of {routing.slots.shape[0]} tokens")
-    return _permute(x, routing, x.shape[0])
+    return _permute(x, routing, _chosen(x, routing, implementation))
 
 
-@jax.custom_vjp
-def _unpermute(rows, routing):
-    return reference.summed(rows, routing.slots)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _unpermute(rows, routing, implementation):
+    return IMPLEMENTATIONS[implementation].summed(rows, routing.slots)
 
 
-def _unpermute_fwd(rows, routing):
-    return _unpermute(rows, routing), routing
+def _unpermute_fwd(rows, routing, implementation):
+    return _unpermute(rows, routing, implementation), routing
 
 
-def _unpermute_bwd(routing, dx):
-    tokens, k = routing.slots.shape
-    return reference.rows_of(dx, jnp.where(routing.source < tokens * k, routing.source // k, tokens)), None
+def _unpermute_bwd(implementation, routing, dx):
+    return _gathered(dx, routing, implementation), None
 
 
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 
-def unpermute(rows: jax.Array, routing: Routing) -> jax.Array:
-    """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype."""
+def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
+    """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype.
+
+    implementation: as permute's.
+    """
     if rows.shape[0] != routing.groups.rows:
         raise ValueError(f"unpermute: {rows.shape[0]} rows, the routing has {routing.groups.rows}")
-    return _unpermute(rows, routing)
+    return _unpermute(rows, routing, _chosen(rows, routing, implementation))
 
 
 @jax.custom_vjp
@@ -131,29 +180,3 @@ def _row_weights_bwd(routing, drows):
 
 
 row_weights.defvjp(_row_weights_fwd, _row_weights_bwd)
-
-
-def load_balancing_loss(logits: jax.Array, choice: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """float32[]: E * sum_e f_e p_e, f_e the pairs that go to expert e for each token, p_e its mean probability.
-
-    As transformers' load_balancing_loss_func (Switch Transformers, arXiv 2101.03961, equations 4 to 6).
-
-    Args:
-      logits: [N, E], of all tokens of all layers. choice: int32[N, k]. mask: [N], 0 for tokens that do not count.
-    """
-    experts = logits.shape[1]
-    mask = jnp.ones(logits.shape[0], jnp.float32) if mask is None else mask.astype(jnp.float32)
-    total = jnp.maximum(mask.sum(), 1.0)
-    share = reference.expert_counts(choice, experts, mask) / total
-    probability = (jax.nn.softmax(logits.astype(jnp.float32), axis=-1) * mask[:, None]).sum(0) / total
-    return experts * (share * probability).sum()
-
-
-def router_z_loss(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """float32[]: the mean square of each token's log-sum-exp, as transformers' router_z_loss_func (ST-MoE, arXiv
-    2202.08906, equation 5). logits: [N, E]. mask: [N], 0 for tokens that do not count."""
-    square = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
-    if mask is None:
-        return square.mean()
-    mask = mask.astype(jnp.float32)
-    return (square * mask).sum() / jnp.maximum(mask.sum(), 1.0)

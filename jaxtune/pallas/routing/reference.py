@@ -6,12 +6,23 @@ pair within its block. Both are comparisons that are summed on the spot; nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 
-_BLOCK = 256
+BLOCK = 256
+
+
+class Passes(NamedTuple):
+    """The two passes of a sort over all pairs, which are in blocks of so many: see histogram and slots."""
+
+    block: int
+    histogram: Callable[[jax.Array, int], jax.Array]
+    slots: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
@@ -27,24 +38,38 @@ def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.A
     return jnp.stack(columns).sum(0)
 
 
-def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int):
-    """expert int32[pairs] -> (slots int32[pairs], source int32[rows], Groups); see api.Routing."""
-    pairs = expert.shape[0]
-    short = -pairs % _BLOCK
-    expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
-    blocks = jnp.pad(expert, (0, short), constant_values=num_experts).reshape(-1, _BLOCK)
-    index = jnp.arange(num_experts, dtype=jnp.int32)
-    histogram = (blocks[:, :, None] == index).sum(1, dtype=jnp.int32)
-    before = jnp.arange(_BLOCK)[:, None] > jnp.arange(_BLOCK)
+def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
+    """int32[n, E]: how many pairs of each block go to each expert; blocks: the experts, int32[n, pairs of a block]."""
+    return (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
+
+
+def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
+    """int32[n, pairs of a block]: firsts [n, E] of each pair's block and expert, and how many pairs of the block and
+    expert come before it; of pairs that go nowhere, any number."""
+    index = jnp.arange(blocks.shape[1])
+    before = index[:, None] > index
     rank = ((blocks[:, :, None] == blocks[:, None, :]) & before).sum(2, dtype=jnp.int32)
-    ends = jnp.cumsum(histogram, axis=0)
+    return jnp.take_along_axis(firsts, jnp.minimum(blocks, firsts.shape[1] - 1), axis=1) + rank
+
+
+def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
+    """expert int32[pairs] -> (slots int32[pairs], source int32[rows], Groups); see api.Routing.
+
+    passes: who runs the two that go over all pairs.
+    """
+    pairs = expert.shape[0]
+    short = -pairs % passes.block
+    expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    blocks = jnp.pad(expert, (0, short), constant_values=num_experts).reshape(-1, passes.block)
+    counts = passes.histogram(blocks, num_experts)
+    ends = jnp.cumsum(counts, axis=0)
     groups = groups_of(ends[-1], pairs, tile_rows)
-    firsts = groups.starts() + ends - histogram  # the row of each block's first pair of each expert
-    slots = jnp.take_along_axis(firsts, jnp.minimum(blocks, num_experts - 1), axis=1) + rank
-    slots = jnp.where(blocks < num_experts, slots, groups.rows).reshape(-1)[:pairs]
+    firsts = groups.starts() + ends - counts  # the row of each block's first pair of each expert
+    rows = passes.slots(blocks, firsts)
+    rows = jnp.where(blocks < num_experts, rows, groups.rows).reshape(-1)[:pairs]
     numbers = jnp.arange(pairs, dtype=jnp.int32)
-    source = jnp.full(groups.rows, pairs, jnp.int32).at[slots].set(numbers, mode="drop", unique_indices=True)
-    return slots, source, groups
+    source = jnp.full(groups.rows, pairs, jnp.int32).at[rows].set(numbers, mode="drop", unique_indices=True)
+    return rows, source, groups
 
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:

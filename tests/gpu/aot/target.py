@@ -17,6 +17,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from jaxtune.pallas.dispatch import compile_for
 
 
+class _PinnedHost(SingleDeviceSharding):
+    """A device that is not there knows no memories, so JAX drops the kind that a sharding is made with."""
+
+    memory_kind = property(lambda self: "pinned_host")  # type: ignore[assignment]
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A device as XLA describes it; sizes in bytes, from the device's data sheet and cudaDeviceProp."""
@@ -53,6 +59,11 @@ class Target:
         """Where arguments of a program for this device are."""
         topology = topologies.get_topology_desc("", "cuda", target_config=self.description, topology="1x1x1")
         return SingleDeviceSharding(topology.devices[0])
+
+    @staticmethod
+    def on_host(sharding: SingleDeviceSharding) -> SingleDeviceSharding:
+        """Where arguments that lie in pinned host memory are, beside those of `sharding`."""
+        return _PinnedHost(next(iter(sharding.device_set)))
 
     @contextlib.contextmanager
     def lowering(self):

@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import attention_backward, attention_forward, packed_layout
+from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas.attention import attention_backward, attention_forward, mosaic, packed_layout
+from jaxtune.pallas.attention.tune import candidates
 from tests.gpu.aot.target import H200
 
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1024, 8, 2
+
+
+@pytest.fixture
+def spilled_bytes(monkeypatch, capfd):
+    """Bytes of registers that the assembler spilled, in each kernel compiled since."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    return lambda: [int(number) for number in re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr()))]
+
+
+def compile_forward(dim, features, heads=HEADS):
+    def forward(query, key, value, segment_ids):
+        layout = packed_layout((ROWS, LENGTH), segment_ids)
+        return attention_forward(query, key, value, layout, scale=dim**-0.5, implementation="mosaic", **features)
+
+    where = H200.sharding()
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    query, key = array(ROWS, LENGTH, heads, dim), array(ROWS, LENGTH, KV_HEADS, dim)
+    with H200.lowering():
+        jax.jit(forward).lower(query, key, key, array(ROWS, LENGTH, dtype=jnp.int32)).compile()
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 100, "soft_cap": 50.0}], ids=["plain", "window_and_soft_cap"])
+def test_the_forward_of_head_dim_256_keeps_its_registers(features, spilled_bytes):
+    compile_forward(256, features)
+    assert spilled_bytes() == [0]
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "change"),
+    [
+        (64, HEADS, dict(ahead=True)),
+        (64, HEADS, dict(warpgroups=3)),
+        (64, 3 * KV_HEADS, dict(warpgroups=3, ahead=True, step=64)),
+        (128, HEADS, dict(ahead=True)),
+        (128, HEADS, dict(warpgroups=3, step=64)),
+    ],
+)
+def test_the_forms_of_the_forward_that_the_tuner_tries(dim, heads, change, spilled_bytes):
+    blocks = mosaic.FORWARD[dim].as_dict() | dict(turns=False, lean=True, stages=2) | change
+    assert mosaic.Blocks(**blocks).as_dict() in candidates("forward", dim)
+    with tuning.forced("attention forward", blocks):
+        compile_forward(dim, {"window": 100}, heads)
+    assert spilled_bytes() == [0]
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

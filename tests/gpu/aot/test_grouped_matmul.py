@@ -15,9 +15,10 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.routing import route
+from jaxtune.pallas.quant_matmul import MXFP4, NF4
+from jaxtune.pallas.routing import permute, route, unpermute
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.step import StepProgram
 from tests.gpu.aot.target import H200
@@ -54,12 +55,103 @@ def test_kernels_compile_for_an_h200(model):
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 2  # forward and dx
 
 
-def test_routing_stores_nothing_of_the_size_pairs_times_experts():
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("model", SHAPES)
+def test_products_over_four_bits_compile_for_an_h200(model, kind):
+    """Forward and dx read the bytes: nothing of the size of the decoded weight is stored."""
+    experts, pairs, in_size, out_size, transposed = SHAPES[model]
+    where = H200.sharding()
+    if kind == "mxfp4":
+        transposed = False  # as published
+
+    def like(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def step(x, weight, a, b, sizes, dout):
+        groups = groups_of(sizes, pairs)
+
+        def run(x):
+            lora = GroupedLora(a, b, 2.0)
+            return grouped_matmul(
+                x, weight, groups, lora, transposed=transposed, implementation="mosaic_fourbit"
+            )  # fmt: skip
+
+        out, pullback = jax.vjp(run, x)
+        return out, *pullback(dout)
+
+    sizes = array(experts, dtype=jnp.int32)
+    rows = jax.eval_shape(lambda sizes: groups_of(sizes, pairs), sizes).rows
+    shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
+    if kind == "nf4":
+        weight = like(jax.eval_shape(NF4.encode, array(*shape)))
+    else:
+        blocks = array(*shape[:2], shape[2] // 2, dtype=jnp.uint8)
+        weight = MXFP4(blocks, array(*shape[:2], shape[2] // 32, dtype=jnp.uint8))
+    lora = (array(experts, 16, in_size, dtype=jnp.float32), array(experts, out_size, 16, dtype=jnp.float32))
+    with H200.lowering():
+        lowered = jax.jit(step).lower(array(rows, in_size), weight, *lora, sizes, array(rows, out_size))
+        compiled = lowered.compile()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
+    decoded_bytes = 2 * experts * in_size * out_size
+    assert compiled.memory_analysis().temp_size_in_bytes < decoded_bytes / 2
+
+
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_routing_stores_nothing_of_the_size_pairs_times_experts(implementation):
     """131,072 tokens with 8 of 256 experts: a one-hot of that would be 268 million numbers."""
     choice = jax.ShapeDtypeStruct((131_072, 8), jnp.int32, sharding=H200.sharding())
     with H200.lowering():
-        memory = jax.jit(lambda choice: route(choice, 256)).lower(choice).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 50_000_000
+        lowered = jax.jit(lambda choice: route(choice, 256, implementation=implementation)).lower(choice)
+        compiled = lowered.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 50_000_000
+    kernels = compiled.as_text().count('custom_call_target="mosaic_gpu_v2"')
+    assert kernels == {"reference": 0, "mosaic": 2}[implementation]
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "hidden"), [(16_384, 4, 32, 2880), (131_072, 8, 256, 4096)])
+def test_moving_and_summing_rows_compiles_for_an_h200(tokens, k, experts, hidden):
+    """Nothing is stored beside the results."""
+    pairs = jax.ShapeDtypeStruct((tokens, k), jnp.int32)
+    routing = jax.eval_shape(lambda choice: route(choice, experts), pairs)
+    where = H200.sharding()
+    routing, x, rows = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
+        (
+            routing,
+            jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16),
+            jax.ShapeDtypeStruct((routing.groups.rows, hidden), jnp.bfloat16),
+        ),
+    )
+
+    def run(x, rows, routing):
+        there = permute(x, routing, implementation="mosaic")
+        return there, unpermute(rows, routing, implementation="mosaic")
+
+    with H200.lowering():
+        compiled = jax.jit(run).lower(x, rows, routing).compile()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * tokens * k + 100_000
+
+
+@pytest.mark.parametrize("blocks", mosaic.CANDIDATES)
+def test_every_candidate_of_the_tuner_compiles_where_it_divides(blocks):
+    in_size, out_size = 768, 6144 // blocks.columns * blocks.columns
+    where = H200.sharding()
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def run(x, weight, sizes):
+        return mosaic.product(x, weight, groups_of(sizes, 2048), 2, blocks=blocks)
+
+    rows = jax.eval_shape(lambda sizes: groups_of(sizes, 2048), array(8, dtype=jnp.int32)).rows
+    with H200.lowering():
+        arrays = array(rows, in_size), array(8, out_size, in_size), array(8, dtype=jnp.int32)
+        text = jax.jit(run).lower(*arrays).compile().as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
 
 
 @pytest.mark.parametrize(("plan", "products"), [("keep", 4), ("recompute", 5)])

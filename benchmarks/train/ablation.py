@@ -1,0 +1,380 @@
+"""What each of the field's claims is worth in a step, each off and on, then all together; published beside ours.
+
+    python benchmarks/train/ablation.py --output FILE.json [--seconds 560] [--models NAME,...] [--arms NAME,...]
+
+  packed layout      metadata of packed rows built once a batch ("on"), or in every layer, kept apart by a barrier
+                     ("layout_kept") or with a round trip to the host ("layout_host"); see packing_metadata.py
+  overlapped reload  layer inputs on the host and layers computed again: transfers under compute ("offload"), or each
+                     waited for ("serial"); the same plan
+  sorted routing     tokens sorted into their experts' segments ("on"), `jax.lax.ragged_dot` over such rows ("ragged"),
+                     or a loop over the experts, each over all tokens under a mask ("loop")
+  all together       "offload" against "all_off": serial, layout_host, and loop where there are experts
+
+Forward and backward of packed rows under LoRA r=16 on all linears and experts, random weights. A gain is the time of
+what is off over that of what is on, less one; five runs of some steps each, and their spread, (largest - smallest) /
+median. `--layers` cuts the models short, because every arm compiles a program of its own: a layer's share is the same
+in a deeper model, that of embedding and head is larger here than there.
+
+Each (model, arm) is a process of its own with a time limit, and is written to the file as it ends; what stands there is
+not run again. So several calls finish what one cannot: call it until it says that nothing is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxtune
+from benchmarks.random_model import random_model
+from benchmarks.record import environment, write
+from benchmarks.shapes import SHAPES
+from benchmarks.train import packing_metadata
+from benchmarks.transfers import transfers
+from jaxtune.models.lora import experts
+from jaxtune.models.moe import ExpertLinear, MoE
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.quant_matmul import dense
+from jaxtune.pallas.routing import expert_weights
+from jaxtune.train.loop import compiler_options
+from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.plan import parse_residuals
+
+# model -> format of the frozen weights
+MODELS = {
+    "llama-3.2-1b": None,
+    "qwen3-0.6b": None,
+    "llama-3.1-8b": None,
+    "qwen3-14b": "nf4",
+    "qwen3-32b": "nf4",
+    "gpt-oss-20b": None,
+}
+# arm -> (how layouts are built, how experts are computed, whether transfers overlap, plan)
+_OFFLOAD = "recompute, layer_input=offload"
+ARMS = {
+    "on": ("once", "sorted", True, "keep"),
+    "layout_kept": ("per_layer_kept", "sorted", True, "keep"),
+    "layout_host": ("per_layer_host", "sorted", True, "keep"),
+    "ragged": ("once", "ragged", True, "keep"),
+    "loop": ("once", "loop", True, "keep"),
+    "offload": ("once", "sorted", True, _OFFLOAD),
+    "serial": ("once", "sorted", False, _OFFLOAD),
+    "all_off": ("per_layer_host", "loop", False, _OFFLOAD),
+}
+# (claim, arm that is off, arm that is on, models it is of, {model: published gain of the step})
+_ALL = tuple(MODELS)
+_LAYOUT = {"qwen3-14b": "14.3 %", "llama-3.2-1b": "11.5 % (predicted)", "qwen3-0.6b": "14.8 % (predicted)"}
+CLAIMS: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
+    ("packed layout: once, not in every layer", "layout_kept", "on", _ALL, {}),
+    ("packed layout: no round trip to the host a layer", "layout_host", "on", _ALL, _LAYOUT),
+    ("overlapped reload: not serial", "serial", "offload", _ALL, dict.fromkeys(("llama-3.1-8b", "qwen3-14b"), "8 %")),
+    ("sorted routing: not ragged_dot", "ragged", "on", ("gpt-oss-20b",), {}),
+    ("sorted routing: not a loop over experts", "loop", "on", ("gpt-oss-20b",), {"gpt-oss-20b": "10-15 %"}),
+    ("all together", "all_off", "offload", _ALL, dict.fromkeys(_ALL, "25 %")),
+)
+RUNS = 5
+
+
+# ---- the arms
+
+
+def _precision(dtype):
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def _matrices(linear: ExpertLinear, dtype):
+    """(weight [E, in, out], bias [E, out] or None, (a [E, in, r], b [E, r, out]) or None, scale)"""
+    weight = dense(linear.stored_weight, dtype).astype(dtype)
+    weight = weight if linear.transposed else weight.mT
+    bias = None if linear.bias is None else linear.bias[...].astype(jnp.float32)
+    if linear.lora is None:
+        return weight, bias, None, 1.0
+    lora = linear.lora.weights()
+    return weight, bias, (lora.a.mT.astype(dtype), lora.b.mT.astype(dtype)), lora.scale
+
+
+def ragged_gate_up(self: MoE, x: jax.Array, choice: jax.Array) -> jax.Array:
+    """[pairs, 2 * expert_size], pairs sorted by expert without gaps."""
+    order, _, sizes, expert = _sorted(choice, self.moe.num_experts)
+    rows = x.reshape(-1, x.shape[-1])[order // choice.shape[1]]
+    return _ragged(rows, self.experts.gate_up_proj, sizes, expert, jnp.ones(len(order)))
+
+
+def ragged_down(self: MoE, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
+    weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)
+    order, back, sizes, expert = _sorted(choice, self.moe.num_experts)
+    weights = weights.reshape(-1)[order]
+    inner = (self._activated(gate_up) * weights[:, None]).astype(x.dtype)
+    out = _ragged(inner, self.experts.down_proj, sizes, expert, weights)
+    return out[back].reshape(*choice.shape, -1).astype(jnp.float32).sum(1).astype(x.dtype).reshape(x.shape)
+
+
+def _sorted(choice, num_experts: int):
+    """(order of the pairs by expert, its inverse, int32[E] sizes, expert of each sorted pair)"""
+    flat = choice.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)  # of padding, E, none
+    return order, jnp.argsort(order), sizes, flat[order]
+
+
+def _ragged(rows, linear: ExpertLinear, sizes, expert, weights):
+    weight, bias, lora, scale = _matrices(linear, rows.dtype)
+
+    def product(x, w):
+        return jax.lax.ragged_dot(x, w, sizes, precision=_precision(x.dtype), preferred_element_type=x.dtype)
+
+    out = product(rows, weight).astype(jnp.float32)
+    if lora is not None:
+        out += scale * product(product(rows, lora[0]), lora[1]).astype(jnp.float32)
+    if bias is not None:
+        out += weights[:, None] * bias.at[expert].get(mode="fill", fill_value=0)
+    return jnp.where(expert[:, None] < len(sizes), out, 0).astype(rows.dtype)
+
+
+def loop_gate_up(self: MoE, x: jax.Array, choice: jax.Array) -> jax.Array:
+    """Nothing: in a loop every expert's own is gone before the next one's is there."""
+    return jnp.zeros((0, 2 * self.moe.expert_size), x.dtype)
+
+
+def loop_down(self: MoE, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
+    """Expert by expert over all tokens; in the backward each is computed again, as their products would fill memory."""
+    tokens = x.reshape(-1, x.shape[-1])
+    weights = expert_weights(self.router(tokens), choice, renormalize=self.moe.renormalize)
+    linears = (self.experts.gate_up_proj, self.experts.down_proj)
+    parts = [_matrices(linear, x.dtype) for linear in linears]
+
+    def product(rows, matrices, scale, factor):
+        weight, bias, lora = matrices
+
+        def dot(a, b):
+            return jnp.matmul(a, b, precision=_precision(a.dtype), preferred_element_type=a.dtype)
+
+        out = dot(rows, weight).astype(jnp.float32)
+        if lora is not None:
+            out += scale * dot(dot(rows, lora[0]), lora[1]).astype(jnp.float32)
+        if bias is not None:
+            out += factor[:, None] * bias
+        return out.astype(rows.dtype)
+
+    @jax.checkpoint
+    def one(total, step):
+        expert, *matrices = step
+        own = jnp.where(choice == expert, weights, 0.0).sum(1)
+        wide = product(tokens, matrices[0], parts[0][3], jnp.ones_like(own))
+        inner = (self._activated(wide) * own[:, None]).astype(x.dtype)
+        return total + product(inner, matrices[1], parts[1][3], own).astype(jnp.float32), None
+
+    steps = (jnp.arange(self.moe.num_experts), *(part[:3] for part in parts))
+    total = jax.lax.scan(one, jnp.zeros(tokens.shape, jnp.float32), steps)[0]
+    return total.astype(x.dtype).reshape(x.shape)
+
+
+_EXPERTS = {"ragged": (ragged_gate_up, ragged_down), "loop": (loop_gate_up, loop_down)}
+
+
+@contextlib.contextmanager
+def arm(name: str, model) -> Iterator[None]:
+    """While tracing: what the arm does in another way than jaxtune."""
+    layout, how, overlapped, _ = ARMS[name]
+    jax.clear_caches()  # layer functions are traced once a process
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(packing_metadata.arm(layout, model))
+        if how in _EXPERTS:
+            for method, function in zip(("gate_up", "down"), _EXPERTS[how], strict=True):
+                patches.enter_context(mock.patch.object(MoE, method, function))
+        patches.enter_context(transfers("overlapped" if overlapped else "serial"))
+        yield
+    jax.clear_caches()
+
+
+# ---- one arm of one model
+
+_TINY = {"hidden_size": 64, "vocab_size": 512, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TINY |= {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def build(name: str, layers: int, tiny: bool):
+    """The model, with adapters on all linears and experts."""
+    hf = {**SHAPES[name]}
+    layers = min(layers, hf["num_hidden_layers"])
+    hf["num_hidden_layers"] = layers
+    if hf.get("layer_types"):
+        hf["layer_types"] = hf["layer_types"][:layers]
+    if tiny:
+        hf |= {key: value for key, value in _TINY.items() if key in hf}
+    model = random_model(hf, jax.random.key(0), MODELS[name])
+    names = [name for name, _ in experts(model)]
+    return jaxtune.get_peft_model(model, r=16, lora_alpha=16, target_parameters=names)
+
+
+def measure(name: str, arm_name: str, options) -> dict:
+    started = time.perf_counter()
+    model = build(name, options.layers, options.tiny)
+    batch = packing_metadata.build_batch(options.rows, options.length, model.config.vocab_size)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    plan = parse_residuals(ARMS[arm_name][3], len(model.layers))
+
+    def loss(trainable, frozen, batch):
+        total, count = loss_sum_and_count(nnx.merge(graph, trainable, frozen), batch, plan=plan)
+        return total / count
+
+    settings = compiler_options("gpu" if jax.default_backend() == "gpu" else "cpu", deterministic=False)
+    arguments = (trainable, frozen, batch)
+    with arm(arm_name, model):
+        forward = jax.jit(loss).lower(*arguments).compile(compiler_options=settings)
+        step = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile(compiler_options=settings)
+    compile_seconds = time.perf_counter() - started
+
+    def runs(program) -> list[float]:
+        for _ in range(2):
+            jax.block_until_ready(program(*arguments))
+        found = []
+        for _ in range(RUNS):
+            begun = time.perf_counter()
+            for _ in range(options.steps):
+                jax.block_until_ready(program(*arguments))  # as a step's loss is waited for
+            found.append((time.perf_counter() - begun) / options.steps * 1e3)
+        return found
+
+    value, gradient = step(*arguments)
+    return {
+        "model": name,
+        "arm": arm_name,
+        **environment(),
+        "layers": len(model.layers),
+        "layers_of_the_model": SHAPES[name]["num_hidden_layers"],
+        "frozen_weights": MODELS[name] or "bfloat16",
+        "plan": ARMS[arm_name][3],
+        "attention": dispatch.record["attention"][0],
+        "loss": float(value),
+        "gradient_norm": float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradient)))),
+        "forward_ms": runs(forward),
+        "forward_backward_ms": runs(step),
+        "start_seconds": compile_seconds,
+    }
+
+
+# ---- all of them
+
+
+def pairs(models: list[str], arms: list[str]) -> list[tuple[str, str]]:
+    """(model, arm) of every program that a claim needs, models one after the other."""
+    found = []
+    for model in models:
+        wanted = {arm for _, off, on, of, _ in CLAIMS if model in of for arm in (off, on)}
+        found += [(model, arm) for arm in ARMS if arm in wanted and arm in arms]
+    return found
+
+
+def gains(entries: dict[str, dict]) -> list[dict]:
+    """The claims whose two arms were measured: off over on, less one, in the medians of their runs."""
+    found = []
+    for claim, off, on, models, published in CLAIMS:
+        for model in models:
+            both = [entries.get(f"{model} {name}", {}) for name in (off, on)]
+            if not all("forward_backward_ms" in entry for entry in both):
+                continue
+            row: dict = {"claim": claim, "model": model, "published": published.get(model), "off": off, "on": on}
+            row["loss_differs_by"] = abs(both[0]["loss"] - both[1]["loss"])
+            for key in ("forward_ms", "forward_backward_ms"):
+                slow, fast = (statistics.median(entry[key]) for entry in both)
+                # Of the ratio, were the slowest run of one beside the fastest of the other.
+                least = min(both[0][key]) / max(both[1][key]) - 1
+                most = max(both[0][key]) / min(both[1][key]) - 1
+                row[key.replace("_ms", "_gain")] = slow / fast - 1
+                row[key.replace("_ms", "_gain_range")] = [least, most]
+            found.append(row)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5, help="steps of each of the five runs")
+    parser.add_argument("--seconds", type=float, default=560, help="no arm is begun after this, nor goes on")
+    parser.add_argument("--limit", type=float, default=200, help="seconds that one arm may take")
+    parser.add_argument("--again", action="store_true", help="arms that failed, once more")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    models, arms = options.models.split(","), options.arms.split(",")
+    for given, known in ((models, MODELS), (arms, ARMS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: not of {', '.join(known)}")
+    if options.child:
+        write(options.child, measure(models[0], arms[0], options))
+        return 0
+
+    started, output = time.monotonic(), Path(options.output)
+    record = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    settings = {key: getattr(options, key) for key in ("rows", "length", "layers", "tiny")}
+    if record and record["settings"] != settings:
+        parser.error(f"{output} is of {record['settings']}: name another file")
+    record = {"benchmark": "train/ablation", "settings": settings, "entries": record.get("entries", {})}
+    left = []
+    for model, name in pairs(models, arms):
+        done = record["entries"].get(f"{model} {name}")
+        if done is None or ("error" in done and options.again):
+            left.append((model, name))
+    for position, (model, name) in enumerate(left):
+        room = min(options.limit, options.seconds - (time.monotonic() - started))
+        if room < min(options.limit, 60):
+            print(f"{len(left) - position} arms are left: call it again")
+            break
+        entry = _child(model, name, options, room)
+        if entry.get("error") == _OUT_OF_TIME and room < options.limit:
+            print(f"{model} {name}: {room:.0f} s were too few; call it again")
+            break
+        record["entries"][f"{model} {name}"] = entry
+        record["claims"] = gains(record["entries"])
+        write(output, record)
+        times = [statistics.median(entry[key]) for key in ("forward_ms", "forward_backward_ms") if key in entry]
+        print(model, name, [round(ms, 2) for ms in times] or entry["error"], flush=True)
+    else:
+        print("nothing is left")
+    return 0
+
+
+_OUT_OF_TIME = "out of time"
+
+
+def _child(model: str, name: str, options, seconds: float) -> dict:
+    """The record of one arm, measured in a process of its own, or {"error": why there is none}."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "arm.json"
+        keys = ("layers", "rows", "length", "steps")
+        command = [sys.executable, __file__, "--output", options.output, "--models", model, "--arms", name]
+        command += [text for key in keys for text in (f"--{key}", str(getattr(options, key)))]
+        command += ["--child", str(file), *(["--tiny"] if options.tiny else [])]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": _OUT_OF_TIME, "seconds": seconds}
+        if done.returncode or not file.exists():
+            return {"error": f"exit {done.returncode}: {done.stderr[-800:]}"}
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""The bodies of the backward kernels (see mosaic_parts.py)."""
+
+# Pallas' annotations know neither its own transforms nor loops that carry values.
+# pyright: reportAbstractUsage=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.attention.mosaic_parts import (
+    Items,
+    QuerySide,
+    Turns,
+    add_product,
+    bring,
+    bringing,
+    capped,
+    computing,
+    drain,
+    filled,
+    ids,
+    products,
+    rows_of,
+    within,
+)
+
+
+def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap):
+    """(weights, slope of the soft cap or None, dweights) from the products (left, right) that give the raw scores and
+    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights."""
+
+    def compute(score_acc, dweight_acc):
+        plgpu.wgmma(score_acc, *scores)
+        plgpu.wgmma(dweight_acc, *dweights)
+        issued()
+        raw, slope = capped(plgpu.wgmma_accumulator_load(score_acc, wait_n=1), scale, soft_cap)
+        weights = seen(jnp.exp2(raw - stat))
+        return weights, slope, dweight_acc[...]
+
+    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+
+def _gradient_of_scores(weights, slope, dweights, delta, scale):
+    """Times scale; delta comes times scale."""
+    dscores = weights * (dweights * scale - delta)
+    return dscores if slope is None else dscores * slope
+
+
+def query_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    stat_ref,
+    delta_ref,
+    lower_ref,
+    table_ref,
+    dq_ref,
+    q_smem,
+    do_smem,
+    numbers_smem,
+    lower_smem,
+    k_smem,
+    v_smem,
+    own_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn_barrier,
+    *,
+    blocks,
+    pairs,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """dq of tiles of queries."""
+    wg = lax.axis_index("wg")
+    side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
+    own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+
+    @bringing(wg, blocks)
+    def _():
+        side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
+
+    @computing(wg, blocks)
+    def _():
+        turns = Turns(turn_barrier, wg, blocks.turns)
+
+        def buffer(turn):
+            return wg * 2 + lax.rem(turn, jnp.int32(2))
+
+        def fetch(turn, item):
+            row, head, base = side.place(item)
+            here, full = pl.ds(base, own), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], q_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(do_ref.at[row, here, head], do_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[blocks.warpgroups + wg], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
+
+        def work(turn, done, item, following):
+            row, head, base = side.place(item)
+            query, dout = q_smem.at[buffer(turn)], do_smem.at[buffer(turn)]
+            plgpu.barrier_wait(own_full.at[buffer(turn)])
+            stat = plgpu.load(numbers_smem.at[wg], layout=rows)
+            delta = plgpu.load(numbers_smem.at[blocks.warpgroups + wg], layout=rows)
+            lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
+            last_lower = lower_smem[buffer(turn), own - 1]
+            plgpu.commit_smem()  # every warp has read them: the next item's may come
+
+            def step(i, acc):
+                slot = lax.rem(done + i, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+                plgpu.barrier_wait(v_full.at[slot])
+                weights, slope, dweights = _weights_and_gradient(
+                    (query, k_smem.at[slot].transpose((1, 0))),
+                    (dout, v_smem.at[slot].transpose((1, 0))),
+                    shape,
+                    rows_of(stat, shape),
+                    lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
+                    turns.swap,
+                    scale,
+                    soft_cap,
+                )
+                plgpu.barrier_arrive(v_free.at[slot])
+
+                dscores = _gradient_of_scores(weights, slope, dweights, rows_of(delta, shape), scale)
+                narrow = dscores.astype(k_ref.dtype)
+                turns.swap()
+                acc = add_product(acc, narrow, k_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(k_free.at[slot])
+                return acc
+
+            # The first step hides how the last item's results leave the buffer that the next item's operands go to.
+            acc = step(jnp.int32(0), filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+            acc = lax.fori_loop(1, item[4], step, acc)
+            query[...] = acc.astype(q_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own), head])
+            return item[4]
+
+        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        turns.begin()
+        side.items.each(work)
+        turns.end()
+        plgpu.wait_smem_to_gmem(0)
+
+
+def key_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    stat_ref,
+    delta_ref,
+    upper_ref,
+    table_ref,
+    dk_ref,
+    dv_ref,
+    k_smem,
+    v_smem,
+    upper_smem,
+    q_smem,
+    do_smem,
+    numbers_smem,
+    own_full,
+    q_full,
+    do_full,
+    q_free,
+    do_free,
+    turn_barrier,
+    *,
+    blocks,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """dk and dv of tiles of keys: walks the query blocks that see the tile, of every query head in turn.
+
+    A line of the table: row, first key, first block of queries, number of blocks.
+    """
+    wg = lax.axis_index("wg")
+    group = q_ref.shape[2] // k_ref.shape[2]
+    items = Items(table_ref, k_ref.shape[2])
+    own, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape = (own, width)
+    rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+    @bringing(wg, blocks)
+    def _():
+        def work(turn, done, item, following):
+            kv_head, row, _, first, count, *_ = item
+
+            def step(i, _):
+                head = kv_head * group + lax.div(i, count)
+                here = pl.ds((first + lax.rem(i, count)) * width, width)
+                slot, reused = lax.rem(done + i, stages), done + i >= stages
+                bring(
+                    slot,
+                    reused,
+                    (
+                        (q_ref.at[row, here, head], q_smem, q_full, q_free),
+                        (do_ref.at[row, here, head], do_smem, do_full, do_free),
+                    ),
+                )
+                # These go with q and do, whose slots are free when theirs are.
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
+                return ()
+
+            lax.fori_loop(0, count * group, step, ())
+            return count * group
+
+        drain(items.each(work), blocks.stages, q_free, do_free)
+
+    @computing(wg, blocks)
+    def _():
+        turns = Turns(turn_barrier, wg, blocks.turns)
+
+        def buffer(turn):
+            return wg * 2 + lax.rem(turn, jnp.int32(2))
+
+        def fetch(turn, item):
+            kv_head, row, start = item[:3]
+            here, full = pl.ds(pl.multiple_of(start + wg * own, own), own), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, here, kv_head], v_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem.at[buffer(turn)], full)
+
+        def work(turn, done, item, following):
+            kv_head, row, start, first, count = item
+            base = pl.multiple_of(start + wg * own, own)
+            key, value = k_smem.at[buffer(turn)], v_smem.at[buffer(turn)]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the other buffers
+            pl.when(turn + 1 < items.rounds)(lambda: fetch(turn + 1, following))
+            plgpu.barrier_wait(own_full.at[buffer(turn)])
+            upper = plgpu.load(upper_smem.at[buffer(turn)], layout=rows)
+            first_upper, last_upper = upper_smem[buffer(turn), 0], upper_smem[buffer(turn), own - 1]
+            # The blocks are those of both warpgroups: the ones at the edges may be the other's alone.
+            lead = wg * (own // width)
+            last = jnp.clip(lax.div(last_upper + (width - 1), jnp.int32(width)) - first, lead, count)
+
+            def arrive(slot):
+                plgpu.barrier_wait(q_full.at[slot])
+                plgpu.barrier_wait(do_full.at[slot])
+
+            def leave(slot):
+                plgpu.barrier_arrive(do_free.at[slot])
+                plgpu.barrier_arrive(q_free.at[slot])
+
+            def skip(before, block, _):
+                slot = lax.rem(before + block, stages)
+                arrive(slot)
+                turns.swap()
+                turns.swap()
+                leave(slot)
+                return ()
+
+            def step(before, block, carry):
+                dk, dv = carry
+                slot = lax.rem(before + block, stages)
+                queries = (first + block) * width
+                query, dout = q_smem.at[slot], do_smem.at[slot]
+                arrive(slot)
+                scores, dweights = products(
+                    (key, query.transpose((1, 0))), (value, dout.transpose((1, 0))), shape=shape, issued=turns.swap
+                )
+
+                def masked(weights):
+                    if blocks.lean:
+                        key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=rows) + base
+                        seen = within(shape, 1, queries, key_ids, upper - key_ids)
+                    else:
+                        query_ids = ids(shape, 1, queries)
+                        seen = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
+                    return jnp.where(seen, weights, 0.0)
+
+                crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                scores, slope = capped(scores, scale, soft_cap)
+                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
+                weights = lax.cond(crossed, masked, lambda weights: weights, weights)
+                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                dscores = _gradient_of_scores(weights, slope, dweights, lax.broadcast_in_dim(delta, shape, [1]), scale)
+                weights, dscores = weights.astype(v_ref.dtype), dscores.astype(k_ref.dtype)
+                turns.swap()
+                dv = add_product(dv, weights, dout, interpreted)
+                dk = add_product(dk, dscores, query, interpreted)
+                leave(slot)
+                return dk, dv
+
+            def head(number, carry):
+                before = done + number * count
+                lax.fori_loop(0, lead, functools.partial(skip, before), ())
+                carry = lax.fori_loop(lead, last, functools.partial(step, before), carry)
+                lax.fori_loop(last, count, functools.partial(skip, before), ())
+                return carry
+
+            zeros = filled((own, dim), 0.0, plgpu.Layout.WGMMA)
+            dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
+            key[...] = dk.astype(k_ref.dtype)
+            value[...] = dv.astype(v_ref.dtype)
+            plgpu.commit_smem()
+            here = pl.ds(base, own)
+            plgpu.copy_smem_to_gmem(key, dk_ref.at[row, here, kv_head])
+            plgpu.copy_smem_to_gmem(value, dv_ref.at[row, here, kv_head])
+            return count * group
+
+        pl.when(items.rounds > 0)(lambda: fetch(jnp.int32(0), items.at(jnp.int32(0))))
+        turns.begin()
+        items.each(work)
+        turns.end()
+        plgpu.wait_smem_to_gmem(0)

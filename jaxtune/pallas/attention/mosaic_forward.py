@@ -1,0 +1,214 @@
+"""The body of the forward kernel (see mosaic_parts.py)."""
+
+# Pallas' annotations know neither its own transforms nor loops that carry values.
+# pyright: reportAbstractUsage=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.attention.mosaic_parts import (
+    LOG2E,
+    MASKED,
+    QuerySide,
+    Turns,
+    add_product,
+    bringing,
+    capped,
+    computing,
+    filled,
+    products,
+    rows_of,
+)
+
+# Where the running maximum of scores starts: so far above MASKED that a masked score weighs exactly nothing, whatever
+# a fused multiply-add leaves of the difference.
+_UNSEEN = -1e20
+
+
+class _Softmax:
+    """The running softmax of the forward, in powers of two. Its state, one number a row: the maximum so far and the sum
+    of the weights. lean: the maximum is that of the scores as they are (of the tanh, with a soft cap), and the factor
+    on them goes into the multiply-add that subtracts it."""
+
+    def __init__(self, scale, soft_cap, lean):
+        self.scale, self.soft_cap = scale, soft_cap
+        self.unit = (scale if soft_cap is None else soft_cap) * LOG2E
+        self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
+
+    def start(self, own, layout):
+        return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
+
+    def step(self, scores, state, mask):
+        """(weights of a block, by what the sums so far fade, state)."""
+        top, total = state
+        if not self.lean:
+            scores, _ = capped(scores, self.scale, self.soft_cap)
+        elif self.soft_cap is not None:
+            scores = jnp.tanh(scores * (self.scale / self.soft_cap))
+        scores = mask(scores)
+        new = jnp.maximum(top, scores.max(axis=1))
+        if self.lean:
+            fade = jnp.exp2((top - new) * self.unit)
+            weights = jnp.exp2(scores * self.unit - rows_of(new * self.unit, scores.shape))
+        else:
+            fade = jnp.exp2(top - new)
+            weights = jnp.exp2(scores - rows_of(new, scores.shape))
+        return weights, fade, (new, total * fade + weights.sum(axis=1))
+
+    def end(self, state):
+        """(1 / sum, log-sum-exp in natural log)."""
+        top, total = state
+        if self.lean:
+            top = top * self.unit
+        return 1.0 / total, (top + jnp.log2(total)) * (1.0 / LOG2E)
+
+
+def forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    lower_ref,
+    table_ref,
+    out_ref,
+    lse_ref,
+    qo_smem,
+    lower_smem,
+    lse_smem,
+    k_smem,
+    v_smem,
+    own_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn_barrier,
+    *,
+    blocks,
+    pairs,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """out and lse (natural log, without sinks; 0 at padding) of tiles of queries."""
+    wg = lax.axis_index("wg")
+    side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
+    own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    softmax = _Softmax(scale, soft_cap, blocks.lean)
+
+    @bringing(wg, blocks)
+    def _():
+        side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
+
+    @computing(wg, blocks)
+    def _():
+        turns = Turns(turn_barrier, wg, blocks.turns)
+
+        def buffer(turn):
+            return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
+
+        def fetch(turn, item):
+            row, head, base = side.place(item)
+            here, full = pl.ds(base, own), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], qo_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
+
+        def work(turn, done, item, following):
+            row, head, base = side.place(item)
+            qo = qo_smem.at[buffer(turn)]
+            if blocks.buffers == 1:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
+                fetch(turn, item)
+            plgpu.barrier_wait(own_full.at[buffer(turn)])
+            lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
+            last_lower = lower_smem[buffer(turn), own - 1]
+
+            def fetch_following():
+                if blocks.buffers == 2:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+
+            def key_of(slot):
+                return k_smem.at[slot].transpose((1, 0))
+
+            def add_values(i, scores, carry) -> Any:
+                """What is left of step i once its scores are there."""
+                acc, state = carry
+                slot = lax.rem(done + i, stages)
+                weights, fade, state = softmax.step(
+                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
+                )
+                acc = acc * rows_of(fade, acc.shape)
+                narrow = weights.astype(v_ref.dtype)
+                turns.swap()
+                if blocks.ahead:
+                    plgpu.barrier_wait(v_full.at[slot])
+                acc = add_product(acc, narrow, v_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(v_free.at[slot])
+                return acc, state
+
+            def step(i, carry):
+                slot = lax.rem(done + i, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+
+                def issued():
+                    turns.swap()
+                    plgpu.barrier_wait(v_full.at[slot])
+
+                (scores,) = products((qo, key_of(slot)), shape=shape, issued=issued)
+                plgpu.barrier_arrive(k_free.at[slot])
+                return add_values(i, scores, carry)
+
+            def step_ahead(i, carry):
+                """Step i, and the scores of step i + 1."""
+                scores, carry = carry
+                slot = lax.rem(done + i + 1, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+
+                def compute(next_scores):
+                    plgpu.wgmma(next_scores, qo, key_of(slot))
+                    results = add_values(i, scores, carry)
+                    return next_scores[...], results
+
+                carry = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+                plgpu.barrier_arrive(k_free.at[slot])
+                return carry
+
+            start = filled((own, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own, rows)
+            # The first product or step hides how the last item's results leave the buffer that the next item's
+            # queries go to.
+            if blocks.ahead:
+                slot = lax.rem(done, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+                (scores,) = products((qo, key_of(slot)), shape=shape, issued=fetch_following)
+                plgpu.barrier_arrive(k_free.at[slot])
+                scores, carry = lax.fori_loop(0, item[4] - 1, step_ahead, (scores, start))
+                acc, state = add_values(item[4] - 1, scores, carry)
+            else:
+                start = step(jnp.int32(0), start)
+                fetch_following()
+                acc, state = lax.fori_loop(1, item[4], step, start)
+            # Padding saw nothing: what stands there is dropped.
+            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
+            inverse, lse = softmax.end(state)
+            inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
+            qo[...] = (acc * rows_of(inverse, (own, dim))).astype(q_ref.dtype)
+            lse_smem.at[wg][...] = lse
+            plgpu.commit_smem()
+            here = pl.ds(base, own)
+            plgpu.copy_smem_to_gmem(qo, out_ref.at[row, here, head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, here])
+            return item[4]
+
+        if blocks.buffers == 2:
+            pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        turns.begin()
+        side.items.each(work)
+        turns.end()
+        plgpu.wait_smem_to_gmem(0)

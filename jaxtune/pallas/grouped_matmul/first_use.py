@@ -1,0 +1,59 @@
+"""The small case on which a kernel is compared with the reference at its first use on a GPU (dispatch.first_use)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.grouped_matmul import reference
+from jaxtune.pallas.grouped_matmul.layout import groups_of
+from jaxtune.pallas.quant_matmul import MXFP4, NF4
+
+_SIZES = (200, 0, 1, 128)  # rows of each expert
+_SHAPE = (len(_SIZES), 384, 256)
+_RANK = 8
+
+
+def refusal(name: str, product: Callable, weight) -> str | None:
+    """Why this GPU must not run `product` (an implementation of reference.product), or None; weight: as stored."""
+    kind = type(weight) if isinstance(weight, MXFP4 | NF4) else None
+
+    def compare():
+        draw = np.random.default_rng(0)
+        groups = groups_of(jnp.asarray(_SIZES, jnp.int32), sum(_SIZES))
+        held = np.zeros((groups.rows, 1))
+        for start, size in zip(np.asarray(groups.starts()), _SIZES, strict=True):
+            held[start : start + size] = 1
+
+        def rows(size):
+            return jnp.asarray(draw.standard_normal((groups.rows, size)) * held, jnp.bfloat16)
+
+        stored: Any
+        values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
+        if kind is NF4:
+            stored = NF4.encode(values)
+        elif kind is MXFP4:
+            codes = draw.integers(0, 256, (*_SHAPE[:-1], _SHAPE[-1] // 2))
+            scales = draw.integers(120, 124, (*_SHAPE[:-1], _SHAPE[-1] // 32))
+            stored = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+        else:
+            stored = values
+        exact = (values if kind is None else stored.decode(jnp.float32)).astype(jnp.float32)
+        got, want = [], []
+        for contract in (2, 1):
+            x, u = rows(_SHAPE[contract]), rows(_RANK)
+            sides = (_SHAPE[0], _SHAPE[3 - contract], _RANK)
+            side = jnp.asarray(
+                draw.standard_normal(sides if contract == 2 else (sides[0], *sides[:0:-1])), jnp.bfloat16
+            )
+            got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
+            wide = (x.astype(jnp.float32), exact, groups, contract)
+            want.append(reference.product(*wide, (u.astype(jnp.float32), side.astype(jnp.float32))))
+        return got, want
+
+    return dispatch.first_use("grouped_matmul", name, "arrays" if kind is None else kind.__name__, compare)

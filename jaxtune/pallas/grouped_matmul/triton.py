@@ -1,0 +1,91 @@
+"""The grouped product as a Triton kernel, for every NVIDIA GPU since Ampere (compute capability 8.0): forward and dx.
+
+A program has a tile of the output. Since a tile of rows has one expert, all tiles cost the same; those of rows that
+hold nothing store zeros. Programs go by bands of rows, so that what runs at a time shares rows and weights in L2. An
+adapter's product is one more step along K. The body is in triton_kernels.py, which imports triton and is itself
+imported where it is used.
+
+Not run on a GPU yet; tiles are those that fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.grouped_matmul.layout import Groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """rows x columns of the output, `step` along K at a time, of which `stages` are on their way."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    band: int = 8
+
+
+# By the shared memory that a block may have, in KB (9.0 has 227, 8.0 and 8.7 have 163, all others 99).
+TILES = {227: Tile(128, 256, 64, 8, 3), 163: Tile(128, 128, 32, 4, 4), 99: Tile(128, 128, 32, 4, 3)}
+_SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
+_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def tile() -> Tile:
+    """That of the GPU to lower for; an unknown one gets the tile that fits everywhere."""
+    capability = dispatch.compute_capability()
+    return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99]
+
+
+def refusal(dtype, tile_rows: int) -> str | None:
+    """Why this kernel cannot serve this call, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if dtype not in _DTYPES:
+        return f"dtype {jnp.dtype(dtype).name}"
+    if tile_rows % TILES[99].rows:
+        return f"tiles of {tile_rows} rows, no multiple of {TILES[99].rows}"
+    return None
+
+
+def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile | None = None):
+    """See reference.product; weight in x's dtype."""
+    from jaxtune.pallas.grouped_matmul import triton_kernels
+
+    cut = cut or tile()
+    inner, columns = weight.shape[contract], weight.shape[3 - contract]
+    rank = 0
+    u, side = x, weight
+    if extra is not None:
+        u, side = extra
+        side = side.astype(x.dtype)
+        rank = u.shape[1]
+    row_tiles, column_tiles = groups.rows // cut.rows, math.ceil(columns / cut.columns)
+    (out,) = compat.triton_call(
+        triton_kernels.product_kernel,
+        (x, weight, u, side, groups.tile_expert, groups.count[None]),
+        (jax.ShapeDtypeStruct((groups.rows, columns), x.dtype),),
+        (row_tiles * column_tiles,),
+        warps=cut.warps,
+        stages=cut.stages,
+        ROW_TILES=row_tiles,
+        GROUP_TILES=groups.tile_rows // cut.rows,
+        INNER=inner,
+        OUTER=columns,
+        RANK=rank,
+        RANK_STEP=max(16, 1 << (rank - 1).bit_length()) if rank else 16,
+        FAST=int(contract == 2),
+        ROWS=cut.rows,
+        COLUMNS=cut.columns,
+        STEP=cut.step,
+        BAND=cut.band,
+    )
+    return out

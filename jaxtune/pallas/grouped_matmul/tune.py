@@ -1,0 +1,57 @@
+"""Measures the blocks of the grouped product on this machine's GPU: `jaxtune tune grouped_matmul`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import tuning
+from jaxtune.pallas.grouped_matmul import mosaic
+from jaxtune.pallas.grouped_matmul.layout import groups_of
+
+# (experts, pairs, in, out, whether weights are [E, in, out]) of gpt-oss-20b and Qwen3-30B-A3B at 16,384 tokens: gate
+# with up, and down.
+SHAPES = (
+    (32, 65_536, 2880, 5760, True), (32, 65_536, 2880, 2880, True), (128, 131_072, 2048, 1536, False),
+    (128, 131_072, 768, 2048, False),
+)  # fmt: skip
+
+
+def tune(
+    dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """Times the blocks on balanced groups, forward and dx, and keeps the fastest (tuning.py).
+
+    Args:
+      say, path: see tuning.measure.
+    Returns:
+      product -> its entry, see tuning.measure.
+    """
+    entries = {}
+    for experts, pairs, in_size, out_size, transposed in SHAPES:
+        sizes = jnp.full(experts, pairs // experts, jnp.int32)
+        groups = groups_of(sizes, pairs)
+        for size, other, contract in (
+            (in_size, out_size, 1 if transposed else 2), (out_size, in_size, 2 if transposed else 1)
+        ):  # fmt: skip
+            x = jax.random.normal(jax.random.key(0), (groups.rows, size), dtype)
+            pair = (size, other) if contract == 1 else (other, size)
+            weight = jax.random.normal(jax.random.key(1), (experts, *pair), dtype)
+
+            def prepare(x=x, weight=weight, groups=groups, contract=contract):
+                run = jax.jit(lambda x, weight: mosaic.product(x, weight, groups, contract))
+                return lambda: run(x, weight)
+
+            bucket = mosaic.bucket(size, other, contract)
+            if bucket in entries:
+                continue
+            candidates = [dataclasses.asdict(b) for b in mosaic.CANDIDATES if other % b.columns == 0]
+            entries[bucket] = tuning.measure(
+                "grouped_matmul", bucket, dtype, candidates, prepare, wrong=tuning.as_the_first(), say=say, path=path
+            )
+    return entries

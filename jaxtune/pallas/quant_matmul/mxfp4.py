@@ -1,0 +1,68 @@
+"""MXFP4, as gpt-oss is published: blocks of 32 numbers in four bits that share a power of two (OCP Microscaling Formats
+v1.0: e2m1 numbers, e8m0 scales). Two numbers make a byte, the first in the low nibble. Not trained, not written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK = 32  # numbers that share a scale
+TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MXFP4:
+    """A tensor [..., n] whose last axis, a multiple of 32, is in blocks; a pytree, whose arrays are the leaves.
+
+    Attributes:
+      codes: uint8[..., n / 2], two numbers each. scales: uint8[..., n / 32]; a number is TABLE[code] * 2^(scale - 127).
+      dtype_name: the dtype that `decode` gives by default.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
+
+    @staticmethod
+    def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
+        """Of a checkpoint's uint8[..., n / 32, 16] and uint8[..., n / 32]."""
+        if blocks.shape != (*scales.shape, BLOCK // 2):
+            raise ValueError(f"MXFP4: blocks {blocks.shape} do not fit scales {scales.shape}; want a last axis of 16")
+        return MXFP4(blocks.reshape(*scales.shape[:-1], -1), scales, dtype_name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(self.dtype_name)
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def decode(self, dtype=None) -> jax.Array:
+        """The tensor; exact in every dtype that holds the scales."""
+        with jax.named_scope("dequantise"):
+            nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
+            values = jnp.asarray(TABLE).at[nibbles].get(mode="promise_in_bounds").reshape(*self.scales.shape, BLOCK)
+            wide = jnp.ldexp(values, self.scales.astype(jnp.int32)[..., None] - 127)
+            return wide.astype(dtype or self.dtype).reshape(self.shape)

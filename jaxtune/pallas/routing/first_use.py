@@ -1,0 +1,54 @@
+"""The small case on which the kernels are compared with the reference at their first use on a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.routing import reference
+
+_TOKENS, _K, _HIDDEN = 203, 3, 192
+
+
+def refusal(name: str, kernels: ModuleType) -> str | None:
+    """Why this GPU must not run `kernels`, or None."""
+
+    def compare():
+        draw = np.random.default_rng(0)
+        x = jnp.asarray(draw.standard_normal((_TOKENS, _HIDDEN)), jnp.bfloat16)
+        index = jnp.asarray(draw.integers(0, _TOKENS + 30, 1024), jnp.int32).at[-200:].set(_TOKENS)
+        index = jnp.minimum(index, _TOKENS)
+        slots = jnp.minimum(jnp.asarray(draw.integers(0, 1100, (_TOKENS, _K)), jnp.int32), 1024)
+
+        def run(module, x, index, slots):
+            rows = module.rows_of(x, index)
+            return rows, module.summed(rows, slots)
+
+        got = jax.jit(lambda *arrays: run(kernels, *arrays))(x, index, slots)
+        return got, run(reference, x.astype(jnp.float32), index, slots)
+
+    return dispatch.first_use("routing", name, "rows", compare)
+
+
+def sort_refusal(name: str, passes: reference.Passes) -> str | None:
+    """As `refusal`, of the passes of a sort; their numbers are exact, so that one that is off by one is caught."""
+
+    def compare():
+        expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: nowhere
+        own = reference.Passes(reference.BLOCK, reference.histogram, reference.slots)
+
+        def run(passes):
+            slots, source, groups = jax.jit(lambda e: reference.sort_pairs(e, 96, 8, passes))(expert)
+            return slots, source, groups.tile_expert, groups.sizes
+
+        want = run(own)
+        # As 0 (right) or 1, for first_use's bound is relative.
+        return [1.0 + (got != exact) for got, exact in zip(run(passes), want, strict=True)], [
+            jnp.ones(exact.shape) for exact in want
+        ]
+
+    return dispatch.first_use("routing sort", name, "pairs", compare)

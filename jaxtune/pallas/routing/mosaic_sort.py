@@ -1,0 +1,99 @@
+"""The two passes of the counting sort over all pairs as Pallas Mosaic GPU kernels: histograms, and slots.
+
+A block is 128 pairs. Both passes are comparisons of a block with itself or with the experts' numbers, in registers,
+which are summed along rows. What is between them, sums over blocks and the groups' starts, is the reference's.
+
+Not run on a GPU yet.
+"""
+
+# Pallas' annotations know neither its own layouts nor its refs.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.grouped_matmul import mosaic
+
+BLOCK = 128
+_EXPERTS = 64  # that are compared at a time
+_ALONG = plgpu.Layout.WGMMA
+_ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+def refusal() -> str | None:
+    """Why these kernels cannot serve a call, or None."""
+    from jaxtune.pallas.dispatch import compute_capability
+
+    if mosaic.interpreter() is None and compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    return None
+
+
+def _kernel(body, blocks: int, out_shape):
+    interpret = mosaic.interpreter()
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(out_shape, jnp.int32),
+        grid=(blocks,),
+        grid_names=("block",),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+
+
+def _down(values, columns: int):
+    return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
+
+
+def _across(values, rows: int):
+    return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
+
+
+def _number(rows: int, columns: int, axis: int):
+    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=_ALONG)
+
+
+def _histogram_kernel(expert_ref, out_ref):
+    """out[block, e]: how many pairs of a block go to expert e."""
+    block = lax.axis_index("block")
+    pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
+    for first in range(0, out_ref.shape[1], _EXPERTS):
+        member = _across(pairs, _EXPERTS) == _number(_EXPERTS, BLOCK, 0) + first
+        out_ref[block, pl.ds(first, _EXPERTS)] = jnp.where(member, 1, 0).sum(1)
+
+
+def _slot_kernel(expert_ref, firsts_ref, out_ref):
+    """out[pair] = the row of the first of its block's pairs of its expert, and how many of those come before it."""
+    block = lax.axis_index("block")
+    here = pl.ds(block * BLOCK, BLOCK)
+    pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)
+    parts = []
+    for first in range(0, BLOCK, _EXPERTS):
+        others = plgpu.load(expert_ref.at[pl.ds(block * BLOCK + first, _EXPERTS)], layout=_COLUMNS, optimized=False)
+        before = _number(BLOCK, _EXPERTS, 0) > _number(BLOCK, _EXPERTS, 1) + first
+        same = _down(pairs, _EXPERTS) == _across(others, BLOCK)
+        parts.append(jnp.where(same & before, 1, 0).sum(1))
+    for first in range(0, firsts_ref.shape[1], _EXPERTS):
+        rows = plgpu.load(firsts_ref.at[block, pl.ds(first, _EXPERTS)], layout=_COLUMNS, optimized=False)
+        own = _down(pairs, _EXPERTS) == _number(BLOCK, _EXPERTS, 1) + first
+        parts.append(jnp.where(own, _across(rows, BLOCK), 0).sum(1))
+    out_ref[here] = functools.reduce(operator.add, parts)
+
+
+def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
+    """See reference.histogram; blocks: int32[n, 128]."""
+    padded = num_experts + -num_experts % _EXPERTS
+    return _kernel(_histogram_kernel, len(blocks), (len(blocks), padded))(blocks.reshape(-1))[:, :num_experts]
+
+
+def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
+    """See reference.slots; blocks: int32[n, 128]."""
+    firsts = jnp.pad(firsts, ((0, 0), (0, -firsts.shape[1] % _EXPERTS)))
+    return _kernel(_slot_kernel, len(blocks), (blocks.size,))(blocks.reshape(-1), firsts).reshape(blocks.shape)

@@ -1,0 +1,164 @@
+"""Optimizer states in pinned host memory: each tensor's come to the device for its update, and go back (optim.offload).
+
+The update goes by groups of tensors, one after the other. While one group is updated, the next one's states come to
+the device and the last one's go to the host; optimization_barriers start both before the update and end both after it.
+An update is nothing beside its transfers, so the whole takes the time of the link, there and back: XLA (jaxlib 0.11.2)
+gives all copies of a program one queue, in which those to the host and those from it follow one another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.lax import optimization_barrier
+from jax.sharding import Sharding
+
+HOSTED_BYTES = 1 << 16  # smaller arrays (norms, counts) stay on the device: a transfer costs more than it saves
+GROUP_BYTES = 1 << 29  # of a group's states; a larger tensor is a group of its own
+
+# work(index, parameter, states, gradient) -> (new parameter, new states) of one tensor
+Work = Callable[[int, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
+
+
+def is_hosted(leaf: Any) -> bool:
+    """Whether an array of the optimizer's state is kept on the host; the same for each of the tensor's updates."""
+    return leaf.size * leaf.dtype.itemsize >= HOSTED_BYTES
+
+
+def hosted_bytes(opt_state: Any) -> int:
+    """Bytes of the arrays, which may be abstract, that are kept on the host."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
+
+
+def shardings(opt_state: Any, device: Sharding) -> Any:
+    """Where each array of the state lies, for devices as in `device`."""
+    host = device.with_memory_kind("pinned_host")
+    return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
+
+
+def _like_parameters(structure) -> Callable[[Any], bool]:
+    return lambda tree: jax.tree.structure(tree) == structure
+
+
+def states_of(opt_state: Any, structure: Any, index: int) -> Any:
+    """The state of an optimizer of one parameter: every tree like the parameters' holds its leaf `index` alone."""
+    same = _like_parameters(structure)
+    return jax.tree.map(lambda tree: [jax.tree.leaves(tree)[index]] if same(tree) else tree, opt_state, is_leaf=same)
+
+
+def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
+    """The whole state, as `opt_state` is built, from those of its tensors; what they share is the last one's."""
+    same = _like_parameters(structure)
+    trees, outline = jax.tree.flatten(opt_state, is_leaf=same)
+    columns = [outline.flatten_up_to(part) for part in parts]
+    whole = [
+        jax.tree.unflatten(structure, [column[place][0] for column in columns]) if same(tree) else columns[-1][place]
+        for place, tree in enumerate(trees)
+    ]
+    return jax.tree.unflatten(outline, whole)
+
+
+def first_states(optimizer: optax.GradientTransformation, parameters: Any, device: Sharding) -> Any:
+    """optimizer.init, each array where it belongs; on the device there is never more than one tensor's.
+
+    parameters: may be abstract.
+    """
+    leaves, structure = jax.tree.flatten(parameters)
+    parts = []
+    for leaf in leaves:
+        part = optimizer.init([leaf])
+        parts.append(jax.block_until_ready(jax.device_put(part, shardings(part, device))))
+    return joined(jax.eval_shape(optimizer.init, parameters), structure, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """Groups, by number: which one is updated, which one's states come meanwhile, which one's go."""
+
+    update: int | None
+    coming: int | None
+    going: int | None
+
+
+def _stages(sizes: list[int]) -> list[_Stage]:
+    """sizes: bytes of each group. Beside a group of more than GROUP_BYTES nothing else waits on the device: its states
+    come when it is its turn and go at once."""
+    stages, pending = [_Stage(None, 0, None)], None
+    for group in range(len(sizes)):
+        following = group + 1 if group + 1 < len(sizes) else None
+        if max(sizes[group : group + 2]) > GROUP_BYTES:
+            stages += [_Stage(group, None, pending), _Stage(None, following, group)]
+            pending = None
+        else:
+            stages.append(_Stage(group, following, pending))
+            pending = group
+    return stages if pending is None else [*stages, _Stage(None, None, pending)]
+
+
+def _groups(sizes: list[int]) -> list[list[int]]:
+    """Tensors, in order, by groups of at most GROUP_BYTES or of one tensor; sizes: bytes of each tensor's states."""
+    groups: list[list[int]] = [[]]
+    for tensor, size in enumerate(sizes):
+        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > GROUP_BYTES:
+            groups.append([])
+        groups[-1].append(tensor)
+    return groups
+
+
+def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any, offload: bool) -> tuple[Any, Any]:
+    """(new parameters, new states): `work` on every tensor, in order.
+
+    Args:
+      offload: the large arrays of opt_state are on the host, as the result's are, and on the device for `work` only.
+    """
+    weights, structure = jax.tree.flatten(parameters)
+    slopes = jax.tree.leaves(gradients)
+    outline = jax.tree.structure(states_of(opt_state, structure, 0))
+    leaves = [jax.tree.leaves(states_of(opt_state, structure, tensor)) for tensor in range(len(weights))]
+    places = [[place for place, leaf in enumerate(of) if offload and is_hosted(leaf)] for of in leaves]
+    sizes = [hosted_bytes(of) if offload else 0 for of in leaves]
+    groups = _groups(sizes) if offload else [[tensor] for tensor in range(len(weights))]
+
+    def hosted(group: int | None) -> list[list[jax.Array]]:
+        return [[leaves[tensor][place] for place in places[tensor]] for tensor in _members(groups, group)]
+
+    def replace(group: int | None, arrays: list[list[jax.Array]]) -> None:
+        for tensor, values in zip(_members(groups, group), arrays, strict=True):
+            for place, value in zip(places[tensor], values, strict=True):
+                leaves[tensor][place] = value
+
+    last: list[int] = []  # tensors of the last stage: this one waits for them
+    for stage in _stages([sum(sizes[tensor] for tensor in group) for group in groups]):
+        tensors = _members(groups, stage.update)
+        gate = (
+            [(weights[tensor], slopes[tensor]) for tensor in tensors],
+            hosted(stage.coming),
+            hosted(stage.going),
+            [weights[tensor] for tensor in last],
+        )
+        pairs, coming, going, done = optimization_barrier(gate)
+        for tensor, weight in zip(last, done, strict=True):
+            weights[tensor] = weight
+        coming = jax.device_put(coming, jax.memory.Space.Device)
+        going = jax.device_put(going, jax.memory.Space.Host)
+        results = []
+        for tensor, (weight, slope) in zip(tensors, pairs, strict=True):
+            new, state = work(tensor, weight, jax.tree.unflatten(outline, leaves[tensor]), slope)
+            results.append((new, jax.tree.leaves(state)))
+        # Neither transfer waits for the other to begin.
+        coming, going, results = optimization_barrier((coming, going, results))
+        replace(stage.coming, coming)
+        replace(stage.going, going)
+        for tensor, (new, state) in zip(tensors, results, strict=True):
+            weights[tensor], leaves[tensor] = new, state
+        last = tensors or last
+    parts = [jax.tree.unflatten(outline, of) for of in leaves]
+    return jax.tree.unflatten(structure, weights), joined(opt_state, structure, parts)
+
+
+def _members(groups: list[list[int]], group: int | None) -> list[int]:
+    return [] if group is None else groups[group]

@@ -1,0 +1,242 @@
+"""Optimizer states in host memory: the same run bit for bit, in and out of checkpoints, with little in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny_models import tiny_model
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.published import PUBLISHED
+from jaxtune.models.registry import config_from_hf
+from jaxtune.train import hosted, memory
+from jaxtune.train.config import (
+    AdapterConfig,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from jaxtune.train.devices import find_device
+from jaxtune.train.loop import Trainer
+from jaxtune.train.optim import make_optimizer, update_bound
+from jaxtune.train.step import StepProgram, Sums
+from tests.train.tiny_runs import dataset, documents, make_config
+
+LARGE = 4000  # bytes: matrices of the tiny model, but not its norms
+ROWS = dataset(documents(40))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The tiny model's matrices count as large; a few of them make a group, and some are larger than one."""
+    monkeypatch.setattr(hosted, "HOSTED_BYTES", LARGE)
+    monkeypatch.setattr(hosted, "GROUP_BYTES", 30_000)
+
+
+def trainer_of(folder, name="adamw", offload=True, weights=None, **changes) -> Trainer:
+    optim = OptimConfig(name=name, learning_rate=1e-2, weight_decay=0.1, offload=offload, weights=weights)
+    # Matrices of 4,096 elements and more, which is where adamw_8bit begins to use 8 bits.
+    model = tiny_model(layers=(LayerSpec(),), hidden_size=64, intermediate_size=96, head_dim=32)
+    return Trainer(model, None, make_config(folder, optim=optim, **changes), ROWS)
+
+
+def same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def stepped(trainer: Trainer):
+    """(state after two steps, [loss and gradient norm])"""
+    state, sums, frozen = trainer.first_state()
+    programs = trainer.compile(state, sums, frozen)
+    found = []
+    for step in range(2):
+        parts, _ = trainer._load_step(step)
+        state, sums, latest = programs.update(state, trainer._accumulate(programs, sums, state, frozen, parts))
+        found.append((float(latest["loss"]), float(latest["grad_norm"])))
+    return state, found
+
+
+@pytest.mark.parametrize(("name", "weights", "devices"), [("adamw_8bit", "fp32", 1), ("adamw", "bf16", 2)])
+def test_losses_weights_and_states_are_those_of_a_run_without(small, tmp_path, name, weights, devices):
+    (state, losses), (want, want_losses) = (
+        stepped(trainer_of(tmp_path / str(offload), name, offload, weights, mesh=MeshConfig(data=devices)))
+        for offload in (True, False)
+    )
+    assert losses == want_losses and losses[0] != losses[1]
+    same(state, want)
+    large = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.nbytes >= LARGE]
+    assert len(large) == 2 * (1 + 1 + 7)  # two moments; embedding, head, a layer's matrices
+    assert {leaf.sharding.memory_kind for leaf in large} == {"pinned_host"}
+    assert (jnp.dtype("uint8") in {leaf.dtype for leaf in large}) == (name == "adamw_8bit")
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.trainable)} == {"device"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(want.opt_state)} == {"device"}
+
+
+def test_a_run_goes_on_bit_for_bit_with_and_without(small, tmp_path):
+    """Four steps at once on the host, then their second half again from the checkpoint, on the device; and back."""
+    save = CheckpointConfig(every_steps=2, every_minutes=None, keep=3)
+    want = trainer_of(tmp_path / "run", "adamw_8bit", True, checkpoint=save).train()
+    folder = tmp_path / "run" / "checkpoints"
+    for offload in (False, True):
+        shutil.rmtree(folder / "step_00000004")
+        resumed = trainer_of(tmp_path / "run", "adamw_8bit", offload, checkpoint=save)
+        got = resumed.train()
+        assert [line["step"] for line in resumed.history] == [3, 4]
+        same(nnx.state(got), nnx.state(want))
+        notes = resumed.precision_notes()[0]
+        assert notes.endswith(", in host memory") == offload
+
+
+def test_little_is_on_the_device(monkeypatch):
+    """States that come, are worked on or go: three groups at most, or a large tensor's, old and new. The rest is on
+    the host; nothing comes or goes but between barriers that all work before and after waits for."""
+    monkeypatch.setattr(hosted, "HOSTED_BYTES", 4)
+    monkeypatch.setattr(hosted, "GROUP_BYTES", 1000)
+    sizes = [10, 90, 100, 20, 20, 20, 20, 300, 15, 400, 320, 60, 60, 200, 250]  # elements
+    tensors = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+
+    def work(index, parameter, states, gradient):
+        (moment,) = states[0]
+        return parameter + jnp.sin(moment), ([moment * gradient],)
+
+    jaxpr = jax.make_jaxpr(lambda p, s, g: hosted.update_by_tensor(work, p, s, g, offload=True))(
+        tensors, (tensors,), tensors
+    ).jaxpr
+    here: dict = {}  # {variable: bytes} of states on the device
+    done, most, both = 0, 0, 0
+    ways = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "device_put":
+            for out, given, space in zip(equation.outvars, equation.invars, equation.params["devices"], strict=True):
+                if space == jax.memory.Space.Device:
+                    here[out] = 4 * out.aval.size
+                else:
+                    assert given in here  # it has been worked on
+                    here[out] = here.pop(given)
+                ways.add((space, out))
+        elif name == "optimization_barrier":
+            both += len({space for space, _ in ways}) == 2
+            gone = {out for space, out in ways if space == jax.memory.Space.Host}
+            for old, new in zip(equation.invars, equation.outvars, strict=True):
+                if old in here:
+                    size = here.pop(old)
+                    if old not in gone:
+                        here[new] = size
+            ways = set()
+        elif name == "sin":
+            assert here[equation.invars[0]] == 4 * sizes[done]  # in their order
+            done += 1
+        elif name == "mul":
+            here.pop(equation.invars[0])
+            here[equation.outvars[0]] = 4 * equation.outvars[0].aval.size
+        most = max(most, sum(here.values()))
+    assert done == len(sizes) and not here
+    assert most <= max(3 * 1000, 2 * 4 * max(sizes))
+    assert both >= 4  # most groups come while another goes
+
+
+def program_of(rate: float, **changes) -> StepProgram:
+    config = OptimConfig(**changes)
+    schedule = optax.constant_schedule(rate)
+    optimizer, bound = make_optimizer(config, schedule), update_bound(config, 1.0)
+    return StepProgram(nnx.graphdef(nnx.Module()), optimizer, schedule, bound=bound)
+
+
+@pytest.mark.parametrize(
+    ("rate", "gradient", "weight", "moves"),
+    [(1e-3, 1.0, 1.0, True), (1e-3, np.inf, 1.0, False), (1e33, 1.0, 1.0, False), (1.0, 1.0, 3e38, False)],
+)
+def test_what_could_overflow_is_known_before_it_moves(rate, gradient, weight, moves):
+    program = program_of(rate, weight_decay=0.5)
+    parameters = {"a": jnp.full((4, 4), weight), "b": jnp.ones(3)}
+    state = program.init(parameters, 0)
+    gradients = {"a": jnp.ones((4, 4)).at[1, 2].set(gradient), "b": jnp.ones(3)}
+    new, _, metrics = program.update(state, Sums(gradients, jnp.float32(1.0), jnp.float32(1.0)))
+    assert bool(metrics["finite"]) == moves == bool((new.trainable["a"] != weight).all())
+    assert int(new.skipped) == 1 - moves
+    if not moves:
+        same((new.trainable, new.opt_state), (state.trainable, state.opt_state))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_the_bound_holds(name):
+    """Gradients that push as hard as they can: one element has all of the norm, after steps without any."""
+    config = OptimConfig(name=name, eps=1e-3, beta1=0.5, beta2=0.99, weight_decay=0.25)
+    optimizer, bound = make_optimizer(config, optax.constant_schedule(1.0)), update_bound(config, 2.0)
+    weights = {"a": jnp.full((64, 64), 3.0)}
+    state = optimizer.init(weights)
+    for size in (0.0, 1e-6, 2.0, 2.0, 0.0):
+        updates, state = optimizer.update({"a": jnp.zeros((64, 64)).at[0, 0].set(size)}, state, weights)
+        assert float(jnp.abs(updates["a"]).max()) <= bound.direction + bound.decay * 3.0
+
+
+def test_without_clipping_or_adam_there_is_no_bound():
+    assert update_bound(OptimConfig(), None) is None
+    assert update_bound(OptimConfig(name="adafactor"), 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(adapter=AdapterConfig()), "optim.offload = True: the states of adapters are small"),
+        (dict(max_grad_norm=None), "max_grad_norm = None: optim.offload needs it"),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config("out", optim=OptimConfig(offload=True), **changes)
+
+
+def test_refusals_of_the_optimizer():
+    with pytest.raises(ConfigError, match="optim.offload = True: optim.name = sgd has no states worth it"):
+        OptimConfig(name="sgd", offload=True)
+
+
+# ---- the planner
+
+
+def test_what_is_counted_is_what_the_trainer_holds(small, tmp_path):
+    trainer = trainer_of(tmp_path)
+    state, _, _ = trainer.first_state()
+    parts = trainer.planner.anatomy
+    leaves = jax.tree.leaves(state.opt_state)
+    on_host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
+    assert parts.hosted_bytes == on_host > 0
+    assert parts.fixed["optimizer states"] == sum(leaf.nbytes for leaf in leaves) - on_host
+
+
+def test_8b_without_an_adapter():
+    """On one H200 AdamW's fp32 states fit nowhere but on a host with 70 GB to pin; that is said."""
+    shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
+    config = TrainConfig(model=ModelConfig(path="a shape"), data=DataConfig(train="rows"), steps=9, rows_per_step=2)
+    device = dataclasses.replace(find_device("NVIDIA H200", 80e9), host_bytes=100e9)
+    parts = memory.anatomy(memory.abstract_model(shape, config), config)
+    with pytest.raises(memory.PlanError):
+        memory.choose(parts, config, device, 80e9)
+    found = memory.fitting_settings(shape, config, device, 80e9)
+    assert "optim.offload=true" in found
+    offloaded = dataclasses.replace(config, optim=OptimConfig(offload=True))
+    other = memory.anatomy(memory.abstract_model(shape, offloaded), offloaded)
+    assert other.hosted_bytes == pytest.approx(8 * parts.trained, rel=1e-3)
+    assert parts.fixed_bytes - other.fixed_bytes == other.hosted_bytes
+    plan = memory.choose(other, offloaded, device, 80e9)
+    assert plan.host_bytes >= other.hosted_bytes and plan.host_bytes <= 100e9
+    with pytest.raises(
+        ValueError, match=r"optim.offload: the states of adamw take 64\.\d GB of host memory, of which 60"
+    ):
+        memory.choose(other, offloaded, dataclasses.replace(device, host_bytes=60e9), 80e9)
