@@ -57,7 +57,7 @@ limit[attention_pair]=240
 part_quant_matmul() { $python benchmarks/kernels/quant_matmul.py --output "$1/quant_matmul.json"; }
 limit[quant_matmul]=150
 part_moe() { $python benchmarks/kernels/moe.py --output "$1/moe.json"; }
-limit[moe]=200
+limit[moe]=450
 part_triton() { $python benchmarks/kernels/triton_backends.py --output "$1/triton_backends.json"; }
 limit[triton]=120
 part_packing_metadata() { $python benchmarks/train/packing_metadata.py --output "$1/packing_metadata.json"; }

@@ -25,11 +25,9 @@ import numpy as np
 
 from jaxtune.models import quant, shards
 from jaxtune.models.families.common import ExpertFiles
-from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.pallas.quant_matmul import MXFP4, FourBit, mxfp4
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
 
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_MX_BLOCK = 32
 _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -121,14 +119,14 @@ def _gather_mxfp4(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards
         where = f"{blocks.file}: {name}"
         if scales is None:
             raise ValueError(f"{where}_blocks is there, but {name}_scales is missing")
-        if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, _MX_BLOCK // 2):
+        if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, mxfp4.BLOCK // 2):
             shapes = f"blocks {blocks.dtype}{list(blocks.shape)} do not fit scales {scales.dtype}{list(scales.shape)}"
             raise ValueError(f"{where}: {shapes}")
         for part in (blocks, scales):
             if part.size_bytes != np.prod(part.shape, dtype=np.int64):
                 raise ValueError(f"{part.file}: {part.name} {list(part.shape)} has {part.size_bytes} bytes")
         experts, out_size, groups = scales.shape
-        shape = (experts, groups * _MX_BLOCK, out_size)
+        shape = (experts, groups * mxfp4.BLOCK, out_size)
         size = blocks.size_bytes + scales.size_bytes
         del whole[f"{name}_blocks"], whole[f"{name}_scales"]
         whole[name] = MXFP4Entry(name, "U8", shape, blocks.file, blocks.offset, size, blocks, scales)
@@ -170,15 +168,10 @@ def read_mxfp4(entry: MXFP4Entry, dtype) -> tuple[jax.Array, bytes]:
     return _decode_mxfp4(blocks, scales, jnp.dtype(dtype).name), digest.digest()
 
 
-def decode_mxfp4(blocks: jax.Array, scales: jax.Array, dtype) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=2)
+def _decode_mxfp4(blocks: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
     """blocks uint8[E, out, in / 32, 16], scales uint8[E, out, in / 32] -> [E, in, out] in dtype."""
-    nibbles = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, _MX_BLOCK)
-    values = jnp.asarray(_E2M1).at[nibbles].get(mode="promise_in_bounds")
-    wide = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
-    return wide.astype(dtype).reshape(*scales.shape[:2], -1).swapaxes(1, 2)
-
-
-_decode_mxfp4 = jax.jit(decode_mxfp4, static_argnums=2)
+    return MXFP4.from_blocks(blocks, scales, dtype).decode().swapaxes(1, 2)
 
 
 def _pieces(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[tuple[str, int, int]]]:
