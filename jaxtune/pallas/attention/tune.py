@@ -89,10 +89,9 @@ def tune(
     inputs = (query, key, value, given)
     work: dict[str, Callable[[], Callable[[], Any]]] = {"forward": lambda: prepare(forward, *inputs)}
     if set(kernels) - {"forward"}:
-        out, lse = prepare(forward, *inputs)()
-        inputs = (query, key, value, out, lse, dout, given)
-        work["dquery"] = lambda: prepare(lambda *a: backward(slice(0, 1), *a), *inputs)
-        work["dkey"] = lambda: prepare(lambda *a: backward(slice(1, 3), *a), *inputs)
+        saved = (query, key, value, *prepare(forward, *inputs)(), dout, given)
+        work["dquery"] = lambda: prepare(lambda *a: backward(slice(0, 1), *a), *saved)
+        work["dkey"] = lambda: prepare(lambda *a: backward(slice(1, 3), *a), *saved)
     return {kernel: _measured(kernel, case, dtype, work[kernel], say, path) for kernel in kernels}
 
 
