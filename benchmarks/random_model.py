@@ -23,8 +23,12 @@ def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = No
 
     One layer at a time is made and, where asked, encoded: its 16-bit weights are gone before the next one's exist. So
     a model fits whose 16-bit weights do not.
+
+    The initial weights are smaller than the config's where the model is wide: else the logits' variance alone puts the
+    first loss more than 1 over ln V, and a record of it would be refused.
     """
     config = config_from_hf(dict(hf))
+    config = dataclasses.replace(config, initializer_range=min(config.initializer_range, config.hidden_size**-0.5))
     keys = jax.random.split(key, config.num_layers + 2)[2:]  # Decoder's own: the weights are those of model_from_config
     model = Decoder(dataclasses.replace(config, layers=()), key, "bfloat16")
     if load_in:

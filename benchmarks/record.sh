@@ -18,9 +18,14 @@ limit[step]=120
 part_long() { $python benchmarks/train/step.py --rows 2 --length 8192 --output "$1/step_8b_2x8192.json"; }
 limit[long]=120
 part_packed() { $python benchmarks/train/step.py --documents packed --output "$1/step_8b_packed.json"; }
-limit[packed]=130
+limit[packed]=150
 part_nf4() { $python benchmarks/train/step.py --load-in nf4 --output "$1/step_8b_nf4_8x2048.json"; }
 limit[nf4]=150
+part_nf4_32b() {
+    $python benchmarks/train/step.py --shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute \
+        --steps 5 --cache "$(mktemp -d)" --output "$1/step_qwen3_32b_nf4_4x2048.json"
+}
+limit[nf4_32b]=240
 part_startup() { $python benchmarks/train/startup.py --output "$1/startup_8b.json"; }
 limit[startup]=180
 part_pair() {
@@ -37,7 +42,7 @@ part_trajectory() {
         --pretrain "$data/datasets/text/tinystories_first60.jsonl" "$data/datasets/text/c4_demo.jsonl" \
         "$data/datasets/gsm8k/train.jsonl" --rows "$data/datasets/gsm8k/train.jsonl" --output "$1/trajectory.json"
 }
-limit[trajectory]=180
+limit[trajectory]=280
 # The blocks of the attention kernels: FOLDER/tuned/ begins as the packaged file and can replace it.
 part_tune() {
     mkdir -p "$1/tuned" && cp -n jaxtune/pallas/tuned/*.json "$1/tuned/"
@@ -53,7 +58,7 @@ limit[tune]=500
 part_attention() { JAXTUNE_TUNING_DIR=$1/tuned $python benchmarks/kernels/attention.py --output "$1/attention.json"; }
 limit[attention]=220
 part_attention_pair() { $python benchmarks/train/attention_pair.py --output "$1/attention_pair_8b.json"; }
-limit[attention_pair]=240
+limit[attention_pair]=300
 part_quant_matmul() { $python benchmarks/kernels/quant_matmul.py --output "$1/quant_matmul.json"; }
 limit[quant_matmul]=150
 part_moe() { $python benchmarks/kernels/moe.py --output "$1/moe.json"; }
@@ -61,7 +66,7 @@ limit[moe]=450
 part_triton() { $python benchmarks/kernels/triton_backends.py --output "$1/triton_backends.json"; }
 limit[triton]=120
 part_packing_metadata() { $python benchmarks/train/packing_metadata.py --output "$1/packing_metadata.json"; }
-limit[packing_metadata]=240
+limit[packing_metadata]=400
 part_qlora_load() { $python benchmarks/train/qlora_load.py --output "$1/qlora_load.json"; }
 limit[qlora_load]=120
 # Memory: each part adds its cases to one file.
@@ -107,9 +112,9 @@ qwen3_moe_nf4() {
     experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 30.7 --optim adamw_8bit --load-in nf4 --plan recompute "${@:4}"
 }
 part_gpt_oss() { gpt_oss "$1/step_gpt_oss_20b_50.9gb.json" 8 4; }
-limit[gpt_oss]=180
+limit[gpt_oss]=240
 part_gpt_oss_nf4() { gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_24.2gb.json" 8 2; }
-limit[gpt_oss_nf4]=200
+limit[gpt_oss_nf4]=240
 part_qwen3_moe() { qwen3_moe "$1/step_qwen3_30b_a3b_75.1gb.json" 8 2; }
 limit[qwen3_moe]=300
 part_qwen3_moe_nf4() { qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_30.7gb.json" 8 2; }

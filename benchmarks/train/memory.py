@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "10.8gb": dict(plan="auto", budget_gb=10.8),
     "link_bound": dict(plan=_OFFLOAD_ALL, micro_batches=1),
     "link_bound_serial": dict(plan=_OFFLOAD_ALL, micro_batches=1, transfers="serial"),
-    "compile": dict(plan=_OFFLOAD_ALL, micro_batches=1, cold=True, steps=2),
+    "compile": dict(plan=_OFFLOAD_ALL, micro_batches=1, cold=True, steps=3),
     "document_recompute": dict(plan="recompute", rows=1, length=65536, budget_gb=40, steps=3),
     "document": dict(plan="auto", rows=1, length=65536, budget_gb=40, steps=3),
     "14b_recompute": dict(_14B, plan="recompute", micro_batches=1, steps=3),

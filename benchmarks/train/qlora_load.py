@@ -5,7 +5,7 @@
 A folder of the shape is written first, its tensors cut from one block of random bfloat16 numbers. It is loaded in a
 process of its own, as from_pretrained(folder, load_in="nf4") does it for anybody. (The step of a model too large to be
 measured with one is that of `benchmarks/train/step.py --shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4
---plan recompute --steps 2`.)
+--plan recompute --steps 5`.)
 """
 
 from __future__ import annotations

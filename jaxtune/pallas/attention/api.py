@@ -16,13 +16,6 @@ from jaxtune.pallas.attention.layout import PackedLayout
 IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference}
 
 
-def _not_timed(name: str, query) -> str | None:
-    """Why a kernel serves only calls that name it: nobody has timed it on a GPU beside the others."""
-    if name == "mosaic" and query.shape[-1] > 128:
-        return f"head dim {query.shape[-1]}: not timed on a GPU yet; implementation='mosaic' runs it"
-    return None
-
-
 def implementations(
     query,
     layout: PackedLayout,
@@ -32,14 +25,12 @@ def implementations(
     soft_cap=None,
     sinks=None,
     backward: bool = False,
-    named: bool = False,
 ) -> dispatch.Table:
     """The implementations of a call in the order in which they are tried, each with why it refuses it; of query, only
     shape and dtype count.
 
     Args:
       backward: whether the call is that of the gradients.
-      named: whether the caller names its implementation.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
@@ -49,7 +40,6 @@ def implementations(
             no_gradients = module.refusal(query, layout, backward=True, **options)
             return (
                 (no_gradients if backward else module.refusal(query, layout, **options))
-                or (None if named else _not_timed(name, query))
                 or first_use.refusal(
                     name,
                     module,
@@ -82,7 +72,7 @@ def _pick(query, key, value, layout, implementation, **options):
         raise ValueError(f"attention: query {query.shape}, key {key.shape}, value {value.shape} do not fit together")
     if heads % key.shape[2]:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
-    table = implementations(query, layout, kv_heads=key.shape[2], named=implementation is not None, **options)
+    table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
