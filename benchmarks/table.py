@@ -163,7 +163,11 @@ def attention_pair_text(record: dict) -> list[str]:
 
 def packing_table(record: dict) -> list[str]:
     """What the step loses where layers build the packing metadata themselves."""
-    ways = {"per_layer": "as XLA leaves it", "per_layer_kept": "kept apart by a barrier", "per_layer_host": "by the host"}
+    ways = {
+        "per_layer": "as XLA leaves it",
+        "per_layer_kept": "kept apart by a barrier",
+        "per_layer_host": "by the host",
+    }
     lines = [
         "| packing metadata once a batch, against per layer | model | published, step | step | forward | backward |",
         "|---|---|---|---|---|---|",
@@ -188,8 +192,8 @@ def packing_table(record: dict) -> list[str]:
 def load_text(record: dict) -> list[str]:
     text = (
         "{shape} from a folder of {folder_gb:.1f} GB into NF4: {load_seconds:.1f} s, **{device_gb:.2f} GB** on the "
-        "device, {device_peak_gb:.2f} GB at most while loading ({device_peak_ratio:.2f} times), {host_peak_growth_gb:.1f} "
-        "GB of host memory. {where}. `python benchmarks/train/qlora_load.py`."
+        "device, {device_peak_gb:.2f} GB at most while loading ({device_peak_ratio:.2f} times), "
+        "{host_peak_growth_gb:.1f} GB of host memory. {where}. `python benchmarks/train/qlora_load.py`."
     )
     return [text.format(**record, where=_versions(record))]
 

@@ -38,17 +38,14 @@ def implementations(
         def refuse():
             module = IMPLEMENTATIONS[name]
             no_gradients = module.refusal(query, layout, backward=True, **options)
-            return (
-                (no_gradients if backward else module.refusal(query, layout, **options))
-                or first_use.refusal(
-                    name,
-                    module,
-                    query,
-                    kv_heads,
-                    soft_cap,
-                    gradients=no_gradients is None,
-                    blocks=mosaic.blocks_of(query, layout, window) if name == "mosaic" else {},
-                )
+            return (no_gradients if backward else module.refusal(query, layout, **options)) or first_use.refusal(
+                name,
+                module,
+                query,
+                kv_heads,
+                soft_cap,
+                gradients=no_gradients is None,
+                blocks=mosaic.blocks_of(query, layout, window) if name == "mosaic" else {},
             )
 
         return refuse
