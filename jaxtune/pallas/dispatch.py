@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -53,8 +57,8 @@ _FIRST_USE_BOUND = 0.02
 
 
 def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Why this GPU must not run an implementation, or None: compares one small case with the reference, once a process
-    for each (op, name, call).
+    """Why this GPU must not run an implementation, or None: compares one small case with the reference, once for each
+    (op, name, call). A pass is remembered in the user's cache, for compiling the case takes seconds of every start.
 
     Does nothing where no GPU is (interpreted kernels have their tests) or while compiling for another one. May be
     called while JAX traces: the comparison runs in a thread of its own, which knows of no trace, mesh or context.
@@ -67,12 +71,36 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
         return None
     with _first_use_lock:
         if (op, name, call) not in first_uses:
-            with ThreadPoolExecutor(max_workers=1) as alone:
-                reason = alone.submit(_difference, compare).result()
+            passed, reason = _pass(op, name, call), None
+            if not passed.is_file():
+                with ThreadPoolExecutor(max_workers=1) as alone:
+                    reason = alone.submit(_difference, compare).result()
             first_uses[op, name, call] = reason
-            if reason is not None:
+            if reason is None:
+                with contextlib.suppress(OSError):  # a cache that cannot be written costs the next start its time
+                    passed.parent.mkdir(parents=True, exist_ok=True)
+                    passed.touch()
+            else:
                 logger.error("%s: implementation %s is disabled for %s: it %s", op, name, call, reason)
         return first_uses[op, name, call]
+
+
+def _pass(op: str, name: str, call: str) -> Path:
+    """The file that says that a check passed with this kind of GPU, compiler and these kernels. JAXTUNE_CACHE moves its
+    folder."""
+    device = jax.local_devices()[0]
+    made_with = (device.device_kind, device.client.platform_version, metadata.version("jaxlib"), _sources())
+    root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
+    return Path(root) / "first_uses" / hashlib.sha256("\n".join((op, name, call, *made_with)).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the package's kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:

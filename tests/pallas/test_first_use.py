@@ -11,7 +11,8 @@ from jaxtune.pallas.attention import attention, attention_forward, first_use, mo
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
 
@@ -36,6 +37,21 @@ def check(kernel, call="bfloat16"):
 def test_a_right_kernel_is_checked_once_for_each_kind_of_call(gpu):
     kernel = Counted()
     assert [check(kernel), check(kernel), check(kernel, "float16")] == [None] * 3
+    assert kernel.calls == 2
+
+
+def test_a_pass_is_remembered_by_later_processes_until_a_kernel_changes(gpu, monkeypatch):
+    kernel, wrong = Counted(), Counted(lambda out: out * 1.5)
+
+    def in_a_new_process():
+        monkeypatch.setattr(dispatch, "first_uses", {})
+        return check(kernel), dispatch.first_use("op", "wrong", "bfloat16", wrong.compare)
+
+    results = [in_a_new_process(), in_a_new_process()]
+    assert (kernel.calls, wrong.calls) == (1, 2) and results[0] == results[1]
+    assert results[0][0] is None and "relative error 0.5" in str(results[0][1])
+    monkeypatch.setattr(dispatch, "_sources", lambda: "others")
+    in_a_new_process()
     assert kernel.calls == 2
 
 
@@ -90,26 +106,27 @@ def test_nothing_is_run_without_a_gpu_or_for_another_one(monkeypatch):
     assert kernel.calls == 0
 
 
-def test_attention_leaves_a_wrong_kernel_alone(gpu, monkeypatch):
+def test_attention_leaves_a_wrong_kernel_alone(gpu, monkeypatch, tmp_path):
     """The real small case, with the reference in the kernels' place: right as it is, refused once a gradient is off."""
     query = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     layout = packed_layout((1, 8), jnp.ones((1, 8), jnp.int32))
     monkeypatch.setattr(mosaic, "forward", reference.forward)
     monkeypatch.setattr(mosaic, "backward", reference.backward)
 
-    def chosen():
+    def chosen(cache):
         dispatch.first_uses.clear()
+        monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / cache))
         jax.jit(lambda q: attention(q, q, q, layout, scale=1.0))(query)
         return dispatch.record["attention"]
 
-    assert chosen() == ("mosaic", {})
+    assert chosen("right") == ("mosaic", {})
 
     def wrong(*arguments, **options):
         dquery, dkey, dvalue, dsinks = reference.backward(*arguments, **options)
         return dquery, dkey, dvalue.at[0, 70].mul(3), dsinks
 
     monkeypatch.setattr(mosaic, "backward", wrong)
-    name, refused = chosen()
+    name, refused = chosen("wrong")
     assert name == "reference" and "differs from the reference" in refused["mosaic"]
     with pytest.raises(ValueError, match="differs from the reference in the check at its first use"):
         attention_forward(query, query, query, layout, scale=1.0, implementation="mosaic")

@@ -286,10 +286,11 @@ def test_what_has_not_been_measured_is_not_chosen():
         grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_fourbit")
 
 
-def test_first_use_finds_what_is_wrong(monkeypatch):
+def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
     """The case on which a kernel is compared at first use: the kernel passes, and one that loses an expert does not."""
     monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     stored = NF4.encode(jnp.ones((1, 64, 64)))
     right = reference.product
 

@@ -127,10 +127,11 @@ def test_mosaic_moves_and_sums_rows_as_the_reference(case):
     assert not np.asarray(got[1], np.float32)[real[:, 0] == 0].any()
 
 
-def test_first_use_finds_what_is_wrong(monkeypatch):
+def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
     """The cases on which kernels are compared at first use: one row of many that is wrong, one slot that is off."""
     monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
 
     class Wrong:
         rows_of = staticmethod(lambda x, index: reference.rows_of(x, index).at[5].add(3))
