@@ -88,6 +88,7 @@ def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     [
         (48, 2048, 1, True, line_matmul.Tile(2, 2, 2)),  # the last tile overlaps the one before
         (32, 3072, 12, False, line_matmul.Tile(1, 2, 3, 2)),  # parts of the columns, two widths of tokens
+        (48, 5120, 9, True, line_matmul.Tile(1, 2, 2, 2, 2)),  # two lines a copy
         (32, 5120, 4, True, line_matmul.Tile(2, 3, 1)),  # more than a span a warpgroup, lines shared out unevenly
     ],
 )

@@ -1,12 +1,13 @@
 """The product of a few tokens by a weight in four bits, by whole lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A program has up to 128 rows of the weight and a part of the columns, which its warpgroups divide among themselves. To
-each, TMA brings lines of codes (128 bytes of each row) and the tokens' elements that go with them, several ahead; of a
-line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on its way takes shared memory, not
-registers; x is read once for all rows of a program, not for every 16; a code byte becomes an address by one
-instruction.
+A program has up to 128 rows of the weight and a part of the columns, which its warpgroups take in turns: together they
+read memory from left to right. To each, TMA brings lines of codes (128 bytes of each row) and the tokens' elements that
+go with them, several ahead; of a line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on
+its way takes shared memory, not registers; x is read once for all rows of a program, not for every 16; a code byte
+becomes an address by one instruction.
 
-Sums are added in one order: warps within a program, then the parts of the columns.
+Programs that share rows are a cluster, and read each other's sums. These are added in one order: warps within a
+program, then the parts of the columns.
 """
 
 # Pallas' annotations know neither its own transforms nor barriers.
@@ -38,13 +39,14 @@ CANDIDATES = 8  # that `tiles` offers
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """groups: of 16 rows of the weight, that a program has. stages: lines that are on their way to a warpgroup.
-    splits: programs that share the columns of a row; their sums are added by XLA."""
+    """groups: of 16 rows of the weight, that a program has. stages: copies that are on their way to a warpgroup, each of
+    so many neighbouring `lines`. splits: programs that share the columns of a row, a cluster."""
 
     groups: int
     warpgroups: int
     stages: int
     splits: int = 1
+    lines: int = 1
 
     @property
     def rows(self) -> int:
@@ -57,13 +59,15 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
         return f"{tile}: at most 8 groups, 4 warpgroups and 32 stages in all"
+    if not 1 <= tile.splits <= 8 or tile.lines not in (1, 2, 4):
+        return f"{tile}: at most 8 splits (a portable cluster), and 1, 2 or 4 lines"
     if _smem_bytes(tile, tokens) > _SMEM_BYTES:
         return f"{tile} with {tokens} tokens takes {_smem_bytes(tile, tokens)} bytes of shared memory"
     return None
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    ring = tile.warpgroups * tile.stages * (tile.rows * LINE // 2 + tokens * LINE * 2)
+    ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
     return 256 * 64 * 4 + max(ring, partial) + scales + 4096  # barriers, and what alignment costs
@@ -108,39 +112,43 @@ def _written_out_partial(acc, tokens: int, groups: int, widths: int):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """refs: map, nested absmax and offset, if absmax is quantised; the output [splits, tokens, rows]; shared memory."""
+    """refs: map, nested absmax and offset, if absmax is quantised; the output [1, tokens, rows], or [splits, tokens,
+    rows] of parts, interpreted; shared memory."""
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
-    wg, split = lax.axis_index("wg"), lax.axis_index("split")
-    tokens, columns = x_ref.shape
+    wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)
+    tokens, lines = x_ref.shape[:2]
     rows, warpgroups, stages = tile.rows, tile.warpgroups, tile.stages
-    widths = -(-tokens // 8)
+    widths, steps_of_span = -(-tokens // 8), _SPAN // tile.lines
     first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)  # the last ones may overlap
-    lines, parts = columns // LINE, tile.splits * warpgroups
-    part = split * warpgroups + wg
-    first = lax.div(part * lines, jnp.int32(parts))
-    steps = lax.div((part + 1) * lines, jnp.int32(parts)) - first
+    first = lax.div(split * (lines // tile.lines), jnp.int32(tile.splits))
+    steps = lax.div((split + 1) * (lines // tile.lines), jnp.int32(tile.splits)) - first  # of this program
+    steps = lax.div(steps - wg + (warpgroups - 1), jnp.int32(warpgroups))  # of this warpgroup
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
 
+    def line_of(step):
+        return (first + wg + step * warpgroups) * tile.lines
+
     def bring(step):
-        slot, line = slot_of(step), first + step
+        slot, line = slot_of(step), line_of(step)
         barrier = full.at[wg * stages + slot]
-        plgpu.copy_gmem_to_smem(
-            codes_ref.at[pl.ds(first_row, rows), pl.ds(line * (LINE // 2), LINE // 2)], codes_smem.at[wg, slot], barrier
-        )
-        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(line * LINE, LINE)], x_smem.at[wg, slot], barrier)
+        bytes_ = pl.ds(line * (LINE // 2), tile.lines * (LINE // 2))
+        plgpu.copy_gmem_to_smem(codes_ref.at[pl.ds(first_row, rows), bytes_], codes_smem.at[wg, slot], barrier)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(line, tile.lines)], x_smem.at[wg, slot], barrier)
 
     def all_of_this_warpgroup():
         if not interpreted:
             lanes.warpgroup_barrier()
 
     def load_absmax(span):
-        line = first + span * _SPAN
         if not interpreted:
-            return line_lanes.span_absmax(absmax_ref, nested_refs[1] if nested_refs else None, first_row, line, rows)
-        line = jnp.minimum(line + jnp.arange(_SPAN), lines - 1)
+            nested = nested_refs[1] if nested_refs else None
+            line = line_of(span * steps_of_span)
+            return line_lanes.span_absmax(absmax_ref, nested, first_row, line, rows, tile.lines, warpgroups)
+        line = line_of(span * steps_of_span + jnp.arange(steps_of_span))[:, None] + jnp.arange(tile.lines)
+        line = jnp.minimum(line.reshape(-1), lines - 1)
         block = (4 * line[:, None] + jnp.arange(4)).reshape(-1)
         values = absmax_ref[pl.ds(first_row, rows)][:, block]
         if not nested_refs:
@@ -151,23 +159,26 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     def keep_scales(share):
         scales = scales_smem.at[wg]
         if not interpreted:
-            line_lanes.keep_span(share, nested_refs[2] if nested_refs else None, table_smem, scales, rows)
+            line_lanes.keep_span(share, offset, table_smem, scales, rows)
             return
         values, factors = share
         if nested_refs:
-            values = nested_refs[0][...][values] * factors + nested_refs[2][0]
+            values = nested_refs[0][...][values] * factors + offset
         scales[:, pl.ds(0, rows)] = values.T
 
-    def multiply(step, acc, index):
+    def multiply(step, line, acc):
         codes, x, scales = codes_smem.at[wg, slot_of(step)], x_smem.at[wg, slot_of(step)], scales_smem.at[wg]
+        block = (lax.rem(step, jnp.int32(steps_of_span)) * tile.lines + line) * 4
         if not interpreted:
-            return line_lanes.line_product(acc, codes, x, scales, index * 4, table_smem, _TRANSFORMS, dtype)
-        own = scales[pl.ds(index * 4, 4), pl.ds(0, rows)].T
-        return acc + _written_out_sums(codes[...], x[...], own, pairs_ref[...], widths)
+            return line_lanes.line_product(acc, codes, x, scales, line, block, table_smem, _TRANSFORMS, dtype)
+        own = scales[pl.ds(block, 4), pl.ds(0, rows)].T
+        codes = codes[...].reshape(rows, tile.lines, LINE // 2)[:, line]
+        return acc + _written_out_sums(codes, x[...][:, line], own, pairs_ref[...], widths)
 
+    share = load_absmax(0)
+    offset = nested_refs[2][0] if nested_refs else None
     for step in range(stages):
         pl.when(step < steps)(functools.partial(bring, jnp.int32(step)))
-    share = load_absmax(0)
     if not interpreted:
         line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
         if nested_refs:
@@ -181,18 +192,19 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         share = load_absmax(span + 1)
         all_of_this_warpgroup()
 
-        def one_line(step, acc):
+        def one_step(step, acc):
             plgpu.barrier_wait(full.at[wg * stages + slot_of(step)])
-            acc = multiply(step, acc, step - span * _SPAN)
+            for line in range(tile.lines):
+                acc = multiply(step, jnp.int32(line), acc)
             all_of_this_warpgroup()
             pl.when(step + stages < steps)(lambda: bring(step + stages))
             return acc
 
-        return lax.fori_loop(span * _SPAN, jnp.minimum((span + 1) * _SPAN, steps), one_line, acc), share
+        return lax.fori_loop(span * steps_of_span, jnp.minimum((span + 1) * steps_of_span, steps), one_step, acc), share
 
     size = 512 * tile.groups * widths
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WG_STRIDED((size,), 4))
-    acc, _ = lax.fori_loop(0, lax.div(steps + (_SPAN - 1), jnp.int32(_SPAN)), one_span, (acc, share))
+    acc, _ = lax.fori_loop(0, lax.div(steps + (steps_of_span - 1), jnp.int32(steps_of_span)), one_span, (acc, share))
     plgpu.barrier_arrive(done)  # what follows lies where lines have been
     plgpu.barrier_wait(done)
     if interpreted:
@@ -203,7 +215,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
     if not interpreted:
-        line_lanes.store_line_sums(partial_smem, out_ref, split, first_row, warpgroups)
+        line_lanes.store_line_sums(partial_smem, table_smem, out_ref, split, first_row, warpgroups, tile.splits)
     else:
 
         @pl.when(wg == 0)
@@ -220,19 +232,25 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
       nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
       pairs: x's dtype [256, 2], the elements of each byte. kernel, interpret: as mosaic._kernel takes them.
     """
-    tokens, rows, splits = x.shape[0], codes.shape[0], tile.splits
+    (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)
     lines = (
-        plgpu.SMEM((*ring, tile.rows, LINE // 2), jnp.uint8, transforms=_TRANSFORMS),
-        plgpu.SMEM((*ring, tokens, LINE), x.dtype),
+        plgpu.SMEM((*ring, tile.rows, tile.lines * LINE // 2), jnp.uint8, transforms=_TRANSFORMS),
+        plgpu.SMEM((*ring, tokens, tile.lines, LINE), x.dtype),
     )
     partial = (plgpu.SMEM((tile.warpgroups * _WARPS, tokens, tile.rows + 4), jnp.float32),)
+    # The interpreter has no clusters whose programs read each other's memory: it leaves the parts to XLA.
+    parts = tile.splits if interpret is not None else 1
+    programs = -(-rows // tile.rows)
+    if parts == tile.splits:
+        axes = dict(grid=(programs, parts), grid_names=("tile", "split"))
+    else:
+        axes = dict(grid=(programs,), grid_names=("tile",), cluster=(tile.splits,), cluster_names=("split",))
     sums = kernel(
         functools.partial(_kernel, tile=tile, dtype=x.dtype),
         interpret,
-        out_type=jax.ShapeDtypeStruct((splits, tokens, rows), x.dtype if splits == 1 else jnp.float32),
-        grid=(-(-rows // tile.rows), splits),
-        grid_names=("tile", "split"),
+        out_type=jax.ShapeDtypeStruct((parts, tokens, rows), x.dtype if parts == 1 else jnp.float32),
+        **axes,
         num_threads=tile.warpgroups,
         thread_name="wg",
         scratch_types=[
@@ -245,5 +263,11 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         ],
         # Within a warpgroup the kernel waits where it must, above.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x, codes, absmax, jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)), *nested)
-    return sums[0] if splits == 1 else sums.sum(0).astype(x.dtype)
+    )(
+        x.reshape(tokens, columns // LINE, LINE),
+        codes,
+        absmax,
+        jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
+        *nested,
+    )
+    return sums[0] if parts == 1 else sums.sum(0).astype(x.dtype)
