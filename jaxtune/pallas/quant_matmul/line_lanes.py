@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,10 +85,8 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, togeth
         line = arith.minui(_add(_scalar(first_line), line, others), _const(blocks // 4 - 1))
         kept, factors = [], []
         for number in range(count):
-            row = _add(_shift_right(_thread(), 2), _const(32 * number))
-            if 32 * (number + 1) > rows:
-                row = arith.minui(row, _const(rows - 1))
-            source = _add(_mul(_add(_scalar(first_row), row), blocks), _mul(line, 4))
+            place = arith.minui(_add(_thread(), _const(128 * number)), _const(4 * rows - 1))
+            source = _add(_mul(_add(_scalar(first_row), _shift_right(place, 2)), blocks), _mul(line, 4))
             kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), _address(absmax_ref, source, absmax_type)))
             factors += [_vector([_load(ref, _shift_right(source, 8), ir.F32Type.get())]) for ref in nested_ref]
         found = []
@@ -149,10 +148,10 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
     """acc + one line's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
 
-    codes_smem: uint8[16 g, 128 n], rows of the weight by n lines of 256 elements, tiled and swizzled by `transforms`; of
-    number `line` the first of four warps takes the first block of 64, and so on. x_smem: [tokens, n, 256], 16-bit;
-    scales_smem: of `keep_span`, from its block `first_scale`; table_smem: uint32[256, 64], of which a lane reads its own
-    column.
+    codes_smem: uint8[16 g, 128 n], rows of the weight by n lines of 256 elements, tiled and swizzled by `transforms`;
+    of number `line` the first of four warps takes the first block of 64, and so on. x_smem: [tokens, n, 256], 16-bit;
+    scales_smem: of `keep_span`, from its block `first_scale`; table_smem: uint32[256, 64], of which a lane reads its
+    own column.
 
     A lane has 8 bytes of a row and block: which of a product's k a lane holds does not matter as long as x is held
     alike, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
@@ -281,9 +280,17 @@ def keep_line_sums(acc, partial_smem, first):
     keep(acc, partial_smem, first)
 
 
-def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
-    """out_ref[0, token, first_row + row] = the sum over all warps of `keep_line_sums`, of each of a cluster's `splits`
-    programs, in their order; by all. totals_smem: 32-bit, at least [tokens, rows], which is overwritten.
+def place_of_sum(partial_smem, token, row):
+    """Number of the element of warp 0 in the sums of `keep_line_sums`."""
+    return _add(_mul(token, ir.MemRefType(partial_smem.type).shape[-1]), row)
+
+
+def store_sums(partial_smem, place_of, totals_smem, out_ref, split, first_row, rows: int, warpgroups: int, splits: int):
+    """out_ref[0, token, first_row + row] = the sum over all warps, of each of a cluster's `splits` programs, in their
+    order; by all.
+
+    partial_smem: float32[warps, ...], of which place_of(partial_smem, token, row) is warp 0's. totals_smem: 32-bit, at
+    least [tokens, rows], which is overwritten.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
@@ -291,8 +298,8 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
         f32 = ir.F32Type.get()
         out_type = ir.MemRefType(out_ref.type)
         _, tokens, all_rows = out_type.shape
-        warps, _, stride = ir.MemRefType(partial_smem.type).shape
-        rows = stride - 4
+        warps, *of_warp = ir.MemRefType(partial_smem.type).shape
+        stride = math.prod(of_warp)
         thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
 
         def for_places(first, count: int, limit: int, body):
@@ -312,8 +319,8 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
             return functools.reduce(arith.addf, terms)
 
         def own_total(token, row):
-            at = _add(_mul(token, stride), row)
-            return total_of(_load(partial_smem, _add(at, _const(n * tokens * stride)), f32) for n in range(warps))
+            at = place_of(partial_smem, token, row)
+            return total_of(_load(partial_smem, _add(at, _const(number * stride)), f32) for number in range(warps))
 
         def put(token, row, total):
             at = _add(_mul(token, all_rows), _scalar(first_row), row)
