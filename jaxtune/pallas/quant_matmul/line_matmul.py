@@ -273,7 +273,7 @@ def _warp_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dty
     offset = nested_refs[2][0] if nested_refs else None
     sources, own = [codes_ref, absmax_ref, *nested_refs[1:2]], (first_row, first, end, warps, tile.groups)
     if not interpreted:
-        warp_lanes.start_units(sources, ring_smem, *own)
+        warp_lanes.start_units(sources, ring_smem, x_ref, *own)
     _fill_tables(pairs_ref, nested_refs, table_smem, done, tile.warpgroups, interpreted)
     if not interpreted:
         warp_lanes.units_product(sources, ring_smem, sums_smem, x_ref, table_smem, offset, *own[:3], dtype)

@@ -51,6 +51,17 @@ class _Units:
         left = _add(arith.subi(_scalar(end), self.first_line), _const(warps - 1))
         self.lines = arith.divui(arith.maxsi(left, _const(0)), _const(warps))
         self.slots = _mul(warp, self.stages * UNIT)
+        self.last = arith.subi(_scalar(end), _const(1))
+
+    def touch(self, x_ref, step):
+        """Brings x of the warp's line number `step` into the L2; nobody waits for it."""
+        tokens, columns = ir.MemRefType(x_ref.type).shape
+        line = arith.minui(_add(self.first_line, _mul(step, self.warps)), self.last)
+        for first in range(0, 16 * tokens, 32):  # sectors of 32 bytes
+            number = arith.minui(_add(self.lane, _const(first)), _const(16 * tokens - 1))
+            at = _add(_mul(_shift_right(number, 4), columns), _mul(line, 256), _mul(arith.andi(number, _const(15)), 16))
+            pointer = llvm.addrspacecast(llvm.PointerType.get(1), _address(x_ref, at, ir.IntegerType.get_signless(16)))
+            utils.inline_ptx("prefetch.global.L2 [$0];", pointer)
 
     def start(self, slot, step, group):
         """Copies 16 rows of the warp's line number `step`, its rows from 16 group on, to byte `slot` of the ring; one
@@ -101,21 +112,22 @@ def _next(value, step: int, first, end: int):
     return arith.select(at_end, first, after), at_end
 
 
-def start_units(refs, ring_smem, first_row, first_line, end, warps: int, groups: int):
+def start_units(refs, ring_smem, x_ref, first_row, first_line, end, warps: int, groups: int):
     """Starts as many copies as the ring holds; then `units_product`, with the same arguments.
 
     refs: uint8 codes [all rows, columns / 2], absmax [all rows, blocks] and, of quantised ones, the nested absmax.
     ring_smem: uint8[warps, stages, UNIT]. The program's lines of 256 elements are those from first_line to end - 1.
     """
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, SCALAR, plgpu.RefType(), *(plgpu.RefType() for _ in refs)))
-    def start(_, first_row, first_line, end, ring_smem, *refs):
+    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, SCALAR, *(plgpu.RefType() for _ in range(2 + len(refs)))))
+    def start(_, first_row, first_line, end, ring_smem, x_ref, *refs):
         units = _Units(refs, ring_smem, first_row, first_line, end, warps)
         for unit in range(units.stages):
             slot = _add(units.slots, _const(unit * UNIT))
             units.start(slot, _const(unit // groups), _const(unit % groups))
+        units.touch(x_ref, _const(0))
 
-    start(first_row, first_line, end, ring_smem, *refs)
+    start(first_row, first_line, end, ring_smem, x_ref, *refs)
 
 
 def units_product(refs, ring_smem, sums_smem, x_ref, table_smem, offset, first_row, first_line, end, dtype):
@@ -126,7 +138,7 @@ def units_product(refs, ring_smem, sums_smem, x_ref, table_smem, offset, first_r
     pairs of elements, the map of quantised absmax; offset: float32, or None. Nothing here is shared by warps.
 
     The loop is over 16 rows, and not written out, because a program that reads megabytes but once cannot wait for
-    instructions; so sums are in shared memory (by count, 8 of 130 wavefronts of a unit).
+    instructions; so sums are in shared memory (by count, 2 of 112 wavefronts of a unit for one token, 8 for eight).
     """
     tokens = x_ref.shape[0]
     warps, groups, widths = sums_smem.shape[:3]
@@ -143,6 +155,10 @@ def units_product(refs, ring_smem, sums_smem, x_ref, table_smem, offset, first_r
         group, quad = _shift_right(units.lane, 2), arith.andi(units.lane, _const(3))
         own_column = _mul(units.lane, 4)
         row = _fragment_row()
+        has_tokens = [
+            arith.cmpi(arith.CmpIPredicate.ult, _add(_mul(quad, 2), _const(8 * width)), _const(tokens))
+            for width in range(widths)
+        ]
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
 
         def entry(word, byte: int, column: int):
@@ -199,7 +215,9 @@ def units_product(refs, ring_smem, sums_smem, x_ref, table_smem, offset, first_r
             places, sums = [], []
             for width in range(widths):
                 at = _mul(_add(_mul(_add(_mul(warp, groups), group), widths), _const(width)), 32)
-                places.append(_address(sums_smem, _mul(_add(at, units.lane), 4), f32))
+                # Lanes whose tokens are not there read with the first of their quad, and keep nothing.
+                lane = arith.select(has_tokens[width], units.lane, arith.andi(units.lane, _const(28)))
+                places.append(_address(sums_smem, _mul(_add(at, lane), 4), f32))
                 kept = llvm.load(ir.VectorType.get((4,), f32), places[-1])
                 sums.append([_item(kept, index) for index in range(4)])
             for block in range(4):
@@ -226,8 +244,9 @@ def units_product(refs, ring_smem, sums_smem, x_ref, table_smem, offset, first_r
                             sums[width][index],
                             result_types=f32,
                         )
-            for place, own in zip(places, sums, strict=True):
-                llvm.store(_vector(own), place)
+            for width in range(widths):
+                with utils.when(has_tokens[width]):
+                    llvm.store(_vector(sums[width]), places[width])
 
         for number in range(groups * widths):
             at = _mul(_add(_mul(warp, groups * widths * 32), units.lane, _const(number * 32)), 4)
@@ -236,6 +255,7 @@ def units_product(refs, ring_smem, sums_smem, x_ref, table_smem, offset, first_r
         lines = scf.ForOp(_const(0), units.lines, _const(1), [units.slots, *ahead])
         with ir.InsertionPoint(lines.body):
             rights = right_sides(_add(units.first_line, _mul(lines.induction_variable, warps)))
+            units.touch(x_ref, _add(lines.induction_variable, _const(1)))
             rows = scf.ForOp(_const(0), _const(groups), _const(1), list(lines.inner_iter_args))
             with ir.InsertionPoint(rows.body):
                 slot, later, later_group = rows.inner_iter_args
