@@ -6,6 +6,9 @@ go with them, several ahead; of a line each warp multiplies one block of 64. Aga
 its way takes shared memory, not registers; x is read once for all rows of a program, not for every 16; a code byte
 becomes an address by one instruction.
 
+Tiles `by_warps` are another kernel for the same: a warp copies lines for itself, without TMA, 16 rows at a time, and x
+goes from memory to registers (warp_lanes.py). Nothing is waited for by more than a warp but at the start and the end.
+
 Programs that share rows are a cluster, and read each other's sums. These are added in one order: warps within a
 program, then the parts of the columns.
 """
