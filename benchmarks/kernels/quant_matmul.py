@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from jaxtune.train.adam8 import scale_by_adam_8bit
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every product goes to cuBLASLt
 L2_BYTES = 60_000_000
 RANK = 16
+COMPILERS = 8
 WORST = 0.01  # relative error of a 16-bit product: more is a wrong kernel
 RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines", "fused")
 
@@ -132,11 +134,14 @@ def variants(tiles: Sequence, run: Callable, arguments: Sequence[tuple], want) -
     run: (tile, *arguments) -> the product; want: that of the first arguments.
     """
     found = []
-    for tile in tiles:
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        programs = [pool.submit(compiled, functools.partial(run, tile), *arguments[0]) for tile in tiles]
+        wait(programs)  # nothing compiles while another one is timed
+    for tile, waiting in zip(tiles, programs, strict=True):
         row: dict[str, Any] = {"tile": dataclasses.asdict(tile)}
         print("   ", tile, flush=True)
         try:
-            program = compiled(functools.partial(run, tile), *arguments[0])
+            program = waiting.result()
             row["error"] = distance(program(*arguments[0]), want)
             row |= {"ms": device_ms(program, arguments)} if row["error"] <= WORST else {"refused": "wrong"}
         except Exception as error:  # what does not fit this GPU is a finding

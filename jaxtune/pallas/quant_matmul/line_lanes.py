@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 
 from jaxtune.pallas.quant_matmul.lanes import (
     SCALAR,
@@ -54,10 +57,11 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     fill(source_ref, table_smem)
 
 
-def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int):
+def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, together: int, warpgroups: int):
     """A thread's share of the absmax of `rows` rows over four lines of 256 elements, for `keep_span`: ([128 x 4 n] of
-    absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref: [all rows, blocks]. Lines that are not
-    there repeat the last one.
+    absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref: [all rows, blocks]. Of the lines from
+    first_line on, `together` are neighbours, and then come as many of each other warpgroup. Lines that are not there
+    repeat the last one.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -76,11 +80,12 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int):
     @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
     def load(_, first_row, first_line, absmax_ref, *nested_ref):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
+        line = arith.andi(_thread(), _const(3))
+        others = _mul(arith.andi(line, _const(4 - together)), warpgroups - 1)
+        line = arith.minui(_add(_scalar(first_line), line, others), _const(blocks // 4 - 1))
         kept, factors = [], []
         for number in range(count):
             place = arith.minui(_add(_thread(), _const(128 * number)), _const(4 * rows - 1))
-            line = _add(_scalar(first_line), arith.andi(place, _const(3)))
-            line = arith.minui(line, _const(blocks // 4 - 1))
             source = _add(_mul(_add(_scalar(first_row), _shift_right(place, 2)), blocks), _mul(line, 4))
             kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), _address(absmax_ref, source, absmax_type)))
             factors += [_vector([_load(ref, _shift_right(source, 8), ir.F32Type.get())]) for ref in nested_ref]
@@ -96,28 +101,27 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int):
     return found if nested_ref is not None else (*found, None)
 
 
-def keep_span(share, offset_ref, table_smem, scales_smem, rows: int):
+def keep_span(share, offset, table_smem, scales_smem, rows: int):
     """scales_smem[block of the span, place of the row] = float32 absmax, of what `span_absmax` loaded.
 
     scales_smem: float32[16, rows and a few]. Of 16 rows, the two that a lane holds (see `line_product`) are neighbours.
-    offset_ref: float32[1], or None; the map of quantised absmax is in table_smem's columns 32 to 63.
+    offset: float32, or None; the map of quantised absmax is in table_smem's columns 32 to 63.
     """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
-    refs = [scales_smem, *([] if offset_ref is None else [offset_ref, table_smem])]
+    if offset is not None:
+        arrays, layouts = [*arrays, offset], [*layouts, SCALAR]
 
-    @plgpu.inline_mgpu(arg_types=(*layouts, *(plgpu.RefType() for _ in refs)))
+    @plgpu.inline_mgpu(arg_types=(*layouts, plgpu.RefType(), plgpu.RefType()))
     def keep(_, kept, *rest):
         f32 = ir.F32Type.get()
-        *factors, scales_smem = rest[: len(arrays)]
-        nested_refs = rest[len(arrays) :]
+        *nested, scales_smem, table_smem = rest
         stride = ir.MemRefType(scales_smem.type).shape[1]
         own = _add(arith.andi(_thread(), _const(31)), _const(32))
         for number, four in enumerate(kept.registers.flat):
             values = [_item(four, index) for index in range(4)]
-            if nested_refs:
-                offset_ref, table_smem = nested_refs
-                offset, factor = _load(offset_ref, _const(0), f32), _item(factors[0].registers.flat[number], 0)
+            if nested:
+                offset, factor = _scalar(nested[1]), _item(nested[0].registers.flat[number], 0)
                 places = [_add(_mul(arith.extui(_i32(), value), 64), own) for value in values]
                 values = [arith.addf(_product(_load(table_smem, at, f32), factor), offset) for at in places]
             place = _add(_thread(), _const(128 * number))
@@ -138,15 +142,16 @@ def keep_span(share, offset_ref, table_smem, scales_smem, rows: int):
                 with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, _const(4 * rows))):
                     store()
 
-    keep(*arrays, *refs)
+    keep(*arrays, scales_smem, table_smem)
 
 
-def line_product(acc, codes_smem, x_smem, scales_smem, first_scale, table_smem, transforms, dtype):
+def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
     """acc + one line's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
 
-    codes_smem: uint8[16 g, 128], rows of the weight by 256 elements, tiled and swizzled by `transforms`; the first of
-    four warps takes the first block of 64, and so on. x_smem: [tokens, 256], 16-bit; scales_smem: of `keep_span`, from
-    its block `first_scale`; table_smem: uint32[256, 64], of which a lane reads its own column.
+    codes_smem: uint8[16 g, 128 n], rows of the weight by n lines of 256 elements, tiled and swizzled by `transforms`;
+    of number `line` the first of four warps takes the first block of 64, and so on. x_smem: [tokens, n, 256], 16-bit;
+    scales_smem: of `keep_span`, from its block `first_scale`; table_smem: uint32[256, 64], of which a lane reads its
+    own column.
 
     A lane has 8 bytes of a row and block: which of a product's k a lane holds does not matter as long as x is held
     alike, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
@@ -159,16 +164,17 @@ def line_product(acc, codes_smem, x_smem, scales_smem, first_scale, table_smem, 
 
     @plgpu.inline_mgpu(
         arg_types=(
-            layout, plgpu.RefType(transforms), plgpu.RefType(), plgpu.RefType(), SCALAR, plgpu.RefType()
+            layout, plgpu.RefType(transforms), *(plgpu.RefType() for _ in range(2)), SCALAR, SCALAR, plgpu.RefType()
         ),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout),
     )  # fmt: skip
-    def multiply(_, acc, codes_smem, x_smem, scales_smem, first_scale, table_smem):
+    def multiply(_, acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem):
         f32, i32, i8 = ir.F32Type.get(), _i32(), ir.IntegerType.get_signless(8)
         two, four = ir.VectorType.get((2,), i32), ir.VectorType.get((4,), i32)
-        groups = 2 * ir.MemRefType(codes_smem.type).shape[0] // 4  # tiles of 8 rows
+        eights, lines = ir.MemRefType(codes_smem.type).shape[:2]  # tiles of 8 rows by a line
+        groups = eights // 2
         widths = len(acc.registers.flat) // groups
-        tokens, elements = ir.MemRefType(x_smem.type).shape
+        tokens, _, elements = ir.MemRefType(x_smem.type).shape
         lane, warp = arith.andi(_thread(), _const(31)), _shift_right(_thread(), 5)
         group, quad = _shift_right(lane, 2), arith.andi(lane, _const(3))
 
@@ -177,7 +183,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, first_scale, table_smem, 
         rights = []
         for width in range(widths):
             token = arith.minui(_add(group, _const(8 * width)), _const(tokens - 1))
-            at = _add(_mul(token, elements), _mul(warp, 64), _mul(quad, 16))
+            at = _add(_mul(token, lines * elements), _mul(_scalar(line), elements), _mul(warp, 64), _mul(quad, 16))
             # Quads next to each other take their halves in turns: their rows are in the same banks.
             halves = [arith.xori(_mul(odd, 8), _const(8 * half)) for half in range(2)]
             found = [
@@ -190,7 +196,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, first_scale, table_smem, 
 
         row = _fragment_row()
         within = arith.xori(_add(_mul(warp, 32), _mul(quad, 8)), _mul(row, 16))  # the 128-byte swizzle
-        own_codes = _add(_mul(row, 128), within)
+        own_codes = _add(_mul(_scalar(line), 8 * 128), _mul(row, 128), within)
         own_column = _mul(lane, 4)
         stride = ir.MemRefType(scales_smem.type).shape[1]
         own_scales = _add(_mul(_add(_scalar(first_scale), warp), stride), _mul(group, 2))
@@ -207,7 +213,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, first_scale, table_smem, 
         for number in range(groups):
             words = []
             for half in range(2):
-                at = _add(own_codes, _const((16 * number + 8 * half) * 128))
+                at = _add(own_codes, _const((2 * number + half) * lines * 8 * 128))
                 words.append(_words(llvm.load(two, _address(codes_smem, at, i8)), 2))
             at = _add(own_scales, _const(16 * number))
             scales = llvm.load(ir.VectorType.get((2,), f32), _address(scales_smem, at, f32))
@@ -243,7 +249,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, first_scale, table_smem, 
                 )
         return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
 
-    return multiply(acc, codes_smem, x_smem, scales_smem, first_scale, table_smem)
+    return multiply(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem)
 
 
 def keep_line_sums(acc, partial_smem, first):
@@ -274,30 +280,71 @@ def keep_line_sums(acc, partial_smem, first):
     keep(acc, partial_smem, first)
 
 
-def store_line_sums(partial_smem, out_ref, split, first_row, warpgroups: int):
-    """out_ref[split, token, first_row + row] = the sum over all warps of `keep_line_sums`, in their order; by all."""
+def place_of_sum(partial_smem, token, row):
+    """Number of the element of warp 0 in the sums of `keep_line_sums`."""
+    return _add(_mul(token, ir.MemRefType(partial_smem.type).shape[-1]), row)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
-    def store(_, partial_smem, out_ref, split, first_row):
+
+def store_sums(partial_smem, place_of, totals_smem, out_ref, split, first_row, rows: int, warpgroups: int, splits: int):
+    """out_ref[0, token, first_row + row] = the sum over all warps, of each of a cluster's `splits` programs, in their
+    order; by all.
+
+    partial_smem: float32[warps, ...], of which place_of(partial_smem, token, row) is warp 0's. totals_smem: 32-bit, at
+    least [tokens, rows], which is overwritten.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
+    def store(_, partial_smem, totals_smem, out_ref, split, first_row):
         f32 = ir.F32Type.get()
         out_type = ir.MemRefType(out_ref.type)
         _, tokens, all_rows = out_type.shape
-        warps, _, stride = ir.MemRefType(partial_smem.type).shape
-        rows = stride - 4
+        warps, *of_warp = ir.MemRefType(partial_smem.type).shape
+        stride = math.prod(of_warp)
         thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
-        for start in range(0, tokens * rows, 128 * warpgroups):
-            place = _add(thread, _const(start))
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, _const(tokens * rows))):
-                token = arith.divui(place, _const(rows))
-                row = arith.subi(place, _mul(token, rows))
-                total = None
-                for warp in range(warps):
-                    at = _add(_mul(token, stride), row, _const(warp * tokens * stride))
-                    term = _load(partial_smem, at, f32)
-                    total = term if total is None else arith.addf(total, term)
-                if out_type.element_type != f32:
-                    total = arith.truncf(out_type.element_type, total)
-                at = _add(_mul(_add(_mul(_scalar(split), tokens), token), all_rows), _scalar(first_row), row)
-                llvm.store(total, _address(out_ref, at, out_type.element_type))
 
-    store(partial_smem, out_ref, split, first_row)
+        def for_places(first, count: int, limit: int, body):
+            """body(place, its token, its row) of `count` places from `first` on, below `limit`."""
+            for start in range(0, count, 128 * warpgroups):
+                own = _add(thread, _const(start))
+                place = own if first is None else _add(own, first)
+                within = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.ult, own, _const(count)),
+                    arith.cmpi(arith.CmpIPredicate.ult, place, _const(limit)),
+                )
+                with utils.when(within):
+                    token = arith.divui(place, _const(rows))
+                    body(place, token, arith.subi(place, _mul(token, rows)))
+
+        def total_of(terms):
+            return functools.reduce(arith.addf, terms)
+
+        def own_total(token, row):
+            at = place_of(partial_smem, token, row)
+            return total_of(_load(partial_smem, _add(at, _const(number * stride)), f32) for number in range(warps))
+
+        def put(token, row, total):
+            at = _add(_mul(token, all_rows), _scalar(first_row), row)
+            llvm.store(arith.truncf(out_type.element_type, total), _address(out_ref, at, out_type.element_type))
+
+        places = tokens * rows
+        if splits == 1:
+            for_places(None, places, places, lambda _, token, row: put(token, row, own_total(token, row)))
+            return
+
+        def keep_total(place, token, row):
+            llvm.store(own_total(token, row), _address(totals_smem, place, f32))
+
+        def put_all(place, token, row):
+            own = utils.memref_ptr(totals_smem)
+            theirs = [utils.get_cluster_ptr(own, _const(number)) for number in range(splits)]
+            put(token, row, total_of(llvm.load(f32, utils.getelementptr(there, [place], f32)) for there in theirs))
+
+        for_places(None, places, places, keep_total)
+        nvvm.cluster_arrive(aligned=True)
+        nvvm.cluster_wait(aligned=True)
+        share = -(-places // splits)
+        for_places(_mul(_scalar(split), share), share, places, put_all)
+        nvvm.cluster_arrive_relaxed(aligned=True)  # nobody leaves whose sums are still read; what was stored can wait
+        nvvm.cluster_wait(aligned=True)
+
+    store(partial_smem, totals_smem, out_ref, split, first_row)

@@ -1,12 +1,16 @@
 """The product of a few tokens by a weight in four bits, by whole lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A program has up to 128 rows of the weight and a part of the columns, which its warpgroups divide among themselves. To
-each, TMA brings lines of codes (128 bytes of each row) and the tokens' elements that go with them, several ahead; of a
-line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on its way takes shared memory, not
-registers; x is read once for all rows of a program, not for every 16; a code byte becomes an address by one
-instruction.
+A program has up to 128 rows of the weight and a part of the columns, which its warpgroups take in turns: together they
+read memory from left to right. To each, TMA brings lines of codes (128 bytes of each row) and the tokens' elements that
+go with them, several ahead; of a line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on
+its way takes shared memory, not registers; x is read once for all rows of a program, not for every 16; a code byte
+becomes an address by one instruction.
 
-Sums are added in one order: warps within a program, then the parts of the columns.
+Tiles `by_warps` are another kernel for the same: a warp copies lines for itself, without TMA, 16 rows at a time, and x
+goes from memory to registers (warp_lanes.py). Nothing is waited for by more than a warp but at the start and the end.
+
+Programs that share rows are a cluster, and read each other's sums. These are added in one order: warps within a
+program, then the parts of the columns.
 """
 
 # Pallas' annotations know neither its own transforms nor barriers.
@@ -16,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import lanes, line_lanes
+from jaxtune.pallas.quant_matmul import lanes, line_lanes, warp_lanes
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
 
 LINE = 256  # elements: their codes are a line of memory
@@ -33,18 +36,21 @@ _SPAN = 4  # lines whose scales are decoded together
 _WARPS = 4
 _TRANSFORMS = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 _SMEM_BYTES = 227 * 1024  # of a program, at most
-CANDIDATES = 8  # that `tiles` offers
+CANDIDATES = 12  # that `tiles` offers
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """groups: of 16 rows of the weight, that a program has. stages: lines that are on their way to a warpgroup.
-    splits: programs that share the columns of a row; their sums are added by XLA."""
+    """groups: of 16 rows of the weight, that a program has. stages: copies that are on their way to a warpgroup, each
+    of so many neighbouring `lines`. splits: programs that share the columns of a row, a cluster. by_warps: each warp
+    takes lines of its own, in copies of 16 rows of one, `stages` of which are on their way to it."""
 
     groups: int
     warpgroups: int
     stages: int
     splits: int = 1
+    lines: int = 1
+    by_warps: bool = False
 
     @property
     def rows(self) -> int:
@@ -57,90 +63,123 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
         return f"{tile}: at most 8 groups, 4 warpgroups and 32 stages in all"
+    if not 1 <= tile.splits <= 8 or tile.lines not in ((1,) if tile.by_warps else (1, 2, 4)):
+        return f"{tile}: at most 8 splits (a portable cluster), and 1, 2 or 4 lines, or 1 by warps"
     if _smem_bytes(tile, tokens) > _SMEM_BYTES:
         return f"{tile} with {tokens} tokens takes {_smem_bytes(tile, tokens)} bytes of shared memory"
     return None
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    ring = tile.warpgroups * tile.stages * (tile.rows * LINE // 2 + tokens * LINE * 2)
+    ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
+    if tile.by_warps:
+        of_warp = tile.stages * warp_lanes.UNIT + tile.groups * -(-tokens // 8) * 512
+        return 256 * 64 * 4 + tile.warpgroups * _WARPS * of_warp + 2048
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
     return 256 * 64 * 4 + max(ring, partial) + scales + 4096  # barriers, and what alignment costs
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Tiles to measure for a weight [rows, columns]: those that leave the fewest multiprocessors idle."""
+    """Tiles to measure for a weight [rows, columns], of both kinds: over the ways to divide it that leave the fewest
+    multiprocessors idle, each with as much on its way as fits."""
+    lines = columns // LINE
 
-    def work(tile: Tile) -> float:
-        """Rows of the weight that the busiest multiprocessor has; warpgroups wait for the one with the most lines."""
-        rounds = -(-(-(-rows // tile.rows) * tile.splits) // programs)
-        lines = columns // LINE / (tile.splits * tile.warpgroups)
-        return rounds * tile.rows / tile.splits * -(-lines // 1) / lines
+    def work(way: tuple[int, int]) -> float:
+        """Rows of the weight that the busiest multiprocessor has; a second round begins with an idle memory."""
+        splits, groups = way
+        rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
+        return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))
 
-    found = []
-    for splits, groups, warpgroups in itertools.product((1, 2, 3, 4) if tokens > 4 else (1,), range(1, 9), (4, 2)):
-        fitting = (Tile(groups, warpgroups, stages, splits) for stages in (8, 6, 4, 3, 2))
-        found += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
-    found = sorted(filter(None, found), key=lambda tile: (work(tile), -tile.groups))
-    whole = [tile for tile in found if tile.splits == 1][:2]  # a sum in parts is another kernel
-    return [*whole, *(tile for tile in found if tile not in whole)][:CANDIDATES]
+    def waste(splits: int, warpgroups: int) -> float:
+        """How much longer the warp with the most lines of its own is busy than the mean one."""
+        warps, own = warpgroups * _WARPS, lines / splits
+        return -(-own // warps) * warps / own
+
+    best = [min(((splits, g) for g in range(8, 0, -1) if 16 * g <= rows), key=work) for splits in (1, 2, 4, 3)]
+    ways = [way for way in sorted(best, key=work) if work(way) <= 1.25 * min(map(work, best))][:3]
+    if best[0] not in ways:
+        ways = [*ways[:2], best[0]]  # one without a cluster
+    kinds = [
+        [(min((4, 2, 3), key=functools.partial(waste, splits)), 1, True) for splits, _ in ways],
+        [(2, 1, True)] * 3,
+        [(4, 1, False)] * 3,
+        [(2, 1, False)] * 3,
+        [(2, 2, False)],
+        [(3, 1, True)] * 3,
+    ]
+    found: list[Tile] = []
+    for kind in kinds:
+        for (splits, groups), (warpgroups, together, by_warps) in zip(ways, kind, strict=False):
+            fitting = (Tile(groups, warpgroups, n, splits, together, by_warps) for n in (8, 7, 6, 5, 4, 3, 2))
+            tile = next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)
+            if tile is not None and tile not in found:
+                found.append(tile)
+    return found[:CANDIDATES]
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """What line_lanes.line_product adds for one line, for the interpreter: float32[512 groups widths] in its order.
+    """float32[rows, 8 widths, blocks]: the sums of each block of 64 elements, for the interpreter.
 
-    codes: uint8[rows, 128]; scales: float32[rows, 4]; table: `dtype`[256, 2].
+    codes: uint8[rows, bytes]; scales: float32[rows, blocks]; table: `dtype`[256, 2].
     """
     rows = codes.shape[0]
-    values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
-    x = jnp.pad(x.astype(jnp.float32), ((0, 8 * widths - x.shape[0]), (0, 0))).reshape(-1, _WARPS, BLOCK)
-    sums = jnp.einsum("rwk,twk->rtw", values, x) * scales[:, None, :]
+    values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, -1, BLOCK)
+    x = jnp.pad(x.astype(jnp.float32), ((0, 8 * widths - x.shape[0]), (0, 0)))
+    return jnp.einsum("rwk,twk->rtw", values, x.reshape(8 * widths, -1, BLOCK)) * scales[:, None, :]
+
+
+def _written_out_registers(sums, widths: int):
+    """Sums [rows, 8 widths, 4 warps] as line_lanes.line_product holds them: float32[512 groups widths]."""
     # Row (i, h, low bits of the quad's number, its upper bit), token (width, q, e), warp.
-    sums = sums.reshape(rows // 16, 2, 4, 2, widths, 4, 2, _WARPS)
+    sums = sums.reshape(sums.shape[0] // 16, 2, 4, 2, widths, 4, 2, _WARPS)
     return sums.transpose(0, 4, 7, 3, 2, 5, 1, 6).reshape(-1)
 
 
-def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """What line_lanes.keep_line_sums stores, for the interpreter: float32[4 warps, tokens, rows]."""
+def _written_out_partial(acc, groups: int, widths: int):
+    """float32[4 warps, 8 widths, rows] of what line_lanes.line_product holds, for the interpreter."""
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
-    return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
+    return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """refs: map, nested absmax and offset, if absmax is quantised; the output [splits, tokens, rows]; shared memory."""
+    """refs: map, nested absmax and offset, if absmax is quantised; the output [1, tokens, rows], or [splits, tokens,
+    rows] of parts, interpreted; shared memory."""
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
-    wg, split = lax.axis_index("wg"), lax.axis_index("split")
-    tokens, columns = x_ref.shape
+    wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)
+    tokens, lines = x_ref.shape[:2]
     rows, warpgroups, stages = tile.rows, tile.warpgroups, tile.stages
-    widths = -(-tokens // 8)
+    widths, steps_of_span = -(-tokens // 8), _SPAN // tile.lines
     first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)  # the last ones may overlap
-    lines, parts = columns // LINE, tile.splits * warpgroups
-    part = split * warpgroups + wg
-    first = lax.div(part * lines, jnp.int32(parts))
-    steps = lax.div((part + 1) * lines, jnp.int32(parts)) - first
+    first = lax.div(split * (lines // tile.lines), jnp.int32(tile.splits))
+    steps = lax.div((split + 1) * (lines // tile.lines), jnp.int32(tile.splits)) - first  # of this program
+    steps = lax.div(steps - wg + (warpgroups - 1), jnp.int32(warpgroups))  # of this warpgroup
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
 
+    def line_of(step):
+        return (first + wg + step * warpgroups) * tile.lines
+
     def bring(step):
-        slot, line = slot_of(step), first + step
+        slot, line = slot_of(step), line_of(step)
         barrier = full.at[wg * stages + slot]
-        plgpu.copy_gmem_to_smem(
-            codes_ref.at[pl.ds(first_row, rows), pl.ds(line * (LINE // 2), LINE // 2)], codes_smem.at[wg, slot], barrier
-        )
-        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(line * LINE, LINE)], x_smem.at[wg, slot], barrier)
+        bytes_ = pl.ds(line * (LINE // 2), tile.lines * (LINE // 2))
+        plgpu.copy_gmem_to_smem(codes_ref.at[pl.ds(first_row, rows), bytes_], codes_smem.at[wg, slot], barrier)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(line, tile.lines)], x_smem.at[wg, slot], barrier)
 
     def all_of_this_warpgroup():
         if not interpreted:
             lanes.warpgroup_barrier()
 
     def load_absmax(span):
-        line = first + span * _SPAN
         if not interpreted:
-            return line_lanes.span_absmax(absmax_ref, nested_refs[1] if nested_refs else None, first_row, line, rows)
-        line = jnp.minimum(line + jnp.arange(_SPAN), lines - 1)
+            nested = nested_refs[1] if nested_refs else None
+            line = line_of(span * steps_of_span)
+            return line_lanes.span_absmax(absmax_ref, nested, first_row, line, rows, tile.lines, warpgroups)
+        line = line_of(span * steps_of_span + jnp.arange(steps_of_span))[:, None] + jnp.arange(tile.lines)
+        line = jnp.minimum(line.reshape(-1), lines - 1)
         block = (4 * line[:, None] + jnp.arange(4)).reshape(-1)
         values = absmax_ref[pl.ds(first_row, rows)][:, block]
         if not nested_refs:
@@ -151,29 +190,28 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     def keep_scales(share):
         scales = scales_smem.at[wg]
         if not interpreted:
-            line_lanes.keep_span(share, nested_refs[2] if nested_refs else None, table_smem, scales, rows)
+            line_lanes.keep_span(share, offset, table_smem, scales, rows)
             return
         values, factors = share
         if nested_refs:
-            values = nested_refs[0][...][values] * factors + nested_refs[2][0]
+            values = nested_refs[0][...][values] * factors + offset
         scales[:, pl.ds(0, rows)] = values.T
 
-    def multiply(step, acc, index):
+    def multiply(step, line, acc):
         codes, x, scales = codes_smem.at[wg, slot_of(step)], x_smem.at[wg, slot_of(step)], scales_smem.at[wg]
+        block = (lax.rem(step, jnp.int32(steps_of_span)) * tile.lines + line) * 4
         if not interpreted:
-            return line_lanes.line_product(acc, codes, x, scales, index * 4, table_smem, _TRANSFORMS, dtype)
-        own = scales[pl.ds(index * 4, 4), pl.ds(0, rows)].T
-        return acc + _written_out_sums(codes[...], x[...], own, pairs_ref[...], widths)
+            return line_lanes.line_product(acc, codes, x, scales, line, block, table_smem, _TRANSFORMS, dtype)
+        own = scales[pl.ds(block, 4), pl.ds(0, rows)].T
+        codes = codes[...].reshape(rows, tile.lines, LINE // 2)[:, line]
+        sums = _written_out_sums(codes, x[...][:, line], own, pairs_ref[...], widths)
+        return acc + _written_out_registers(sums, widths)
 
+    share = load_absmax(0)
+    offset = nested_refs[2][0] if nested_refs else None
     for step in range(stages):
         pl.when(step < steps)(functools.partial(bring, jnp.int32(step)))
-    share = load_absmax(0)
-    if not interpreted:
-        line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
-        if nested_refs:
-            line_lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
+    _fill_tables(pairs_ref, nested_refs, table_smem, done, warpgroups, interpreted)
 
     def one_span(span, carry):
         acc, share = carry
@@ -181,35 +219,100 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         share = load_absmax(span + 1)
         all_of_this_warpgroup()
 
-        def one_line(step, acc):
+        def one_step(step, acc):
             plgpu.barrier_wait(full.at[wg * stages + slot_of(step)])
-            acc = multiply(step, acc, step - span * _SPAN)
+            for line in range(tile.lines):
+                acc = multiply(step, jnp.int32(line), acc)
             all_of_this_warpgroup()
             pl.when(step + stages < steps)(lambda: bring(step + stages))
             return acc
 
-        return lax.fori_loop(span * _SPAN, jnp.minimum((span + 1) * _SPAN, steps), one_line, acc), share
+        return lax.fori_loop(span * steps_of_span, jnp.minimum((span + 1) * steps_of_span, steps), one_step, acc), share
 
     size = 512 * tile.groups * widths
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WG_STRIDED((size,), 4))
-    acc, _ = lax.fori_loop(0, lax.div(steps + (_SPAN - 1), jnp.int32(_SPAN)), one_span, (acc, share))
+    acc, _ = lax.fori_loop(0, lax.div(steps + (steps_of_span - 1), jnp.int32(steps_of_span)), one_span, (acc, share))
     plgpu.barrier_arrive(done)  # what follows lies where lines have been
     plgpu.barrier_wait(done)
     if interpreted:
-        partial = _written_out_partial(acc, tokens, tile.groups, widths)
-        partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = partial
+        partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = _written_out_partial(acc, tile.groups, widths)[
+            :, :tokens
+        ]
     else:
         line_lanes.keep_line_sums(acc, partial_smem, wg * _WARPS)
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
     if not interpreted:
-        line_lanes.store_line_sums(partial_smem, out_ref, split, first_row, warpgroups)
+        line_lanes.store_sums(
+            partial_smem, line_lanes.place_of_sum, table_smem, out_ref, split, first_row, rows, warpgroups, tile.splits
+        )
     else:
 
         @pl.when(wg == 0)
         def _():
             total = partial_smem[:, :, pl.ds(0, rows)].sum(0).astype(out_ref.dtype)
             out_ref[split, :, pl.ds(first_row, rows)] = total
+
+
+def _fill_tables(pairs_ref, nested_refs, table_smem, done, warpgroups: int, interpreted):
+    """By all: the pairs of elements, and the map of quantised absmax."""
+    if not interpreted:
+        line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
+        if nested_refs:
+            line_lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
+    plgpu.barrier_arrive(done)
+    plgpu.barrier_wait(done)
+
+
+def _warp_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
+    """As `_kernel`, for tiles by_warps; x_ref: [tokens, columns]."""
+    *nested_refs, out_ref, table_smem, ring_smem, sums_smem, done = refs
+    wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)
+    tokens, columns = x_ref.shape
+    rows, lines, widths, warps = tile.rows, columns // LINE, -(-tokens // 8), tile.warpgroups * _WARPS
+    first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)  # the last ones may overlap
+    first = lax.div(split * lines, jnp.int32(tile.splits))
+    end = lax.div((split + 1) * lines, jnp.int32(tile.splits))
+    offset = nested_refs[2][0] if nested_refs else None
+    sources, own = [codes_ref, absmax_ref, *nested_refs[1:2]], (first_row, first, end, warps, tile.groups)
+    if not interpreted:
+        warp_lanes.start_units(sources, ring_smem, x_ref, *own)
+    _fill_tables(pairs_ref, nested_refs, table_smem, done, tile.warpgroups, interpreted)
+    if not interpreted:
+        warp_lanes.units_product(sources, ring_smem, sums_smem, x_ref, table_smem, offset, *own[:3], dtype)
+    else:
+        codes, absmax = codes_ref[pl.ds(first_row, rows)], absmax_ref[pl.ds(first_row, rows)]
+        if nested_refs:
+            place = (first_row + jnp.arange(rows)[:, None]) * absmax.shape[1] + jnp.arange(absmax.shape[1])
+            absmax = nested_refs[0][...][absmax] * nested_refs[1][...][place // NESTED_BLOCK] + offset
+        blocks = _written_out_sums(codes, x_ref[...], absmax, pairs_ref[...], widths)
+        of_lines = blocks.reshape(rows, 8 * widths, lines, LINE // BLOCK).sum(-1)
+        line = jnp.arange(lines)[:, None]
+        is_own = (line >= first) & (line < end) & ((line - first) % warps == wg * _WARPS + jnp.arange(_WARPS))
+        sums = _written_out_registers(jnp.einsum("rtl,lw->rtw", of_lines, is_own.astype(jnp.float32)), widths)
+        sums = sums.reshape(tile.groups, widths, _WARPS, 32, 4).transpose(2, 0, 1, 3, 4)
+        sums_smem[pl.ds(wg * _WARPS, _WARPS)] = sums
+    plgpu.barrier_arrive(done)
+    plgpu.barrier_wait(done)
+    if not interpreted:
+        line_lanes.store_sums(
+            sums_smem,
+            warp_lanes.place_of_sum,
+            table_smem,
+            out_ref,
+            split,
+            first_row,
+            rows,
+            tile.warpgroups,
+            tile.splits,
+        )
+    else:
+
+        @pl.when(wg == 0)
+        def _():
+            total = sums_smem[...].reshape(tile.warpgroups, _WARPS, tile.groups, widths, 32, 4).sum(0)
+            total = _written_out_partial(total.transpose(1, 2, 0, 3, 4).reshape(-1), tile.groups, widths).sum(0)
+            out_ref[split, :, pl.ds(first_row, rows)] = total[:tokens].astype(out_ref.dtype)
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
@@ -220,30 +323,46 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
       nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
       pairs: x's dtype [256, 2], the elements of each byte. kernel, interpret: as mosaic._kernel takes them.
     """
-    tokens, rows, splits = x.shape[0], codes.shape[0], tile.splits
+    (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)
     lines = (
-        plgpu.SMEM((*ring, tile.rows, LINE // 2), jnp.uint8, transforms=_TRANSFORMS),
-        plgpu.SMEM((*ring, tokens, LINE), x.dtype),
+        plgpu.SMEM((*ring, tile.rows, tile.lines * LINE // 2), jnp.uint8, transforms=_TRANSFORMS),
+        plgpu.SMEM((*ring, tokens, tile.lines, LINE), x.dtype),
     )
     partial = (plgpu.SMEM((tile.warpgroups * _WARPS, tokens, tile.rows + 4), jnp.float32),)
-    sums = kernel(
-        functools.partial(_kernel, tile=tile, dtype=x.dtype),
-        interpret,
-        out_type=jax.ShapeDtypeStruct((splits, tokens, rows), x.dtype if splits == 1 else jnp.float32),
-        grid=(-(-rows // tile.rows), splits),
-        grid_names=("tile", "split"),
-        num_threads=tile.warpgroups,
-        thread_name="wg",
-        scratch_types=[
-            plgpu.SMEM((256, 64), jnp.uint32),
+    # The interpreter has no clusters whose programs read each other's memory: it leaves the parts to XLA.
+    parts = tile.splits if interpret is not None else 1
+    programs = -(-rows // tile.rows)
+    if parts == tile.splits:
+        axes = dict(grid=(programs, parts), grid_names=("tile", "split"))
+    else:
+        axes = dict(grid=(programs,), grid_names=("tile",), cluster=(tile.splits,), cluster_names=("split",))
+    done = plgpu.Barrier(num_arrivals=tile.warpgroups)
+    if tile.by_warps:
+        body, warps = _warp_kernel, tile.warpgroups * _WARPS
+        scratch = [
+            plgpu.SMEM((warps, tile.stages, warp_lanes.UNIT), jnp.uint8),
+            plgpu.SMEM((warps, tile.groups, -(-tokens // 8), 32, 4), jnp.float32),
+            done,
+        ]
+    else:
+        body, x = _kernel, x.reshape(tokens, columns // LINE, LINE)
+        scratch = [
             plgpu.RefUnion(lines, partial),
             # Two more than a multiple of 16: four lines of a row are stored to different banks.
             plgpu.SMEM((tile.warpgroups, 4 * _SPAN, tile.rows + 2), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=tile.warpgroups * tile.stages),
-            plgpu.Barrier(num_arrivals=tile.warpgroups),
-        ],
+            done,
+        ]
+    sums = kernel(
+        functools.partial(body, tile=tile, dtype=x.dtype),
+        interpret,
+        out_type=jax.ShapeDtypeStruct((parts, tokens, rows), x.dtype if parts == 1 else jnp.float32),
+        **axes,
+        num_threads=tile.warpgroups,
+        thread_name="wg",
+        scratch_types=[plgpu.SMEM((256, 64), jnp.uint32), *scratch],
         # Within a warpgroup the kernel waits where it must, above.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(x, codes, absmax, jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)), *nested)
-    return sums[0] if splits == 1 else sums.sum(0).astype(x.dtype)
+    return sums[0] if parts == 1 else sums.sum(0).astype(x.dtype)

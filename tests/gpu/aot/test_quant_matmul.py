@@ -66,15 +66,20 @@ def test_small_product(tokens, double_quant, ptxas):
 
 @pytest.mark.parametrize(
     ("tokens", "tile"),
-    [(1, line_matmul.Tile(7, 4, 2)), (4, line_matmul.Tile(2, 4, 6)), (16, line_matmul.Tile(8, 2, 2, 4))],
+    [
+        (1, line_matmul.Tile(7, 2, 4)),
+        (4, line_matmul.Tile(2, 4, 3, 1, 2)),
+        (16, line_matmul.Tile(8, 2, 2, 4)),
+        (1, line_matmul.Tile(7, 4, 2, by_warps=True)),
+        (16, line_matmul.Tile(4, 3, 3, 2, by_warps=True)),
+    ],
 )
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_small_product_by_lines(tokens, tile, double_quant, ptxas):
     weight = packed(1024, 4096, double_quant)
     program = compiled(lambda x, w: mosaic.small_matmul(x, w, tile), array(tokens, 4096), weight)
     assert program.as_text().count(KERNEL) == 1
-    sums = 0 if tile.splits == 1 else 4 * tile.splits * tokens * 1024
-    assert program.memory_analysis().temp_size_in_bytes == sums
+    assert program.memory_analysis().temp_size_in_bytes == 0  # the parts of a sum are added within a cluster
     assert not any(ptxas())
 
 
