@@ -350,6 +350,8 @@ def main() -> int:
         print(name, [round(row["ratio"], 3) for row in rows], shown, flush=True)
         record["implementation"] = dispatch.record["quant_matmul"]
         write(options.output, record)
+        if options.table:
+            write_table(options.table, {k: v for row in record["products"] for k, v in row.get("table", {}).items()})
 
     if "bandwidth" in parts:
         record["dequantise"] = [dequantising(*shape, copy) for shape in shapes]
@@ -367,15 +369,13 @@ def main() -> int:
         for tokens in (1, 16):
             keep(f"{tokens} tokens", [few_tokens(*shape, tokens, False) for shape in shapes])
     if "lines" in parts:
-        for tokens in (1, 4, 8, 16):
+        for tokens in (1, 16, 4, 8):
             keep(f"{tokens} tokens, each tile", [few_tokens(*shape, tokens, True) for shape in shapes])
     if "fused" in parts:
         for tokens in (64, 256, 1024):
             for contract, direction in ((1, "forward"), (0, "dx")):
                 rows = [hundreds(*shape, tokens, contract) for shape in shapes]
                 keep(f"{tokens} tokens, {direction}", rows)
-    if options.table:
-        write_table(options.table, {k: v for row in record["products"] for k, v in row.get("table", {}).items()})
     print(json.dumps(record["summary"]))
     return 0
 
