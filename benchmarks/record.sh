@@ -22,7 +22,7 @@ limit[packed]=130
 part_nf4() { $python benchmarks/train/step.py --load-in nf4 --output "$1/step_8b_nf4_8x2048.json"; }
 limit[nf4]=150
 part_startup() { $python benchmarks/train/startup.py --output "$1/startup_8b.json"; }
-limit[startup]=180
+limit[startup]=240
 part_pair() {
     local folder
     folder=$(mktemp -d)
