@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -110,14 +111,14 @@ def marked(holder, name: str, before, mark, words: str) -> None:
     setattr(holder, name, timed)
 
 
-def write_recipe(folder: Path, rows: Path, output: Path) -> Path:
-    """One step of LoRA on eight packed rows of 2,048 tokens; the file is JSON, which YAML holds."""
+def write_recipe(folder: Path, rows: Path, output: Path, rows_per_step: int = 8, length: int = 2048) -> Path:
+    """One step of LoRA on packed rows; the file is JSON, which is YAML too."""
     recipe = {
         "model": {"path": str(folder)},
-        "data": {"train": str(rows), "length": 2048, "train_on": "all"},
+        "data": {"train": str(rows), "length": length, "train_on": "all"},
         "adapter": {"r": 16},
         "steps": 1,
-        "rows_per_step": 8,
+        "rows_per_step": rows_per_step,
         "checkpoint": {"every_minutes": None},
         "export": {"adapter": False, "merged": False},
         "output": str(output),
@@ -125,6 +126,21 @@ def write_recipe(folder: Path, rows: Path, output: Path) -> Path:
     file = output.with_suffix(".yaml")
     file.write_text(json.dumps(recipe), encoding="utf-8")
     return file
+
+
+def run_child(recipe: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """The marks of one run in a process of its own.
+
+    Raises:
+      RuntimeError: it failed; with the end of what it printed.
+    """
+    command = [sys.executable, __file__, "--child", str(recipe), "--output", "none"]
+    environment = dict(environment, STARTED=str(time.time()))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    marks = [line for line in done.stdout.splitlines() if line.startswith("MARKS ")]
+    if not marks:
+        raise RuntimeError(f"{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return json.loads(marks[0][6:])
 
 
 def main() -> int:
@@ -169,15 +185,7 @@ def main() -> int:
     runs = {}
     for name in ("cold", "cached"):
         recipe = write_recipe(folder, work / "rows.jsonl", work / name)
-        command = [sys.executable, __file__, "--child", str(recipe), "--output", options.output]
-        done = subprocess.run(
-            command, env=dict(environment_, STARTED=str(time.time())), capture_output=True, text=True, check=False
-        )
-        marks = [line for line in done.stdout.splitlines() if line.startswith("MARKS ")]
-        if not marks:
-            print(done.stdout[-2000:], done.stderr[-4000:])
-            return 1
-        runs[name] = json.loads(marks[0][6:])
+        runs[name] = run_child(recipe, environment_)
         print(name, runs[name], flush=True)
 
     from benchmarks.record import environment, write

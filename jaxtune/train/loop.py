@@ -464,6 +464,8 @@ class Trainer:
             progress.print(line)
         with progress.compiling(self._compile_guess()):
             programs = self._compile_to_fit(start, progress.print)
+        if self._weights is not None and not self._weights.done():
+            progress.print("waiting for the weights")
         state, sums, frozen = self._begin(resumed)
         (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
         for line in self.precision_notes():
