@@ -63,8 +63,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     """
     wanted = config.model
     if wanted.from_config is not None:
-        model = model_from_config(wanted.from_config, jax.random.key(config.seed), "float32")
-        yield None, _tokenizer(config, None), _adapted(model, config)
+        key = jax.random.key(config.seed)
+        yield None, _tokenizer(config, None), _adapted(model_from_config(wanted.from_config, key, "float32"), config)
         return
     assert wanted.path is not None
     pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
@@ -74,7 +74,7 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     cancelled = threading.Event()
     with ThreadPoolExecutor(1, "weights") as pool:
         try:
-            # In this order, and none of it kept here: the trainer lets go of what it copies.
+            # In this order; and none of it kept in a variable here, because the trainer lets go of what it copies.
             yield (
                 pool.submit(lambda: _adapted(pretrained.load(cancelled), config)),
                 _tokenizer(config, pretrained.folder),

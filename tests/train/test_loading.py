@@ -18,11 +18,13 @@ from checks import shapes_of
 from flax import nnx
 from random_weights import write_checkpoint
 from tiny import CONFIGS
+from tiny_models import tiny_model
 
+from jaxtune.models.config import LayerSpec
 from jaxtune.models.hf import Pretrained, from_pretrained
-from jaxtune.models.lora import linears
+from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.train import app
-from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig
+from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, QatConfig
 from jaxtune.train.loop import Trainer
 from tests.train.test_loop import assert_same
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
@@ -66,14 +68,17 @@ def on_their_way(tmp_path: Path, name: str, make_model, **changes) -> tuple[Noti
     return trainer, weights
 
 
-def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_the_same(tmp_path):
+@pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
+def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_the_same(qat, tmp_path):
     def make_model():
-        return lora_model(use_dora=True)
+        if qat is None:
+            return lora_model(use_dora=True)
+        return get_peft_model(tiny_model(hidden_size=32, intermediate_size=64, layers=(LayerSpec(),)), r=4)
 
-    config = make_config(tmp_path / "there", steps=2)
+    config = make_config(tmp_path / "there", steps=2, qat=qat)
     straight = Trainer(make_model(), None, config, dataset(documents(12)))
     want = straight.train()
-    trainer, weights = on_their_way(tmp_path, "coming", make_model)
+    trainer, weights = on_their_way(tmp_path, "coming", make_model, qat=qat)
     model = make_model()
     model.base_fingerprint = "0" * 64
     weights.set_result(model)
