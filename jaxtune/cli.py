@@ -22,7 +22,8 @@ USER_ERROR = 2
 
 def console(arguments: Sequence[str] | None = None) -> int:
     """`main` in a process of its own."""
-    # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses.
+    # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses. It is
+    # hidden until transformers has looked (hf.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     return main(arguments)
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import warnings
 from collections import deque
@@ -315,8 +316,12 @@ def load_tokenizer(folder: Path):
         return None
     # Without this transformers says at import that there is no torch: we want none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, is_torch_available
 
+    # The command hides torch (cli.console), which transformers would import. It has looked now, and looks only once;
+    # other libraries are to find torch as it is: a hidden module is one that they take for imported.
+    if not is_torch_available() and sys.modules.get("torch", ...) is None:
+        del sys.modules["torch"]
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 

@@ -241,8 +241,10 @@ def test_the_command_imports_no_torch(folder, tmp_path):
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
     script = (
-        "import sys; from jaxtune import cli; cli.console(['--help']); from jaxtune.models.hf import load_tokenizer;"
-        f"from pathlib import Path; print(load_tokenizer(Path({str(folder)!r})).decode([5]))"
+        "import sys; from importlib.util import find_spec; from pathlib import Path; from jaxtune import cli\n"
+        "cli.console(['--help']); from jaxtune.models.hf import load_tokenizer\n"
+        f"tokenizer = load_tokenizer(Path({str(folder)!r})); assert 'torch' not in sys.modules and find_spec('torch')\n"
+        "print(tokenizer.decode(tokenizer(['w3'])['input_ids'][0]))"
     )
     path = os.pathsep.join([str(tmp_path / "installed"), str(ROOT)])
     done = subprocess.run(
