@@ -27,7 +27,7 @@ part_nf4_32b() {
 }
 limit[nf4_32b]=240
 part_startup() { $python benchmarks/train/startup.py --output "$1/startup_8b.json"; }
-limit[startup]=180
+limit[startup]=240
 part_pair() {
     local folder
     folder=$(mktemp -d)

@@ -20,6 +20,14 @@ from pathlib import Path
 USER_ERROR = 2
 
 
+def console(arguments: Sequence[str] | None = None) -> int:
+    """`main` in a process of its own."""
+    # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses. It is
+    # hidden until transformers has looked (hf.load_tokenizer).
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    return main(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -357,4 +365,4 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 import types
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import CONFIGS
 
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, ablation_table, attention_pair_text, load, measured, memory_table
+from benchmarks.table import Rejected, ablation_table, attention_pair_text, load, measured, memory_table, startup_table
 from benchmarks.train import (
     ablation,
     attention_pair,
@@ -27,10 +29,11 @@ from benchmarks.train import (
     memory,
     qlora_load,
     quant_acceptance,
+    startup,
     step,
 )
 from jaxtune.models.config import MoEConfig
-from jaxtune.models.hf import model_from_config
+from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.moe import ExpertLora, MoE
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
@@ -104,6 +107,27 @@ def test_the_folder_of_the_loading_benchmark_loads(tmp_path):
     found = qlora_load.load(tmp_path / "model")
     four_bit = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(quantize(model))))
     assert found["weights_gb"] == four_bit / 1e9 and found["device_peak_ratio"] is None  # a CPU does not say
+
+
+def test_a_start_says_where_its_time_went(tmp_path):
+    model = model_from_config(CONFIGS["mistral"] | {"vocab_size": 512}, jax.random.key(0), "bfloat16")
+    save_pretrained(model, tmp_path / "model")
+    startup.tiny_tokenizer(tmp_path / "model")
+    rows = [{"text": " ".join(f"w{row + i}" for i in range(40))} for row in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = startup.write_recipe(tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run", 2, 32)
+    folders = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"), "JAXTUNE_CACHE": str(tmp_path / "tokens")}
+    marks = startup.run_child(recipe, os.environ | folders | {"JAX_PLATFORMS": "cpu"})
+    for order in (
+        ("python", "imports", "device", "loaded", "state", "first_step", "done"),
+        ("imports", "tokenizer", "prepared", "compiled", "state"),
+    ):
+        times = [marks[name] for name in order]
+        assert times == sorted(times) and times[0] > 0
+    assert marks["programs"]["programs"] > 2 and marks["programs"]["compile_seconds"] > 0
+    record = {"shape": "tiny", "bytes": 1e6, "plain_read_gb_per_second": 1.0, "runs": dict(cold=marks, cached=marks)}
+    record |= {"device": "cpu", "versions": {"jax": "0"}, "commit": "0000000"}
+    assert f"| **{marks['first_step']:.1f}** |" in startup_table(record)[2]
 
 
 @pytest.mark.parametrize(

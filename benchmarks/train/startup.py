@@ -2,8 +2,14 @@
 
     python benchmarks/train/startup.py [--shape llama-3.1-8b] --output FILE.json
 
-Random weights of the shape are saved once as a Hugging Face folder. "Cold" has no compiled programs and no token
-cache; the operating system may hold the file in its page cache, which the record states by a plain read's speed.
+Random weights of the shape are saved once as a Hugging Face folder, and `python -m jaxtune.train` is run on it for one
+step. "Cold" has no compiled programs and no token cache; the operating system may hold the file in its page cache,
+which the record states by a plain read's speed.
+
+The marks of a run are seconds since its process began, most of them reached side by side: imports; device (the first
+GPU is ready); tokenizer; prepared (rows are tokens); compiled; loaded (weights are on the device); state (and the
+optimizer's beside them); first_step (its loss is known); done (the command ends). `programs` counts what was compiled
+or taken from the cache, with the seconds that tracing, lowering, compiling (or taking) and taking alone added up to.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -34,40 +41,106 @@ def tiny_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def child(folder: str) -> None:
-    """Times itself from the start of the process, which the parent hands over."""
+def child(recipe: str) -> None:
+    """The command, timed from the start of the process, which the parent hands over."""
     started = float(os.environ["STARTED"])
-    marks = {"python": time.time() - started}
-    import jaxtune
+    marks: dict[str, float] = {}
 
-    marks["import"] = time.time() - started
-    from jaxtune.train import TrainConfig, Trainer
-    from jaxtune.train.app import use_compilation_cache
-    from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, ModelConfig
+    def mark(name: str) -> None:
+        marks.setdefault(name, time.time() - started)
 
-    use_compilation_cache()
-    model, tokenizer = jaxtune.from_pretrained(folder, dtype="bfloat16")
-    import jax
-    from flax import nnx
+    mark("python")
+    from jaxtune import cli
+    from jaxtune.train import devices
 
-    jax.block_until_ready(nnx.state(model))
-    marks["loaded"] = time.time() - started
-    model = jaxtune.get_peft_model(model, r=16)
-    config = TrainConfig(
-        model=ModelConfig(path=folder),
-        data=DataConfig(train=str(Path(folder).parent / "rows.jsonl"), length=2048, train_on="all"),
-        adapter=AdapterConfig(),
-        steps=1,
-        rows_per_step=8,
-        checkpoint=CheckpointConfig(every_minutes=None),
-        output=tempfile.mkdtemp(),
-    )
-    trainer = Trainer(model, tokenizer, config)
-    marks["prepared"] = time.time() - started
-    trainer.train()
-    marks["first_step"] = time.time() - started
-    marks["loss"] = trainer.history[-1]["loss"]
-    print("MARKS " + json.dumps(marks))
+    programs = dict.fromkeys(EVENTS.values(), 0.0) | {"programs": 0}
+    before_imports = devices.allow_pinned_memory  # the command calls it, and then imports the rest
+
+    def instrumented() -> None:
+        before_imports()
+        import jax
+
+        from jaxtune.models.hf import Pretrained
+        from jaxtune.train import app
+        from jaxtune.train.loop import Trainer
+
+        mark("imports")
+
+        def count(event: str, seconds: float, **_) -> None:
+            if event in EVENTS:
+                programs[EVENTS[event]] += seconds
+                programs["programs"] += event.endswith("backend_compile_duration")
+
+        jax.monitoring.register_event_duration_secs_listener(count)
+        marked(Pretrained, "load", lambda: jax.devices() and mark("device"), mark, "loaded")
+        marked(app, "load_tokenizer", None, mark, "tokenizer")
+        marked(Trainer, "__init__", None, mark, "prepared")
+        marked(Trainer, "compile", None, mark, "compiled")
+        marked(Trainer, "first_state", None, mark, "state")
+
+    devices.allow_pinned_memory = instrumented
+    if cli.console(["train", recipe]) != 0:
+        sys.exit(1)
+    mark("done")
+    output = Path(json.loads(Path(recipe).read_text(encoding="utf-8"))["output"])
+    first = json.loads((output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    marks["first_step"] = first["time"] - started
+    print("MARKS " + json.dumps({**marks, "loss": first["loss"], "programs": programs}))
+
+
+# JAX's events, and what their seconds are called in the record.
+EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace_seconds",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_seconds",
+    "/jax/core/compile/backend_compile_duration": "compile_seconds",
+    "/jax/compilation_cache/cache_retrieval_time_sec": "retrieval_seconds",
+}
+
+
+def marked(holder, name: str, before, mark, words: str) -> None:
+    """Replaces a function by one that calls `before`, then it, and then marks the moment."""
+    function = getattr(holder, name)
+
+    def timed(*arguments, **options):
+        if before is not None:
+            before()
+        result = function(*arguments, **options)
+        mark(words)
+        return result
+
+    setattr(holder, name, timed)
+
+
+def write_recipe(folder: Path, rows: Path, output: Path, rows_per_step: int = 8, length: int = 2048) -> Path:
+    """One step of LoRA on packed rows; the file is JSON, which is YAML too."""
+    recipe = {
+        "model": {"path": str(folder)},
+        "data": {"train": str(rows), "length": length, "train_on": "all"},
+        "adapter": {"r": 16},
+        "steps": 1,
+        "rows_per_step": rows_per_step,
+        "checkpoint": {"every_minutes": None},
+        "export": {"adapter": False, "merged": False},
+        "output": str(output),
+    }
+    file = output.with_suffix(".yaml")
+    file.write_text(json.dumps(recipe), encoding="utf-8")
+    return file
+
+
+def run_child(recipe: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """The marks of one run in a process of its own.
+
+    Raises:
+      RuntimeError: it failed; with the end of what it printed.
+    """
+    command = [sys.executable, __file__, "--child", str(recipe), "--output", "none"]
+    environment = dict(environment, STARTED=str(time.time()))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    marks = [line for line in done.stdout.splitlines() if line.startswith("MARKS ")]
+    if not marks:
+        raise RuntimeError(f"{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return json.loads(marks[0][6:])
 
 
 def main() -> int:
@@ -110,16 +183,9 @@ def main() -> int:
         PYTHONPATH=str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""),
     )
     runs = {}
-    for name in ("cold", "cached", "cached again"):
-        command = [sys.executable, __file__, "--child", str(folder), "--output", options.output]
-        done = subprocess.run(
-            command, env=dict(environment_, STARTED=str(time.time())), capture_output=True, text=True, check=False
-        )
-        marks = [line for line in done.stdout.splitlines() if line.startswith("MARKS ")]
-        if not marks:
-            print(done.stdout[-2000:], done.stderr[-4000:])
-            return 1
-        runs[name] = json.loads(marks[0][6:])
+    for name in ("cold", "cached"):
+        recipe = write_recipe(folder, work / "rows.jsonl", work / name)
+        runs[name] = run_child(recipe, environment_)
         print(name, runs[name], flush=True)
 
     from benchmarks.record import environment, write

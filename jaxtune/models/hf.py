@@ -8,11 +8,12 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,7 @@ def _stream(
     dtype: str,
     encoded: frozenset[str] = frozenset(),
     opened: frozenset[str] = frozenset(),
+    cancelled: threading.Event | None = None,
 ) -> tuple[dict[str, jax.Array | FourBit], str]:
     """({name: array on the default device in dtype}, fingerprint). Reads and transfers run in a few threads.
 
@@ -288,6 +290,8 @@ def _stream(
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
+            if cancelled is not None and cancelled.is_set():
+                raise CancelledError
             while waiting and in_flight + entry.size_bytes > IN_FLIGHT_BYTES:
                 collect()
             waiting.append((name, entry, pool.submit(load, name, entry)))
@@ -312,9 +316,75 @@ def load_tokenizer(folder: Path):
         return None
     # Without this transformers says at import that there is no torch: we want none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, is_torch_available
 
+    # The command hides torch (cli.console), which transformers would import. It has looked now, and looks only once;
+    # other libraries are to find torch as it is: a hidden module is one that they take for imported.
+    if not is_torch_available() and sys.modules.get("torch", ...) is None:
+        del sys.modules["torch"]
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+class Pretrained:
+    """A folder whose files fit each other and its config, looked at before any tensor is read.
+
+    Args and errors: as in from_pretrained, but for a tensor's own bytes, which `load` reads.
+
+    Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in four bits).
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, dtype="bfloat16", load_in: str | None = None, max_length: int | None = None
+    ):
+        quant.check_load_in(load_in)
+        self._path, self._dtype = path, _dtype_name(dtype)
+        self.folder = folder = resolve_folder(path)
+        whole = read_config(folder)
+        self._hf = hf = text_config(whole)
+        self.config = config = config_from_hf(hf)
+        positions = config.max_position_embeddings
+        if max_length is not None and not 0 < max_length <= positions:
+            raise ValueError(
+                f"max_length {max_length} does not fit {folder}: its max_position_embeddings is {positions}"
+            )
+        self._graph, flat, modules = _abstract(config, self._dtype)
+        norms = family(config.family).NORMS
+        self._variables = {tensor_name(variable_path, norms): (variable_path, v) for variable_path, v in flat}
+        wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
+        entries = _weight_entries(folder)
+        if hf is not whole:
+            renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
+            entries = {name: entry for name, entry in renamed.items() if name is not None}
+        entries = quant.gather_packed(entries)
+        if config.moe is not None:
+            files = getattr(family(config.family), "EXPERT_FILES", None)
+            entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
+        self._entries = entries = _match(wanted, entries, config.tie_embeddings, folder)
+        quantizable = {name if ".experts." in name else f"{name}.weight" for name in modules}
+        packed = {name for name, entry in entries.items() if isinstance(entry, _PACKED)}
+        self._opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
+        packed -= self._opened  # a linear of transformers 4's, small, and no matrix of ours
+        if packed - quantizable:
+            raise ValueError(f"{folder}: {_listed(packed - quantizable)} in four bits; only linears of layers can be")
+        self.packed = bool(packed)
+        # What a checkpoint with four-bit weights keeps in 16 bits, it keeps so on purpose.
+        self._encoded = frozenset(quantizable) if load_in and not packed else frozenset()
+
+    def load(self, cancelled: threading.Event | None = None) -> Decoder:
+        """The model. Once `cancelled` is set, a load in another thread ends early, with a CancelledError."""
+        arrays, fingerprint = _stream(self._entries, self._dtype, self._encoded, self._opened, cancelled)
+        state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
+        model = nnx.merge(self._graph, state)
+        if self.packed or self._encoded:
+            model = freeze(model)
+        generation = self.folder / "generation_config.json"
+        model.source = Source(
+            path=os.fspath(self._path),
+            config=json.dumps(self._hf),
+            generation_config=generation.read_text(encoding="utf-8") if generation.exists() else None,
+        )
+        model.base_fingerprint = fingerprint
+        return model
 
 
 def from_pretrained(
@@ -334,51 +404,10 @@ def from_pretrained(
     Raises:
       ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
     """
-    quant.check_load_in(load_in)
-    dtype = _dtype_name(dtype)
-    folder = resolve_folder(path)
-    whole = read_config(folder)
-    hf = text_config(whole)
-    config = config_from_hf(hf)
-    positions = config.max_position_embeddings
-    if max_length is not None and not 0 < max_length <= positions:
-        raise ValueError(f"max_length {max_length} does not fit {folder}: its max_position_embeddings is {positions}")
-    graph, flat, modules = _abstract(config, dtype)
-    norms = family(config.family).NORMS
-    names = [tensor_name(variable_path, norms) for variable_path, _ in flat]
-    wanted = {name: variable.get_value().shape for name, (_, variable) in zip(names, flat, strict=True)}
-    entries = _weight_entries(folder)
-    if hf is not whole:
-        renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
-        entries = {name: entry for name, entry in renamed.items() if name is not None}
-    entries = quant.gather_packed(entries)
-    if config.moe is not None:
-        files = getattr(family(config.family), "EXPERT_FILES", None)
-        entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
-    entries = _match(wanted, entries, config.tie_embeddings, folder)
-    quantizable = {name if ".experts." in name else f"{name}.weight" for name in modules}
-    packed = {name for name, entry in entries.items() if isinstance(entry, _PACKED)}
-    opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
-    packed -= opened  # a linear of transformers 4's, small, and no matrix of ours
-    if packed - quantizable:
-        raise ValueError(f"{folder}: {_listed(packed - quantizable)} in four bits; only linears of layers can be")
-    # What a checkpoint with four-bit weights keeps in 16 bits, it keeps so on purpose.
-    encoded = frozenset(quantizable) if load_in and not packed else frozenset()
-    arrays, fingerprint = _stream(entries, dtype, encoded, opened)
-    state = nnx.from_flat_state(
-        [(p, variable.replace(arrays[name])) for name, (p, variable) in zip(names, flat, strict=True)]
-    )
-    model = nnx.merge(graph, state)
-    if packed or encoded:
-        model = freeze(model)
-    generation = folder / "generation_config.json"
-    model.source = Source(
-        path=os.fspath(path),
-        config=json.dumps(hf),
-        generation_config=generation.read_text(encoding="utf-8") if generation.exists() else None,
-    )
-    model.base_fingerprint = fingerprint
-    return model, load_tokenizer(folder)
+    pretrained = Pretrained(path, dtype, load_in, max_length)
+    with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
+        tokenizer = pool.submit(load_tokenizer, pretrained.folder)
+        return pretrained.load(), tokenizer.result()
 
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxtune.cli import main
+from jaxtune.cli import console
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(console(["train", *sys.argv[1:]]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shlex
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from rich.console import Console
 
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import find_config, from_pretrained, load_tokenizer, model_from_config, save_pretrained
+from jaxtune.models.hf import Pretrained, find_config, load_tokenizer, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import qat_spec
@@ -30,6 +34,7 @@ from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED
 
 ADAPTER, MERGED = "adapter", "merged"
+_SMALLEST_CACHED = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def use_compilation_cache() -> None:
@@ -37,32 +42,71 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if _SMALLEST_CACHED not in os.environ:
+        # Small ones too: a start has dozens, and on a GPU each takes a tenth of a second to compile.
+        jax.config.update(_SMALLEST_CACHED.lower(), 0.0)
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
     """(model with its adapter, tokenizer) that a config asks for."""
+    with loading(config) as (weights, tokenizer, model):
+        return model if weights is None else weights.result(), tokenizer
+
+
+@contextlib.contextmanager
+def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
+    """(weights, tokenizer, model with its adapter) that a config asks for.
+
+    `weights` is the model on its way, which a thread loads while tokenising and compiling go on; `model` then has
+    its shapes, and no arrays. `weights` is None where the model is there at once: made from a config, with an adapter
+    of a file, or of a checkpoint in four bits, whose shapes only its bytes tell. Leaving the context ends the loading.
+    """
     wanted = config.model
     if wanted.from_config is not None:
-        model = model_from_config(wanted.from_config, jax.random.key(config.seed), "float32")
-        tokenizer = None
-    else:
-        assert wanted.path is not None
-        dtype = COMPUTE_DTYPES[config.precision]
-        model, tokenizer = from_pretrained(wanted.path, dtype=dtype, load_in=wanted.load_in)
+        key = jax.random.key(config.seed)
+        yield None, _tokenizer(config, None), _adapted(model_from_config(wanted.from_config, key, "float32"), config)
+        return
+    assert wanted.path is not None
+    pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
+    if pretrained.packed or (config.adapter is not None and config.adapter.path is not None):
+        yield None, _tokenizer(config, pretrained.folder), _adapted(pretrained.load(), config)
+        return
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1, "weights") as pool:
+        try:
+            # In this order; and none of it kept in a variable here, because the trainer lets go of what it copies.
+            yield (
+                pool.submit(lambda: _adapted(pretrained.load(cancelled), config)),
+                _tokenizer(config, pretrained.folder),
+                memory.abstract_model(pretrained.config, config),
+            )
+        finally:
+            cancelled.set()
+
+
+def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
+    """The tokenizer of config.model.tokenizer, or else of the model's folder."""
+    wanted = config.model
     if wanted.tokenizer is not None:
         tokenizer = load_tokenizer(Path(wanted.tokenizer))
         if tokenizer is None:
             raise ValueError(f"model.tokenizer = {wanted.tokenizer!r}: no folder with tokenizer files")
+        return tokenizer
+    tokenizer = None if folder is None else load_tokenizer(folder)
     if tokenizer is None:
         raise ValueError(f"model.path = {wanted.path!r} has no tokenizer files: set model.tokenizer to a folder")
-    if config.adapter is not None:
-        if config.adapter.path is not None:
-            return load_adapter(model, config.adapter.path), tokenizer
-        settings = dataclasses.asdict(config.adapter)
-        settings.pop("path")
-        model = get_peft_model(model, **settings, seed=config.seed)
-    return model, tokenizer
+    return tokenizer
+
+
+def _adapted(model: Decoder, config: TrainConfig) -> Decoder:
+    """The model with the adapter that a config asks for."""
+    if config.adapter is None:
+        return model
+    if config.adapter.path is not None:
+        return load_adapter(model, config.adapter.path)
+    settings = dataclasses.asdict(config.adapter)
+    settings.pop("path")
+    return get_peft_model(model, **settings, seed=config.seed)
 
 
 def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
@@ -104,26 +148,28 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
         show_plan(config, console)
         return 0
     use_compilation_cache()
-    model, tokenizer = load_model(config)
-    trainer = Trainer(model, tokenizer, config, keeps_model=False)
-    if check:
-        report.check(trainer, model, console)
-        return 0
-    if plan:
-        report.memory_plan(trainer, console)
-        return 0
-    console.print(report.trained_table(model))
-    console.print(report.data_summary(trainer))
     results: dict[str, Any] = {}
     measure = config.evaluation.exact_match_rows > 0
-    if measure and config.evaluation.at_start:
-        results["before"] = answer(model, tokenizer, config, console, "before training")
-    del model  # the trainer's alone now: it lets go of what it copies
-    try:
-        model = trainer.train()
-    except TrainingInterrupted as stopped:
-        console.print(f"stopped: {stopped}. The same command goes on from there.")
-        return EXIT_SAVED
+    with loading(config) as (weights, tokenizer, model):
+        trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
+        if check:
+            report.check(trainer, model, console)
+            return 0
+        if plan:
+            report.memory_plan(trainer, console)
+            return 0
+        console.print(report.trained_table(model))
+        console.print(report.data_summary(trainer))
+        if measure and config.evaluation.at_start:
+            whole = model if weights is None else weights.result()
+            results["before"] = answer(whole, tokenizer, config, console, "before training")
+            del whole
+        del model, weights  # the trainer's alone now: it lets go of what it copies
+        try:
+            model = trainer.train()
+        except TrainingInterrupted as stopped:
+            console.print(f"stopped: {stopped}. The same command goes on from there.")
+            return EXIT_SAVED
     if measure and config.evaluation.at_end:
         results["after"] = answer(model, tokenizer, config, console, "after training")
     export(model, tokenizer, config, trainer.output, console)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,8 @@ class Trainer:
         that config.data names.
       keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
         copied it, and the planner does not count it.
+      weights: the model with its arrays, on its way; those of `model` are then shapes only. They are waited for once
+        the step is compiled.
       profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
         only if config asks for steps, `profile` in the output folder.
 
@@ -154,6 +156,7 @@ class Trainer:
         eval_rows: Any = None,
         profile: str | Path | None = None,
         keeps_model: bool = True,
+        weights: Future[Decoder] | None = None,
     ):
         self.config = config
         self._keeps_model = keeps_model
@@ -163,13 +166,9 @@ class Trainer:
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
 
-        self._given = model
-        model = copy_structure(model)
-        model.dtype = COMPUTE_DTYPES[config.precision]
-        plain_graph, self._trainable, self._frozen = nnx.split(model, nnx.Param, ...)
-        if config.qat is not None:
-            model = prepare_qat(model, config.qat.format, config.qat.group_size)
-        self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
+        self._weights = weights
+        model, plain_graph = self._hold(model)
+        self.qat = qat_spec(model)
         if not jax.tree.leaves(self._trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
 
@@ -214,6 +213,17 @@ class Trainer:
         self.planner = Planner(model, config, self.batches.length, self.mesh.devices.flat[0], keeps_model)
         self.eval_batches: Any = None
         self._follow_plan()
+
+    def _hold(self, model: Decoder) -> tuple[Decoder, nnx.GraphDef]:
+        """Takes the model to train, or its shapes; returns what runs (under QAT a prepared one) and the plain graph."""
+        self._given, config = model, self.config
+        model = copy_structure(model)
+        model.dtype = COMPUTE_DTYPES[config.precision]
+        plain_graph, self._trainable, self._frozen = nnx.split(model, nnx.Param, ...)
+        if config.qat is not None:
+            model = prepare_qat(model, config.qat.format, config.qat.group_size)
+        self.graph = nnx.graphdef(model)
+        return model, plain_graph
 
     # ---- data
 
@@ -272,10 +282,25 @@ class Trainer:
 
     def first_state(self) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
-        step donates them."""
+        step donates them. Waits for weights that are on their way."""
+        if self._weights is not None:
+            self._hold(self._weights.result())
+            self._weights = None
         state = self.program.init(self._trainable, self.config.seed, self._replicated)
         state = jax.device_put(state, self.program.shardings(state, self._replicated))
         return state, self._zero_sums(state), jax.device_put(self._frozen, self._replicated)
+
+    def first_shapes(self) -> tuple[TrainState, Sums, Any]:
+        """What first_state gives, as shapes."""
+        state = jax.eval_shape(lambda trainable: self.program.init(trainable, self.config.seed), self._trainable)
+        sums = jax.eval_shape(self.program.zero_sums, state.trainable)
+
+        def placed(tree, shardings):
+            return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
+
+        here = functools.partial(jax.tree.map, lambda _: self._replicated)
+        state = placed(state, self.program.shardings(state, self._replicated))
+        return state, placed(sums, here(sums)), placed(self._frozen, here(self._frozen))
 
     def release_model(self) -> None:
         """Lets the given model's trained tensors go, but for their shapes; first_state cannot be called again."""
@@ -296,21 +321,22 @@ class Trainer:
         state, sums, frozen = _abstract(state), _abstract(sums), _abstract(frozen)
         where = self._replicated
 
-        def of(program: StepProgram, update, before: _Programs | None) -> _Programs:
+        def of(program: StepProgram, update: Future, before: _Programs | None) -> _Programs:
             with jax.set_mesh(self.mesh):
                 accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=where)
                 accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
             evaluate = None if self.eval_batches is None else self.compile_evaluate(program, state, frozen)
-            return _Programs(accumulate, update, evaluate, time.perf_counter() - started, before)
+            return _Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
 
-        with jax.set_mesh(self.mesh):
-            results = (self.program.shardings(state, where), where, where)
-            update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
-            update = update.lower(state, sums).compile(compiler_options=options)
-        before = None
-        if self._program_before_qat is not None and config.qat is not None and first_step < config.qat.start:
-            before = of(self._program_before_qat, update, None)
-        return of(self.program, update, before)
+        with ThreadPoolExecutor(1, "compile") as pool:
+            with jax.set_mesh(self.mesh):
+                results = (self.program.shardings(state, where), where, where)
+                update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
+                update = pool.submit(update.lower(state, sums).compile, compiler_options=options)
+            before = None
+            if self._program_before_qat is not None and config.qat is not None and first_step < config.qat.start:
+                before = of(self._program_before_qat, update, None)
+            return of(self.program, update, before)
 
     def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
         """Compiles the evaluation of one batch."""
@@ -338,23 +364,19 @@ class Trainer:
         if self.eval_data is not None:
             self.eval_batches = self.eval_data.batches(self.config.rows_per_step // plan.micro_batches, shuffle=False)
 
-    def _compile_to_fit(self, state, sums, frozen, first_step: int, print_line) -> tuple[_Programs, Sums]:
-        """Compiles the plan; where the compiler's figure is over the budget, once more for a smaller one.
-
-        Returns:
-          (programs, sums): the sums in the dtype that the plan accumulates in.
-        """
+    def _compile_to_fit(self, first_step: int, print_line) -> _Programs:
+        """Compiles the plan; where the compiler's figure is over the budget, once more for a smaller one."""
         budget = self.planner.budget_bytes
         problem = ""
         for attempt in range(2):
             need = None
             try:
-                programs = self.compile(state, sums, frozen, first_step)
+                programs = self.compile(*self.first_shapes(), first_step)
                 if budget is None:
-                    return programs, sums
+                    return programs
                 need = self.planner.compiled_bytes(programs.accumulate, programs.update)
                 if need <= budget:
-                    return programs, sums
+                    return programs
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
             except jax.errors.JaxRuntimeError as error:
                 if not out_of_memory(error):
@@ -363,7 +385,6 @@ class Trainer:
             if attempt == 0:
                 self.planner.replan(problem, need, print_line)
                 self._follow_plan()
-                sums = self._zero_sums(state)
         raise self.planner.hopeless(problem)
 
     def _first_step(self, programs, sums, state, frozen, parts, step: int, print_line) -> tuple[_Programs, Sums]:
@@ -418,13 +439,9 @@ class Trainer:
         self.output.mkdir(parents=True, exist_ok=True)
         # A run in a second process is refused before anything is written.
         with Checkpointer(self.output / "checkpoints", keep=config.checkpoint.keep) as checkpointer:
-            state, sums, frozen = self.first_state()
-            state, start = self._resume(checkpointer, state)
-            if not self._keeps_model:
-                self.release_model()
+            resumed, start = self._resume(checkpointer)
             # A run that died before its first checkpoint left its config, and metrics that begin anew.
             resumed_step = start if start or (self.output / "config.yaml").exists() else None
-            (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
             logger = m.MetricsLogger(
                 self.output,
                 tensorboard=config.metrics.tensorboard,
@@ -433,20 +450,24 @@ class Trainer:
                 resumed_step=resumed_step,
             )
             with logger, m.Progress(self.total_steps, start) as progress, StopSignal() as stop:
-                state = self._run(state, sums, frozen, start, checkpointer, logger, progress, stop)
+                state = self._run(resumed, start, checkpointer, logger, progress, stop)
         with contextlib.suppress(ValueError):  # a run without a finite loss has nothing to plot
             m.loss_plot(self.output / m.JSONL, self.output / "loss.png")
         return self._finished_model(state)
 
-    def _run(self, state, sums, frozen, start, checkpointer, logger, progress, stop) -> TrainState:
+    def _run(self, resumed: TrainState | None, start, checkpointer, logger, progress, stop) -> TrainState:
         config = self.config
-        if start >= self.total_steps:
+        if resumed is not None and start >= self.total_steps:
             progress.print(f"this run is complete: {start} steps (output {self.output})")
-            return state
+            return resumed
         for line in self.planner.lines():
             progress.print(line)
         with progress.compiling(self._compile_guess()):
-            programs, sums = self._compile_to_fit(state, sums, frozen, start, progress.print)
+            programs = self._compile_to_fit(start, progress.print)
+        if self._weights is not None and not self._weights.done():
+            progress.print("waiting for the weights")
+        state, sums, frozen = self._begin(resumed)
+        (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
         for line in self.precision_notes():
             progress.print(line)
 
@@ -508,6 +529,15 @@ class Trainer:
             self._save(checkpointer, self.total_steps, state)
             checkpointer.wait()
         return state
+
+    def _begin(self, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
+        """first_state, or that of a resumed run."""
+        if resumed is not None:
+            return resumed, self._zero_sums(resumed), jax.device_put(self._frozen, self._replicated)
+        begun = self.first_state()
+        if not self._keeps_model:
+            self.release_model()
+        return begun
 
     def precision_notes(self) -> list[str]:
         """What a run says at its start of how weights are kept and rounded."""
@@ -617,20 +647,21 @@ class Trainer:
     def _save(self, checkpointer: Checkpointer, step: int, state: TrainState) -> None:
         checkpointer.save(step, {"state": state}, self._meta())
 
-    def _resume(self, checkpointer: Checkpointer, state: TrainState) -> tuple[TrainState, int]:
-        """(state, steps done) to begin with."""
+    def _resume(self, checkpointer: Checkpointer) -> tuple[TrainState | None, int]:
+        """(state, steps done) of the checkpoint that the run goes on from; (None, 0) where there is none."""
         existing = self.output / "config.yaml"
         if checkpointer.latest() is None:
             if existing.exists() and existing.read_text(encoding="utf-8") != config_to_yaml(self.config):
                 raise ValueError(
                     f"output = {str(self.output)!r} holds another run (its config.yaml differs): name another folder"
                 )
-            return state, 0
+            return None, 0
         if self.config.checkpoint.resume == "never":
             raise ValueError(
                 f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
                 "or set checkpoint.resume: auto to go on from them"
             )
+        state, _, _ = self.first_state()
         harmless = []
 
         def check(saved):
@@ -643,6 +674,8 @@ class Trainer:
         for difference in harmless:
             exact = not difference.key.startswith(_NUMERICS)
             print(f"  {'changed' if exact else 'not bit for bit the same run'}: {difference}")
+        if not self._keeps_model:
+            self.release_model()
         return restored["state"], step
 
     # ---- the result

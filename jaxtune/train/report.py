@@ -151,10 +151,9 @@ def memory_plan(trainer: Any, console: Console) -> dict[str, float]:
 
     Returns the figures: predicted, compiled (the step's peak), and limit where there is one.
     """
-    state, sums, frozen = trainer.first_state()
     for line in trainer.planner.lines():
         console.print(line, markup=False, highlight=False)
-    programs = trainer.compile(state, sums, frozen)
+    programs = trainer.compile(*trainer.first_shapes())
     planner = trainer.planner
     figures = {
         "predicted": planner.forecast.peak_bytes / 1e9,

@@ -1,0 +1,258 @@
+"""Weights that a thread loads while the run is prepared and compiled: the same run, told of what goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+
+import jax
+import pytest
+from checks import shapes_of
+from flax import nnx
+from random_weights import write_checkpoint
+from tiny import CONFIGS
+from tiny_models import tiny_model
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.hf import Pretrained, from_pretrained
+from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.train import app
+from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, QatConfig
+from jaxtune.train.loop import Trainer
+from tests.train.test_loop import assert_same
+from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Weights(Future):
+    """Notes in `order` when it is asked for what it holds."""
+
+    def __init__(self, order: list[str]):
+        super().__init__()
+        self.order = order
+
+    def result(self, timeout=None):
+        self.order.append("weights")
+        return super().result(timeout)
+
+
+class Noting(Trainer):
+    """Notes in `order` when the step is compiled."""
+
+    order: list[str]
+
+    def compile(self, *arguments):
+        programs = super().compile(*arguments)
+        self.order.append("compiled")
+        return programs
+
+
+def shapes(tree):
+    return jax.tree.map(lambda a: (a.shape, a.dtype), nnx.state(tree))
+
+
+def on_their_way(tmp_path: Path, name: str, make_model, **changes) -> tuple[Noting, Weights]:
+    """A trainer of shapes, and the future of its model."""
+    weights = Weights([])
+    config = make_config(tmp_path / name, steps=2, **changes)
+    trainer = Noting(nnx.eval_shape(make_model), None, config, dataset(documents(12)), weights=weights)
+    trainer.order = weights.order
+    return trainer, weights
+
+
+@pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
+def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_the_same(qat, tmp_path):
+    def make_model():
+        if qat is None:
+            return lora_model(use_dora=True)
+        return get_peft_model(tiny_model(hidden_size=32, intermediate_size=64, layers=(LayerSpec(),)), r=4)
+
+    config = make_config(tmp_path / "there", steps=2, qat=qat)
+    straight = Trainer(make_model(), None, config, dataset(documents(12)))
+    want = straight.train()
+    trainer, weights = on_their_way(tmp_path, "coming", make_model, qat=qat)
+    model = make_model()
+    model.base_fingerprint = "0" * 64
+    weights.set_result(model)
+    got = trainer.train()
+    assert weights.order == ["compiled", "weights"]
+    assert_same(got, want)
+    assert got.base_fingerprint == model.base_fingerprint
+    losses = [[line["loss"] for line in run.history] for run in (trainer, straight)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
+    trainer = Trainer(lora_model(), None, make_config(tmp_path), dataset(documents(12)))
+    real = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.first_state())
+    ahead = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.first_shapes())
+    assert ahead == real
+
+
+def test_an_error_of_the_weights_is_the_run_s_and_leaves_the_folder_to_another(tmp_path):
+    trainer, weights = on_their_way(tmp_path, "run", lora_model)
+    weights.set_exception(ValueError("model.safetensors: ended 5 bytes early"))
+    with pytest.raises(ValueError, match="ended 5 bytes early"):
+        trainer.train()
+    mended, weights = on_their_way(tmp_path, "run", lora_model, seed=1)  # another config in the same folder
+    weights.set_result(lora_model())
+    mended.train()
+    assert len(mended.history) == 2
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A checkpoint with a tokenizer, and rows for it."""
+    config = CONFIGS["mistral"]
+    write_checkpoint(tmp_path / "model", config, shapes_of(config))
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(["<s>", "</s>", *(f"w{i}" for i in range(100))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", bos_token="<s>", eos_token="</s>")
+    tokens.save_pretrained(tmp_path / "model")
+    rows = [{"text": " ".join(f"w{(row + i) % 100}" for i in range(10))} for row in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "model"
+
+
+def command_config(folder: Path, **changes):
+    settings = dict(
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(
+            train=str(folder.parent / "rows.jsonl"),
+            length=LENGTH,
+            train_on="all",
+            cache_dir=str(folder.parent / "cache"),
+        ),
+        adapter=AdapterConfig(r=2),
+        steps=2,
+    )
+    return make_config(folder.parent / "run", **(settings | changes))
+
+
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe"])
+def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp_path):
+    config = CONFIGS[family]
+    write_checkpoint(tmp_path / "model", config, shapes_of(config))
+    wanted = command_config(tmp_path / "model", model=ModelConfig(path=str(tmp_path / "model"), load_in=load_in))
+    pretrained = Pretrained(tmp_path / "model", "float32", load_in)
+    ahead = app.memory.abstract_model(pretrained.config, wanted)
+    assert shapes(ahead) == shapes(app._adapted(pretrained.load(), wanted))
+
+
+def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch):
+    """The start values of the adapter are freed once they are copied."""
+    starts: list[weakref.ref] = []
+    real = app.get_peft_model
+
+    def adapted(model, **settings):
+        model = real(model, **settings)
+        starts.extend(weakref.ref(linear.lora.a[...]) for _, linear in linears(model) if linear.lora is not None)
+        return model
+
+    alive: list[int] = []
+
+    class Watched(Trainer):
+        def _first_step(self, *arguments):
+            gc.collect()
+            alive.append(sum(start() is not None for start in starts))
+            return super()._first_step(*arguments)
+
+    monkeypatch.setattr(app, "get_peft_model", adapted)
+    monkeypatch.setattr(app, "Trainer", Watched)
+    config = command_config(folder)
+    assert app.run(config) == 0
+    assert starts and alive == [0]
+    trained, _ = from_pretrained(Path(config.output) / "merged", dtype="float32")
+    base, _ = from_pretrained(folder, dtype="float32")
+    moved = [(a[...] != b[...]).any() for (_, a), (_, b) in zip(_weights(trained), _weights(base), strict=True)]
+    assert all(moved)
+
+
+def _weights(model):
+    return [(name, linear.weight) for name, linear in linears(model)]
+
+
+def test_a_check_does_not_wait_for_the_weights(folder, monkeypatch):
+    loaded = []
+
+    def load(pretrained, cancelled):
+        assert cancelled.wait(60)  # set as soon as the report is made
+        loaded.append(True)
+        raise CancelledError
+
+    monkeypatch.setattr(Pretrained, "load", load)
+    assert app.run(command_config(folder), check=True) == 0
+    assert loaded == [True]
+
+
+def test_rows_that_cannot_be_used_end_the_loading(folder, monkeypatch):
+    monkeypatch.setattr(Pretrained, "load", lambda pretrained, cancelled: cancelled.wait(60))
+    with pytest.raises(ValueError, match=r"none\.jsonl"):
+        app.run(command_config(folder, data=DataConfig(train="none.jsonl", length=LENGTH)))
+
+
+def test_a_cancelled_load_ends(folder):
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(CancelledError):
+        Pretrained(folder).load(cancelled)
+
+
+# ---- what a start does not do
+
+
+def test_small_programs_are_cached_too_wherever_the_cache_is(monkeypatch, tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    try:
+        for folder in (None, str(tmp_path)):
+            jax.config.update(names[0], folder)
+            jax.config.update(names[1], 1.0)
+            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+            monkeypatch.delenv(names[1].upper(), raising=False)
+            app.use_compilation_cache()
+            assert [getattr(jax.config, name) for name in names] == [str(tmp_path), 0.0]
+        jax.config.update(names[1], 2.0)
+        monkeypatch.setenv(names[1].upper(), "2")
+        app.use_compilation_cache()
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 2.0
+    finally:
+        for name, value in zip(names, before, strict=True):
+            jax.config.update(name, value)
+
+
+def test_the_command_imports_no_torch(folder, tmp_path):
+    (tmp_path / "installed" / "torch").mkdir(parents=True)
+    (tmp_path / "installed" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    metadata = tmp_path / "installed" / "torch-2.11.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
+    script = (
+        "import sys; from importlib.util import find_spec; from pathlib import Path; from jaxtune import cli\n"
+        "cli.console(['--help']); from jaxtune.models.hf import load_tokenizer\n"
+        f"tokenizer = load_tokenizer(Path({str(folder)!r})); assert 'torch' not in sys.modules and find_spec('torch')\n"
+        "print(tokenizer.decode(tokenizer(['w3'])['input_ids'][0]))"
+    )
+    path = os.pathsep.join([str(tmp_path / "installed"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "w3"
