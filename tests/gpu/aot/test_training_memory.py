@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,20 @@ def test_an_update_without_a_bound_keeps_neither_of_what_it_makes_twice(weights,
     with H200.lowering():
         lowered = jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums)
     assert compiled(lowered).temp_size_in_bytes < 1.01 * (4 + 2 + 8 / 256) * VOCAB * HIDDEN
+
+
+def test_adapters_are_updated_at_once_and_in_place():
+    """Their moments are not copied, and beside them there is one tensor's direction at a time."""
+    program, state, sums, _ = program_of(make_model(2, True), 2)
+    program = dataclasses.replace(program, bound=update_bound(OptimConfig(name="adamw_8bit"), 1.0))
+    with H200.lowering():
+        lowered = jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums)
+    program = lowered.compile(compiler_options=compiler_options("gpu", deterministic=False))
+    text, tensors = program.as_text(), jax.tree.leaves(state.trainable)
+    kernels = text.count('custom_call_target="mosaic_gpu_v2"')
+    assert kernels == sum(a.size >= 4096 for a in tensors) > 0
+    assert not re.search(r"= u8\S* copy\(", text)
+    assert program.memory_analysis().temp_size_in_bytes < 1.1 * 4 * max(a.size for a in tensors)
 
 
 def test_an_update_needs_room_for_a_tensor_not_for_the_model():
