@@ -131,7 +131,8 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     tables, direction_ref, smem = refs[:4], refs[4], refs[5:]
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     chunks = lax.div(direction_ref.shape[0] // _CHUNK - program + (programs - 1), programs)
-    chunks = jnp.where(factors_ref[3] == 0, 0, chunks)
+    *factors, changes = (factors_ref[i] for i in range(4))
+    chunks = jnp.where(changes == 0, 0, chunks)
     (beta1, beta2), shape = betas, (_BLOCKS, BLOCK)
     of_block = _LAYOUT.reduce(1)
     if not interpreted:
@@ -140,9 +141,8 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         lanes.warpgroup_barrier()
 
     def factor(index):
-        if interpreted:
-            return factors_ref[index]
-        return plgpu.layout_cast(jnp.broadcast_to(factors_ref[index], shape), _LAYOUT)
+        spread = jnp.broadcast_to(factors[index], shape)
+        return spread if interpreted else plgpu.layout_cast(spread, _LAYOUT)
 
     def all_columns(values):
         return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
