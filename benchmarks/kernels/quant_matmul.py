@@ -50,9 +50,9 @@ WORST = 0.01  # relative error of a 16-bit product: more is a wrong kernel
 RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines", "fused")
 
 
-def compiled(function, *arguments):
+def compiled(function, *arguments, **options):
     on_gpu = jax.default_backend() == "gpu"
-    return jax.jit(function).lower(*arguments).compile(compiler_options=OPTIONS if on_gpu else None)
+    return jax.jit(function, **options).lower(*arguments).compile(compiler_options=OPTIONS if on_gpu else None)
 
 
 def device_ms(program, argument_sets, rounds: int = 3) -> float:
@@ -278,11 +278,11 @@ def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
 
 
 def adam(count: int, copy: float) -> dict:
-    """The 8-bit update of one tensor: reads the gradient and both moments, writes moments and direction."""
+    """The 8-bit update of one tensor: reads the gradient and both moments, writes moments, in place, and direction."""
     beta1, beta2, eps = 0.9, 0.999, 1e-8
     transform = scale_by_adam_8bit(beta1, beta2, eps)
     gradients = [jax.random.normal(jax.random.key(i), (count,), jnp.bfloat16) for i in range(2)]
-    program = compiled(transform.update, gradients[0], jax.eval_shape(transform.init, gradients[0]))
+    program = compiled(transform.update, gradients[0], jax.eval_shape(transform.init, gradients[0]), donate_argnums=1)
     _, state = program(gradients[0], transform.init(gradients[0]))
 
     @jax.jit
@@ -294,12 +294,18 @@ def adam(count: int, copy: float) -> dict:
         codes = blockwise8.encode(m, signed=True)[0], blockwise8.encode(v, signed=False)[0]
         return direction.reshape(-1), *codes
 
-    direction, new = program(gradients[1], state)
     want, *codes = written_out(gradients[1], state)
-    other_codes = [float((got != want).mean()) for got, want in zip((new.m, new.v), codes, strict=True)]
+    direction, state = program(gradients[1], state)
+    other_codes = [float((got != want).mean()) for got, want in zip((state.m, state.v), codes, strict=True)]
     error = distance(direction, want)
     del direction, want, codes
-    ms = device_ms(program, [(gradient, new) for gradient in gradients])
+
+    def step(gradient):
+        nonlocal state
+        direction, state = program(gradient, state)
+        return direction
+
+    ms = device_ms(step, [(gradient,) for gradient in gradients])
     moved = count * (2 + 4 + 2 * 2) + 4 * 4 * count // 256
     return {
         "elements": count,

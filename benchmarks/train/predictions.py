@@ -119,7 +119,8 @@ def compiled_step(target: Any, *case: Any) -> Compiled:
         max_documents=1,
         chunk_tokens=step_plan.chunk_tokens,
         weights=optim.weights or "fp32",
-        bound=None if config.adapter else update_bound(optim, config.max_grad_norm),
+        bound=update_bound(optim, config.max_grad_norm),
+        by_tensor=config.adapter is None,
         offload=optim.offload,
     )
     where = target.sharding()

@@ -32,10 +32,11 @@ class Adam8State(NamedTuple):
     v_absmax: Any
 
 
-def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
+def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
     """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), as optax.scale_by_adam, over 8-bit states.
 
     2 + 8/256 bytes an element. The direction is float32, from moments that are not rounded to 8 bits in this step.
+    Its update takes `scale` and `finite`, as optim.StepOptimizer's.
     """
 
     def init(params):
@@ -55,7 +56,7 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
             v_absmax=jax.tree.map(absmax, params),
         )
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, scale=1.0, finite=True):
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         # 1 - beta^t, without the digits that a power near 1 loses in float32.
@@ -69,16 +70,18 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
                 table: dispatch.Table = {"mosaic": lambda: kernel.refusal(g, m), "reference": lambda: None}
                 by_kernel = dispatch.choose("adamw_8bit", table, None) == "mosaic"
                 step = kernel.adam_update if by_kernel else kernel.plain_update
-                return step(g, m, m_absmax, v, v_absmax, correction1, correction2, betas=(beta1, beta2), eps=eps)
-            g = g.astype(jnp.float32)
-            m = beta1 * m + (1 - beta1) * g
-            v = beta2 * v + (1 - beta2) * g * g
-            return m / correction1 / (jnp.sqrt(v) / jnp.sqrt(correction2) + eps), m, m_absmax, v, v_absmax
+                numbers = (correction1, correction2, scale, finite)
+                return step(g, m, m_absmax, v, v_absmax, *numbers, betas=(beta1, beta2), eps=eps)
+            g = g.astype(jnp.float32) * scale
+            new_m = beta1 * m + (1 - beta1) * g
+            new_v = beta2 * v + (1 - beta2) * g * g
+            direction = new_m / correction1 / (jnp.sqrt(new_v) / jnp.sqrt(correction2) + eps)
+            return direction, jnp.where(finite, new_m, m), m_absmax, jnp.where(finite, new_v, v), v_absmax
 
         leaves, structure = jax.tree.flatten(updates)
         states = (jax.tree.leaves(tree) for tree in state[1:])
         results = [one(*tensors) for tensors in zip(leaves, *states, strict=True)]
         direction, *moments = (jax.tree.unflatten(structure, column) for column in zip(*results, strict=True))
-        return direction, Adam8State(count, *moments)
+        return direction, Adam8State(jnp.where(finite, count, state.count), *moments)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -191,6 +191,7 @@ class Trainer:
         schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
         rates = [matrix.lora.rate for _, matrix in matrices(model) if matrix.lora is not None]
         sets = [data for data in (self.train_data, self.eval_data) if data is not None]
+        bound = update_bound(config.optim, config.max_grad_norm)
         self.program = StepProgram(
             graph=self.graph,
             optimizer=make_optimizer(config.optim, schedule),
@@ -201,8 +202,9 @@ class Trainer:
             scale_loss=config.precision == "fp16",
             weights=weight_storage(config.optim.weights, config.precision, _size(self._trainable)),
             router_losses=router_losses(config, model),
+            bound=bound,
             # Not adapters, whose many small tensors are better updated at once.
-            bound=None if has_adapter(model) else update_bound(config.optim, config.max_grad_norm),
+            by_tensor=bound is not None and not has_adapter(model),
             offload=config.optim.offload,
         )
         self._program_before_qat = None

@@ -106,7 +106,7 @@ class Anatomy:
 
 # Of layers with and without experts; `route` takes no time that counts.
 _SEGMENT_NAMES = tuple(dict.fromkeys(segment.name for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS)))
-_ADAM8_WORK, _ADAM8_STATES = 8.0, 2 + 8 / 256  # bytes for an element
+_ADAM8_STATES = 2 + 8 / 256  # bytes for an element
 _PACKED_SLACK = 0.09  # of four-bit weights: what the allocator loses on them (0.36 GB for 8B on an H200)
 _SEGMENT_OF = {
     "q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
@@ -195,8 +195,11 @@ def _update_bytes(masters, config: TrainConfig) -> float:
     if config.adapter is not None:
         return 0.0
     size = max(leaf.size for leaf in jax.tree.leaves(masters))
-    if config.optim.name == "adamw_8bit":  # its kernel reads float32 gradients, and writes directions and new moments
-        return size * (_ADAM8_WORK + (2 * _ADAM8_STATES if config.optim.offload else _ADAM8_STATES))
+    if config.optim.name == "adamw_8bit":
+        # The direction, and where the update is made twice (step.py), moments for the first time. Beside states on the
+        # host: a tensor's, and one of the next tensor's moments.
+        beside = 1.5 if config.optim.offload else 1.0 if config.max_grad_norm is None else 0.0
+        return size * (4.0 + beside * _ADAM8_STATES)
     # Moments as they come and as they go, with the gaps that the compiler leaves between large buffers.
     return size * 24.0 if config.optim.offload else 0.0
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtune.train.adam8 import scale_by_adam_8bit
@@ -46,7 +47,32 @@ def _decayed(parameters):
     return jax.tree.map(lambda p: p.ndim >= 2, parameters)
 
 
-def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+class StepOptimizer(optax.GradientTransformationExtraArgs):
+    """An optimizer whose update takes two arguments more, for what has to be done as states are read and written.
+
+    scale: float32 number, by which gradients of any float dtype are multiplied in float32. finite: bool; where it is
+    false, the states stay as they are, and the updates mean nothing.
+    """
+
+
+def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
+    """The same optimizer, if it is one already; else with the gradients scaled before it, the states chosen after."""
+    if isinstance(optimizer, StepOptimizer):
+        return optimizer
+
+    def update(updates, state, params=None, *, scale=1.0, finite=True):
+        updates = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates)
+        updates, new = optimizer.update(updates, state, params)
+        return updates, _where(finite, new, state)
+
+    return StepOptimizer(optimizer.init, update)
+
+
+def _where(finite, new, old):
+    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+
+def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
     """The optimizer named by `config`; gradients come clipped, parameters in fp32. All is fp32 but the stored moments
     of adamw_8bit.
 
@@ -64,4 +90,14 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> optax.Gradi
     else:
         raise ValueError(f"optim.name = {config.name!r}: must be adamw, adamw_8bit, adafactor or sgd")
     decay = optax.add_decayed_weights(config.weight_decay, _decayed)
-    return optax.chain(direction, decay, optax.scale_by_learning_rate(schedule))
+    optimizer = optax.chain(direction, decay, optax.scale_by_learning_rate(schedule))
+    if config.name != "adamw_8bit":
+        return step_optimizer(optimizer)
+
+    def update(updates, state: Any, params=None, *, scale=1.0, finite=True):
+        """The first of the chain's states is chosen where it is made: a choice here would keep the old moments."""
+        new: Any
+        updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite)
+        return updates, (new[0], *_where(finite, new[1:], state[1:]))
+
+    return StepOptimizer(optimizer.init, update)

@@ -21,7 +21,7 @@ from jaxtune.models.stack import ResidualPlan
 from jaxtune.train import hosted
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_count_and_routers, loss_sum_and_count
-from jaxtune.train.optim import UpdateBound
+from jaxtune.train.optim import UpdateBound, step_optimizer
 from jaxtune.train.rounding import stochastic_round
 
 # Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
@@ -69,7 +69,8 @@ class StepProgram:
     """The functions that a run jits, specialised on what is static in it.
 
     Args:
-      graph: graph definition of the model. optimizer: an optax transformation over float32 trainables.
+      graph: graph definition of the model. optimizer: an optax transformation, or an optim.StepOptimizer, over float32
+        trainables.
       schedule: learning rate by count of updates made, for the metrics.
       plan, chunk_tokens, max_documents: as in loss_sum_and_count. dropout: whether any adapter has dropout.
       max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
@@ -77,8 +78,10 @@ class StepProgram:
         update, the rest in float32. Updates are made in float32.
       micro_batches: that a step adds up.
       router_losses: added to the loss of a model with experts.
-      bound: of an update's elements, where it is known before the update is made (optim.update_bound): tensors are
-        then updated one by one. offload: the optimizer's large states lie on the host (hosted.py); needs bound.
+      bound: of an update's elements, where it is known before the update is made (optim.update_bound). Without it an
+        update is made twice: what it leads to has to be known before old states make room for new ones.
+      by_tensor: tensors are updated one after the other. offload: the optimizer's large states lie on the host
+        (hosted.py); needs both.
     """
 
     graph: nnx.GraphDef
@@ -94,6 +97,7 @@ class StepProgram:
     chunk_tokens: int | None = None
     router_losses: RouterLosses = NO_ROUTER_LOSSES
     bound: UpdateBound | None = None
+    by_tensor: bool = False
     offload: bool = False
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
@@ -178,53 +182,49 @@ class StepProgram:
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
 
-            def scaled(gradients, factor):
-                return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, gradients)
-
-            gradients = jax.tree.leaves(scaled(sums.gradients, scale))
+            gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
             squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)  # a router's loss shows in the gradient
-            clip = 1.0 if self.max_grad_norm is None else jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
+            if self.max_grad_norm is not None:
+                scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
+            optimizer = step_optimizer(self.optimizer)
 
-            def moved(parameters, opt_state, gradients):
-                """(float32 weights after the update, the optimizer's new state)"""
+            def moved(parameters, opt_state, gradients, finite):
+                """(float32 weights after the update, the optimizer's new state, or its old one if not finite)"""
                 wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
-                gradients = scaled(scaled(gradients, scale), clip)
-                updates, opt_state = self.optimizer.update(gradients, opt_state, wide)
+                updates, opt_state = optimizer.update(gradients, opt_state, wide, scale=scale, finite=finite)
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
-            # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities.
+            # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities. It is
+            # known before anything moves, so that each tensor's new state takes the old one's place at once.
             largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
-
-            def guarded(new, old):
-                return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
+            tensors = (state.trainable, state.opt_state, sums.gradients)
             if self.bound is not None:
-                # Known before anything moves: the states are read once, and each new one takes the old one's place.
                 rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
                 highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
                 reach = highest.astype(jnp.float32) * (1.0 + rate * self.bound.decay) + rate * self.bound.direction
                 finite &= reach <= largest
+            else:
+                wide, _ = moved(*tensors, finite=True)
+                finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
+                # Else XLA would keep what was made for this (43 GB of an 8B model).
+                tensors, finite = optimization_barrier((tensors, finite))
+
+            def guarded(new, old):
+                return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+            if self.by_tensor:
 
                 def one(index, parameter, opt_state, gradient):
-                    wide, new = moved([parameter], opt_state, [gradient])
+                    wide, new = moved([parameter], opt_state, [gradient], finite=finite)
                     kept = self._kept(state, wide, [parameter], index)
-                    return guarded(kept[0], parameter), guarded(new, opt_state)
+                    return guarded(kept[0], parameter), new
 
-                tensors = (state.trainable, state.opt_state, sums.gradients)
                 trainable, opt_state = hosted.update_by_tensor(one, *tensors, offload=self.offload)
             else:
-                arguments = (state.trainable, state.opt_state, sums.gradients)
-                wide, opt_state = moved(*arguments)
-                finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
-                if self.weights == "bf16":
-                    # Made again once that is known: each tensor's new state then takes the old one's place at once,
-                    # where otherwise all new ones would wait for the last (43 GB of an 8B model, and not 2).
-                    arguments, finite = optimization_barrier((arguments, finite))
-                    wide, opt_state = moved(*arguments)
-                trainable = guarded(self._kept(state, wide, state.trainable), state.trainable)
-                opt_state = guarded(opt_state, state.opt_state)
+                wide, opt_state = moved(*tensors, finite=finite)
+                trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
             skip = (~finite).astype(jnp.int32)
             loss_scale, good_steps = state.loss_scale, state.good_steps

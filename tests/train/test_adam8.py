@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,11 +19,13 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import get_peft_model
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.quant_matmul import mosaic
 from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, decode, dynamic_map, encode, nearest_codes
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.config import CheckpointConfig, MeshConfig, OptimConfig
 from jaxtune.train.loop import Trainer
-from jaxtune.train.optim import make_optimizer
+from jaxtune.train.optim import make_optimizer, update_bound
 from jaxtune.train.step import StepProgram, Sums
 from tests.train import adam8_cases as c
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -299,15 +302,27 @@ def test_over_a_mesh_bit_for_bit():
 # ---- in the step and the Trainer
 
 
-def test_a_bad_step_leaves_the_codes_and_donation_takes_their_buffers():
+@pytest.mark.parametrize("interpreted", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_a_bad_step_leaves_the_codes_and_donation_takes_their_buffers(by_tensor, limit, interpreted):
+    """However it is known to be bad: from a bound of updates before one is made, or from the update itself."""
     value = {"matrix": jnp.asarray(np.random.default_rng(0).standard_normal((64, 100)), jnp.float32)}
     schedule = optax.constant_schedule(1e-2)
-    program = StepProgram(None, make_optimizer(OptimConfig(name="adamw_8bit"), schedule), schedule)
-    update = jax.jit(program.update, donate_argnums=(0, 1))
+    config = OptimConfig(name="adamw_8bit")
+    options = dict(max_grad_norm=limit, bound=update_bound(config, limit), by_tensor=by_tensor)
+    program = StepProgram(nnx.graphdef(nnx.Module()), make_optimizer(config, schedule), schedule, **options)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(state, sums):
+        with mosaic.interpreted() if interpreted else contextlib.nullcontext():
+            return program.update(state, sums)
+
     state = program.init(value, seed=0)
     before = state
     state, sums, metrics = update(state, Sums(jax.tree.map(jnp.ones_like, value), jnp.float32(1), jnp.float32(1)))
     assert metrics["finite"]
+    assert dispatch.record["adamw_8bit"][0] == ("mosaic" if interpreted else "reference")
     adam, old = state.opt_state[0], before.opt_state[0]
     for name in ("m", "m_absmax", "v", "v_absmax"):
         assert getattr(old, name)["matrix"].is_deleted(), name
@@ -317,6 +332,40 @@ def test_a_bad_step_leaves_the_codes_and_donation_takes_their_buffers():
         poisoned = dataclasses.replace(sums, gradients=jax.tree.map(lambda a, b=bad: a.at[3, 4].set(b), sums.gradients))
         state, sums, metrics = update(state, poisoned)
         assert not metrics["finite"] and bits((state.trainable, state.opt_state)) == kept
+    state, _, metrics = update(state, Sums(jax.tree.map(jnp.ones_like, value), jnp.float32(1), jnp.float32(1)))
+    assert metrics["finite"] and int(state.opt_state[0].count) == 2 and int(state.skipped) == 2
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp32"])
+def test_a_step_by_the_kernel_is_the_reference_s(storage):
+    """Three steps with counts, clipping, decay, and gradients in the weights' dtype."""
+    config = OptimConfig(name="adamw_8bit", weight_decay=0.1, eps=1e-3)
+    schedule, draw = optax.constant_schedule(1e-2), np.random.default_rng(0)
+    values = {name: jnp.asarray(draw.standard_normal(shape), jnp.float32) for name, (shape, _) in c.TENSORS.items()}
+    options = dict(bound=update_bound(config, 0.5), max_grad_norm=0.5, weights=storage, by_tensor=True)
+    program = StepProgram(nnx.graphdef(nnx.Module()), make_optimizer(config, schedule), schedule, **options)
+    found = []
+    for interpreted in (True, False):
+        state = program.init(values, seed=0)
+        with mosaic.interpreted() if interpreted else contextlib.nullcontext():
+            update = jax.jit(lambda state, sums: program.update(state, sums))
+            for step in (1, 2, 3):
+                gradients = jax.tree.map(lambda g, p: jnp.asarray(g, p.dtype), c.gradients(step), state.trainable)
+                state, _, metrics = update(state, Sums(gradients, jnp.float32(1), jnp.float32(7)))
+                assert metrics["finite"] and metrics["grad_norm"] > 1
+        assert dispatch.record["adamw_8bit"][0] == ("mosaic" if interpreted else "reference")
+        found.append(state)
+    got, want = found
+    for name in c.TENSORS:
+        one, other = (np.asarray(state.trainable[name], np.float64) for state in found)
+        if storage == "fp32" or name != "matrix":
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        else:  # rounded by the same numbers, but a sum beside a bound may go the other way
+            assert (one != other).mean() < 0.01
+            np.testing.assert_allclose(one, other, rtol=2**-7)
+        for mine, theirs in ((got.opt_state[0].m, want.opt_state[0].m), (got.opt_state[0].v, want.opt_state[0].v)):
+            if name != "short":
+                assert (np.asarray(mine[name]) != np.asarray(theirs[name])).mean() < 1e-3
 
 
 ROWS = documents(24, seed=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +36,14 @@ def test_a_cell_gives_the_nearest_code(signed):
     np.testing.assert_array_equal(got, nearest_codes(jnp.asarray(x), signed))
 
 
-def test_steps_are_those_of_the_reference(monkeypatch):
+def bits(tree) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 1.0), (jnp.bfloat16, 0.037), (jnp.float32, 1e-7)])
+def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
-    small for 8 bits."""
+    small for 8 bits. Gradients come multiplied, and are scaled back."""
     monkeypatch.setattr(kernel, "_PROGRAMS", 3)
     shapes = {"matrix": (81, 130), "padded": (4096,), "short": (100,)}
     adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
@@ -44,16 +51,19 @@ def test_steps_are_those_of_the_reference(monkeypatch):
 
     def gradients(step):
         keys = jax.random.split(jax.random.key(step), len(names))
-        drawn = {n: jax.random.normal(k, shapes[n]).astype(jnp.bfloat16) for n, k in zip(names, keys, strict=True)}
+        drawn = {n: (jax.random.normal(k, shapes[n]) / scale).astype(dtype) for n, k in zip(names, keys, strict=True)}
         return drawn | {"padded": drawn["padded"].at[512:1024].set(0)}
 
     state = adam.init(gradients(0))
     for step in range(3):
-        want, want_state = adam.update(gradients(step), state)
+        want, want_state = adam.update(gradients(step), state, scale=jnp.float32(scale))
         assert dispatch.record["adamw_8bit"][0] == "reference"
         with mosaic.interpreted():
-            got, got_state = adam.update(gradients(step), state)
+            got, got_state = adam.update(gradients(step), state, scale=jnp.float32(scale))
         assert dispatch.record["adamw_8bit"] == ("mosaic", {})
+        wide = {n: g.astype(jnp.float32) * jnp.float32(scale) for n, g in gradients(step).items()}
+        scaled, scaled_state = adam.update(wide, state)
+        assert bits((scaled, scaled_state)) == bits((want, want_state))
         for name in names:
             np.testing.assert_allclose(got[name], want[name], rtol=2e-6, atol=1e-7)
             np.testing.assert_allclose(got_state.m_absmax[name], want_state.m_absmax[name], rtol=1e-6)
@@ -62,6 +72,26 @@ def test_steps_are_those_of_the_reference(monkeypatch):
             for mine, theirs in ((got_state.m, want_state.m), (got_state.v, want_state.v)):
                 assert (np.asarray(mine[name]) != np.asarray(theirs[name])).mean() < 1e-3
         state = want_state
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize("shape", [(4096,), (81, 130), (100,)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_where_the_step_is_not_finite_all_states_stay(bad, shape, interpreted):
+    """Bit for bit; in the step after it all of them change, and those of the caller are not written to."""
+    adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
+    first, second, third = (jax.random.normal(jax.random.key(i), shape) for i in range(3))
+    update = jax.jit(adam.update)
+    with mosaic.interpreted() if interpreted else contextlib.nullcontext():
+        _, state = update(first, adam.init(first))
+        before = bits(state)
+        _, kept = update(second.at[..., 7].set(bad), state, scale=jnp.float32(bad), finite=jnp.asarray(False))
+        assert bits(kept) == bits(state) == before
+        _, new = update(third, kept, finite=jnp.asarray(True))
+        assert all(one != other for one, other in zip(bits(new), before, strict=True) if one)
+        assert bits(kept) == bits(state) == before
+    if shape != (100,):
+        assert dispatch.record["adamw_8bit"][0] == ("mosaic" if interpreted else "reference")
 
 
 @pytest.mark.parametrize(
@@ -105,9 +135,9 @@ def test_over_a_mesh_xla_divides_the_update_and_inside_a_shard_map_each_device_h
 
 
 def test_the_check_at_first_use_compares_the_kernel_with_xla():
-    """As on a GPU, but interpreted: three chunks and a part of one."""
+    """As on a GPU, but interpreted: three chunks and a part of one, made and skipped."""
     with mosaic.interpreted():
         got, want = kernel._small_case(jnp.bfloat16)
-    assert len(got) == len(want) == 3
+    assert len(got) == len(want) == 5
     for one, other in zip(got, want, strict=True):
         assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other)

@@ -150,19 +150,20 @@ def test_little_is_on_the_device(monkeypatch):
     assert both >= 4  # most groups come while another goes
 
 
-def program_of(rate: float, **changes) -> StepProgram:
+def program_of(rate: float, by_tensor: bool, **changes) -> StepProgram:
     config = OptimConfig(**changes)
     schedule = optax.constant_schedule(rate)
     optimizer, bound = make_optimizer(config, schedule), update_bound(config, 1.0)
-    return StepProgram(nnx.graphdef(nnx.Module()), optimizer, schedule, bound=bound)
+    return StepProgram(nnx.graphdef(nnx.Module()), optimizer, schedule, bound=bound, by_tensor=by_tensor)
 
 
 @pytest.mark.parametrize(
     ("rate", "gradient", "weight", "moves"),
     [(1e-3, 1.0, 1.0, True), (1e-3, np.inf, 1.0, False), (1e33, 1.0, 1.0, False), (1.0, 1.0, 3e38, False)],
 )
-def test_what_could_overflow_is_known_before_it_moves(rate, gradient, weight, moves):
-    program = program_of(rate, weight_decay=0.5)
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_what_could_overflow_is_known_before_it_moves(by_tensor, rate, gradient, weight, moves):
+    program = program_of(rate, by_tensor, weight_decay=0.5)
     parameters = {"a": jnp.full((4, 4), weight), "b": jnp.ones(3)}
     state = program.init(parameters, 0)
     gradients = {"a": jnp.ones((4, 4)).at[1, 2].set(gradient), "b": jnp.ones(3)}

@@ -1,7 +1,8 @@
 """Adam's update over 8-bit moments as one Pallas Mosaic GPU kernel for Hopper: every byte is read and written once.
 
 A warp holds a block of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
-moments twice: once for the absmax, and again to encode them.
+moments twice: once for the absmax, and again to encode them. The gradient is read as it is and scaled here, and moments
+are updated in place, so that beside the state there is the direction and nothing else.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.
@@ -76,7 +77,7 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """(what the kernel makes, what XLA makes) of a second step over three chunks and a part of one."""
+    """(what the kernel makes, what XLA makes) of a second step, made and skipped, over three chunks and a part."""
     betas = (0.9, 0.95)
 
     @jax.jit
@@ -84,25 +85,31 @@ def _small_case(dtype):
         first, second = (jax.random.normal(jax.random.key(i), (3 * _CHUNK + 300,)).astype(dtype) for i in range(2))
         m, v = ((1 - beta) * first.astype(jnp.float32) ** power for beta, power in zip(betas, (1, 2), strict=True))
         moments = *encode(m, signed=True), *encode(v, signed=False)
-        corrections = [jnp.float32(1 - beta**2) for beta in betas]
+        factors = [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
         found = []
         for update in (adam_update, plain_update):
-            direction, m, m_absmax, v, v_absmax = update(second, *moments, *corrections, betas=betas, eps=1e-8)
-            found.append((direction, decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)))
+            results = []
+            for finite in (True, False):
+                options = dict(finite=finite, betas=betas, eps=1e-8)
+                direction, m, m_absmax, v, v_absmax = update(second, *moments, *factors, **options)
+                results += [decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)]
+                results += [direction] * finite
+            found.append(results)
         return found
 
     return both()
 
 
-def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, *, betas, eps):
+def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
     """`adam_update` in plain jnp: on any machine, and divided by XLA over any mesh."""
-    (beta1, beta2), shape = betas, gradient.shape
-    g = in_blocks(gradient)
+    (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
+    g = in_blocks(gradient) * scale
     m = beta1 * decode(m, m_absmax, signed=True) + (1 - beta1) * g
     v = beta2 * decode(v, v_absmax, signed=False) + (1 - beta2) * g * g
     direction = m / correction1 / (jnp.sqrt(v) / jnp.sqrt(correction2) + eps)
     direction = direction.reshape(-1)[: gradient.size].reshape(shape)
-    return direction, *encode(m, signed=True), *encode(v, signed=False)
+    new = (*encode(m, signed=True), *encode(v, signed=False))
+    return direction, *(jnp.where(finite, n, o) for n, o in zip(new, old, strict=True))
 
 
 def _written_out_places(x, table, signed: bool):
@@ -117,16 +124,25 @@ def _written_out_places(x, table, signed: bool):
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    """g_ref and the direction are flat; what they and the moments have beyond the outputs' size is left alone."""
-    tables, direction_ref, outputs, smem = refs[:4], refs[4], refs[5:9], refs[9:]
+    """g_ref and direction_ref are flat; m_ref to v_max_ref are updated in place, up to the direction's size. A lane
+    writes codes that it has read itself, and an absmax that depends on all that its warp has read.
+
+    factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's, and 0 where nothing may change."""
+    tables, direction_ref, smem = refs[:4], refs[4], refs[5:]
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     chunks = lax.div(direction_ref.shape[0] // _CHUNK - program + (programs - 1), programs)
+    *factors, changes = (factors_ref[i] for i in range(4))
+    chunks = jnp.where(changes == 0, 0, chunks)
     (beta1, beta2), shape = betas, (_BLOCKS, BLOCK)
     of_block = _LAYOUT.reduce(1)
     if not interpreted:
         for table_ref, table_smem in zip(tables, smem, strict=True):
             lanes.fill_table(table_ref, table_smem)
         lanes.warpgroup_barrier()
+
+    def factor(index):
+        spread = jnp.broadcast_to(factors[index], shape)
+        return spread if interpreted else plgpu.layout_cast(spread, _LAYOUT)
 
     def all_columns(values):
         return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
@@ -154,62 +170,69 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 
         g = plgpu.load(g_ref.at[flat], layout=_FLAT, optimized=False).astype(jnp.float32)
         g = g.reshape(shape) if interpreted else lanes.with_layout(g, shape, _FLAT, _LAYOUT)
+        g *= factor(2)
         m = decoded(load(m_ref), load(m_max_ref, of_block), 0)
         v = decoded(load(v_ref), load(v_max_ref, of_block), 1)
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * (g * g)
         if interpreted:
-            direction = m * factors_ref[0] / (jnp.sqrt(v) * factors_ref[1] + eps)
+            direction = m * factor(0) / (jnp.sqrt(v) * factor(1) + eps)
         else:
-            mean, root = (plgpu.layout_cast(jnp.broadcast_to(factors_ref[i], shape), _LAYOUT) for i in range(2))
-            direction = lanes.adam_direction(m, v, mean, root, eps, _LAYOUT)
+            direction = lanes.adam_direction(m, v, factor(0), factor(1), eps, _LAYOUT)
         direction_ref[flat] = (
             direction.reshape(_CHUNK) if interpreted else lanes.with_layout(direction, (_CHUNK,), _LAYOUT, _FLAT)
         )
-        for ref, values in zip(outputs, (*encoded(m, 0), *encoded(v, 1)), strict=True):
+        moments = (m_ref, m_max_ref, v_ref, v_max_ref)
+        for ref, values in zip(moments, (*encoded(m, 0), *encoded(v, 1)), strict=True):
             ref[here] = values
 
     lax.fori_loop(0, chunks, one, None)
 
 
-def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, *, betas, eps):
+def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
     """One step of Adam over a tensor with 8-bit moments; see `refusal`.
+
+    Donated moments are updated where they lie, if nothing else reads them: not even a choice between old and new ones,
+    which is made here.
 
     Args:
       gradient: bfloat16 or float32, of any shape. m, v: uint8[blocks, 256] and float32[blocks], as blockwise8.encode.
-      correction1, correction2: float32 1 - beta^t.
+      correction1, correction2: float32 1 - beta^t. scale: float32, by which the gradient is multiplied in float32.
+      finite: bool; where it is false, the moments stay as they are, and the direction means nothing.
     Returns:
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
     """
-    return _adam_update(
-        gradient, m, m_absmax, v, v_absmax, correction1, correction2, tuple(betas), float(eps), mosaic._interpret
-    )
+    numbers = (correction1, correction2, scale, finite)
+    return _adam_update(gradient, m, m_absmax, v, v_absmax, *numbers, tuple(betas), float(eps), mosaic._interpret)
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8, 9))
-def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, betas, eps, interpret):
+@functools.partial(jax.jit, static_argnums=(9, 10, 11))
+def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps, interpret):
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)
-    factors = jnp.stack([1 / correction1, 1 / jnp.sqrt(correction2)])
+    factors = [1 / correction1, 1 / jnp.sqrt(correction2), scale, finite]
+    factors = jnp.stack([jnp.asarray(each, jnp.float32) for each in factors])
     tables = [dynamic_map(True), dynamic_map(False), cells(True), cells(False)]
-    codes = jax.ShapeDtypeStruct((whole // BLOCK, BLOCK), jnp.uint8)
-    absmax = jax.ShapeDtypeStruct((whole // BLOCK,), jnp.float32)
-    results = mosaic._kernel(
+    moments = [jax.new_ref(each) for each in (m, m_absmax, v, v_absmax)]
+    rest = []
+    if whole < size:
+        m, m_absmax, v, v_absmax = (ref[whole // BLOCK :] for ref in moments)
+        numbers = (correction1, correction2, scale, finite)
+        last, *new = plain_update(flat[whole:], m, m_absmax, v, v_absmax, *numbers, betas=betas, eps=eps)
+        for ref, values in zip(moments, new, strict=True):  # before the kernel: XLA cannot write into what it returns
+            ref[whole // BLOCK :] = values
+        rest = [last]
+    direction = mosaic._kernel(
         functools.partial(_kernel, betas=betas, eps=eps),
         interpret,
-        out_type=[jax.ShapeDtypeStruct((whole,), jnp.float32), codes, absmax, codes, absmax],
+        out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
         grid=(min(whole // _CHUNK, _PROGRAMS),),
         grid_names=("program",),
         scratch_types=[plgpu.SMEM(table.shape, table.dtype) for table in tables],
-        # Nothing in memory is both read and written but the tables, and those wait for each other themselves.
+        # Nothing in memory is both read and written by several lanes but absmax (see _kernel) and the tables, and those
+        # wait for each other themselves.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(flat, m, m_absmax, v, v_absmax, factors, *map(jnp.asarray, tables))
-    if whole < size:
-        old = [each[whole // BLOCK :] for each in (m, m_absmax, v, v_absmax)]
-        rest = plain_update(
-            flat[whole:], old[0], old[1], old[2], old[3], correction1, correction2, betas=betas, eps=eps
-        )
-        results = [jnp.concatenate(both) for both in zip(results, rest, strict=True)]
-    direction, *moments = results
-    return direction.reshape(gradient.shape), *moments
+    )(flat, *moments, factors, *map(jnp.asarray, tables))
+    direction = jnp.concatenate([direction, *rest]).reshape(gradient.shape)
+    return direction, *(ref[...] for ref in moments)
