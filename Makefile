@@ -26,7 +26,7 @@ quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minu
 	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
 
 test: env  ## tests on CPU (no torch, no GPU)
-	$(PY) -m pytest tests -q -n 2 --ignore=tests/parity --ignore=tests/gpu $(PYTEST_ARGS)
+	$(PY) -m pytest tests -q -n 2 --dist worksteal --ignore=tests/parity --ignore=tests/gpu $(PYTEST_ARGS)
 
 parity: env-parity  ## checks against torch, transformers, peft and bitsandbytes (3 GB environment)
 	.venv-parity/bin/python -m pytest tests/parity -q -n 2 $(PYTEST_ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
-from jaxtune.models.quant import convert_qat, not_quantized, prepare_qat, qat_spec
+from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
@@ -32,6 +31,7 @@ from jaxtune.train.loss import router_losses
 from jaxtune.train.memory import COMPUTE_DTYPES
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planner import Planner, out_of_memory
+from jaxtune.train.report import precision_notes
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
@@ -470,7 +470,7 @@ class Trainer:
             progress.print("waiting for the weights")
         state, sums, frozen = self._begin(resumed)
         (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-        for line in self.precision_notes():
+        for line in precision_notes(self):
             progress.print(line)
 
         def at(step: int) -> _Programs:
@@ -541,33 +541,14 @@ class Trainer:
             self.release_model()
         return begun
 
-    def precision_notes(self) -> list[str]:
-        """What a run says at its start of how weights are kept and rounded."""
-        kept = self.storage()
-        rounding = ", matrices rounded stochastically and the rest in fp32" if kept["weights"] == "bf16" else ""
-        host = ", in host memory" if self.config.optim.offload else ""
-        notes = [
-            f"compute {self.config.precision}; trained weights {kept['weights']}{rounding}; gradients "
-            f"{self._gradients}; optimizer state {kept['optimizer']}{host}"
-        ]
-        if losses := self.program.router_losses:
-            notes.append(
-                f"routers: load-balancing loss times {losses.aux_loss_coef:g}, z-loss times {losses.z_loss_coef:g}"
-            )
-        if self.qat is not None:
-            size, start = self.qat.group_size, 0 if self.config.qat is None else self.config.qat.start
-            skipped = not_quantized(self._given, self.qat)
-            left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
-            notes.append(f"QAT: weights rounded to {self.qat.format}, groups of {size}, from step {start}{left}")
-        return notes
-
     def storage(self) -> dict[str, str]:
         """How the weights and the optimizer's state of a checkpoint are kept."""
         optimizer = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
         return {"weights": self.program.weights, "optimizer": optimizer}
 
     @property
-    def _gradients(self) -> str:
+    def gradients(self) -> str:
+        """The dtype that gradients are summed in."""
         return "fp32" if self.planner.plan.micro_batches > 1 else self.program.weights
 
     def _capture(self, programs: _Programs):
@@ -636,7 +617,7 @@ class Trainer:
             "total_steps": self.total_steps,
             "numerics": {
                 **self.planner.plan.to_record(),
-                "gradients": self._gradients,
+                "gradients": self.gradients,
                 "mesh_data": self.config.mesh.data,
                 "max_documents": self.program.max_documents,
                 "deterministic": self.config.deterministic,
@@ -703,8 +684,3 @@ class Trainer:
 
 def _size(tree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
-def _last_parts(names: list[str]) -> str:
-    """q_proj (2), down_proj (2)"""
-    return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())

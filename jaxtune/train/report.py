@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.quant import parameters
+from jaxtune.models.quant import not_quantized, parameters
 from jaxtune.models.stack import Fate
 from jaxtune.train.data.preview import preview
 from jaxtune.train.devices import Device
@@ -87,6 +87,32 @@ def check(trainer: Any, model: Decoder, console: Console) -> None:
         preview(batch, trainer.tokenizer, 0),
     ]
     console.print(Group(*parts))
+
+
+def precision_notes(trainer: Any) -> list[str]:
+    """What a run says at its start of how weights are kept and rounded."""
+    config, kept, qat = trainer.config, trainer.storage(), trainer.qat
+    rounding = ", matrices rounded stochastically and the rest in fp32" if kept["weights"] == "bf16" else ""
+    host = ", in host memory" if config.optim.offload else ""
+    notes = [
+        f"compute {config.precision}; trained weights {kept['weights']}{rounding}; gradients {trainer.gradients}; "
+        f"optimizer state {kept['optimizer']}{host}"
+    ]
+    if losses := trainer.program.router_losses:
+        notes.append(
+            f"routers: load-balancing loss times {losses.aux_loss_coef:g}, z-loss times {losses.z_loss_coef:g}"
+        )
+    if qat is not None:
+        start = 0 if config.qat is None else config.qat.start
+        skipped = not_quantized(trainer._given, qat)
+        left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
+        notes.append(f"QAT: weights rounded to {qat.format}, groups of {qat.group_size}, from step {start}{left}")
+    return notes
+
+
+def _last_parts(names: list[str]) -> str:
+    """q_proj (2), down_proj (2)"""
+    return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
 
 
 # ---- the plan

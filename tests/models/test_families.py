@@ -69,25 +69,30 @@ def test_loss_and_gradients_equal_transformers(name, model_of):
 
 @families
 def test_packed_equals_unpacked(name, model_of):
-    """Three documents in one row, with padding between and after them, against one row each."""
+    """Three documents in a row, in three orders, with padding between and after them, against one row each.
+
+    Both in one shape: one program of each layer.
+    """
     model = model_of(name)
     lengths, gap = (9, 5, 20), 3
     rng = np.random.default_rng(3)
     documents = [rng.integers(3, 128, n, np.int32) for n in lengths]
-    alone = np.zeros((3, max(lengths)), np.int32)
-    alone_ids = np.zeros_like(alone)
-    packed = np.zeros((1, sum(lengths) + 2 * gap), np.int32)
-    packed_ids = np.zeros_like(packed)
-    starts, at = [], 0
+    alone, alone_ids, packed, packed_ids = np.zeros((4, 3, sum(lengths) + 2 * gap), np.int32)
     for row, document in enumerate(documents):
         alone[row, : len(document)], alone_ids[row, : len(document)] = document, 1
-        packed[0, at : at + len(document)], packed_ids[0, at : at + len(document)] = document, row + 1
-        starts.append(at)
-        at += len(document) + (gap if row == 0 else 0)
+    places = []  # (row, document, first token)
+    for row, order in enumerate(((0, 1, 2), (2, 0, 1), (1, 2, 0))):
+        at = 0
+        for number, document in enumerate(order):
+            inside = slice(at, at + lengths[document])
+            packed[row, inside], packed_ids[row, inside] = documents[document], number + 1
+            places.append((row, document, at))
+            at += lengths[document] + (gap if number == 0 else 0)
     want = model(jnp.asarray(alone), jnp.asarray(alone_ids))
     got = model(jnp.asarray(packed), jnp.asarray(packed_ids))
-    for row, (start, n) in enumerate(zip(starts, lengths, strict=True)):
-        np.testing.assert_allclose(got[0, start : start + n], want[row, :n], atol=1e-5, rtol=0)
+    for row, document, start in places:
+        n = lengths[document]
+        np.testing.assert_allclose(got[row, start : start + n], want[document, :n], atol=1e-5, rtol=0)
 
 
 @families

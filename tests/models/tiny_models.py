@@ -61,7 +61,8 @@ def named(model) -> dict[str, nnx.Variable]:
 
 def golden_model(name: str) -> Decoder:
     """The model of tiny.CONFIGS[name] in fp32 that the golden files were made from, without its files."""
-    model = model_from_config(CONFIGS[name], jax.random.key(0))
+    # Shapes only: to draw weights that are replaced would compile a program for each shape.
+    model = nnx.eval_shape(lambda: model_from_config(CONFIGS[name], jax.random.key(0)))
     for key, variable in named(model).items():
         variable.set_value(jnp.asarray(random_tensor(key, variable.shape)))
     return model

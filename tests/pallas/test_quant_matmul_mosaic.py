@@ -29,8 +29,13 @@ from jaxtune.pallas.quant_matmul import (
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 
 
+def normal(seed, *shape, dtype=jnp.float32):
+    """Drawn by numpy: JAX would compile a program for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+
+
 def packed(rows, columns, double_quant=True, seed=0):
-    array = jax.random.normal(jax.random.key(seed), (rows, columns)) * jnp.geomspace(1e-3, 10, rows)[:, None]
+    array = normal(seed, rows, columns) * np.geomspace(1e-3, 10, rows, dtype=np.float32)[:, None]
     return NF4.encode(array.astype(jnp.bfloat16), double_quant)
 
 
@@ -75,7 +80,7 @@ def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     plan = mosaic._plan
     monkeypatch.setattr(mosaic, "_plan", lambda *shape: dataclasses.replace(plan(*shape), programs=2))
     weight = packed(rows, columns, double_quant)
-    x = jax.random.normal(jax.random.key(1), (tokens, columns)).astype(jnp.bfloat16)
+    x = normal(101, tokens, columns, dtype=jnp.bfloat16)
     want = np.asarray(x, np.float64) @ np.asarray(weight.decode(jnp.float32), np.float64).T
     with mosaic.interpreted():
         got = mosaic.small_matmul(x, weight)
@@ -96,7 +101,7 @@ def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
 )
 def test_small_product_by_lines(rows, columns, tokens, double_quant, tile):
     weight = packed(rows, columns, double_quant)
-    x = jax.random.normal(jax.random.key(1), (tokens, columns)).astype(jnp.bfloat16)
+    x = normal(101, tokens, columns, dtype=jnp.bfloat16)
     want = np.asarray(x, np.float64) @ np.asarray(weight.decode(jnp.float32), np.float64).T
     with mosaic.interpreted():
         got = mosaic.small_matmul(x, weight, tile)
@@ -115,11 +120,10 @@ def test_small_product_by_lines(rows, columns, tokens, double_quant, tile):
 def test_fused_product_with_adapter_and_bias(shape, tokens, contract, double_quant, tile):
     weight = packed(*shape, double_quant)
     inner, columns = shape[contract], shape[1 - contract]
-    keys = jax.random.split(jax.random.key(1), 4)
-    x = jax.random.normal(keys[0], (tokens, inner)).astype(jnp.bfloat16)
-    u = jax.random.normal(keys[1], (tokens, 8)).astype(jnp.bfloat16)
-    side = jax.random.normal(keys[2], (columns, 8)).astype(jnp.bfloat16)
-    bias = jax.random.normal(keys[3], (columns,))
+    x = normal(101, tokens, inner, dtype=jnp.bfloat16)
+    u = normal(102, tokens, 8, dtype=jnp.bfloat16)
+    side = normal(103, columns, 8, dtype=jnp.bfloat16)
+    bias = normal(104, columns)
     exact = [np.asarray(a, np.float64) for a in (x, weight.decode(jnp.bfloat16), u, side, bias)]
     want = exact[0] @ (exact[1].T if contract == 1 else exact[1]) + exact[2] @ exact[3].T + exact[4]
     with mosaic.interpreted():
@@ -133,10 +137,9 @@ def test_fused_product_with_adapter_and_bias(shape, tokens, contract, double_qua
 def test_the_whole_op_fused(monkeypatch):
     """Forward and gradients, with adapter and bias: no decoded weight in either direction."""
     monkeypatch.setattr(mosaic_fused, "dequantize", None)
-    keys = jax.random.split(jax.random.key(2), 4)
     weight = packed(256, 128)
-    lora = LoraWeights(jax.random.normal(keys[0], (4, 128)), jax.random.normal(keys[1], (256, 4)), None, 0.5)
-    x, bias = jax.random.normal(keys[2], (40, 128)).astype(jnp.bfloat16), jax.random.normal(keys[3], (256,))
+    lora = LoraWeights(normal(101, 4, 128), normal(102, 256, 4), None, 0.5)
+    x, bias = normal(103, 40, 128, dtype=jnp.bfloat16), normal(104, 256)
 
     def run(implementation):
         def output(x, lora, bias):
@@ -188,15 +191,9 @@ def test_every_shape_has_candidates_that_fit(shape):
 
 def group(columns=1024):
     """Two weights in four bits and one array over one x, with adapters."""
-    keys = jax.random.split(jax.random.key(3), 6)
-    weights = [packed(32, columns), packed(16, columns, seed=1), jax.random.normal(keys[0], (8, columns), jnp.bfloat16)]
+    weights = [packed(32, columns), packed(16, columns, seed=1), normal(101, 8, columns, dtype=jnp.bfloat16)]
     loras = [
-        LoraWeights(
-            jax.random.normal(keys[1 + i], (4, columns), jnp.float32),
-            jax.random.normal(keys[3 + i], (w.shape[0], 4), jnp.float32),
-            None,
-            0.5,
-        )
+        LoraWeights(normal(102 + i, 4, columns), normal(104 + i, w.shape[0], 4), None, 0.5)
         for i, w in enumerate(weights[:2])
     ]
     return weights, [*loras, None]
@@ -206,7 +203,7 @@ def group(columns=1024):
 def test_the_whole_op_over_the_kernels(tokens):
     """Forward and gradients of a group: few tokens through the small product, more through the decoded weight."""
     weights, loras = group()
-    x = jax.random.normal(jax.random.key(9), (tokens, 1024)).astype(jnp.bfloat16)
+    x = normal(109, tokens, 1024, dtype=jnp.bfloat16)
 
     def run(implementation):
         def outputs(x, loras):
@@ -273,7 +270,7 @@ def test_under_a_mesh_every_device_decodes(monkeypatch):
 
     monkeypatch.setattr(reference, "dequantize", dequantize)
     weight = packed(32, 64)
-    x = jax.random.normal(jax.random.key(0), (8, 64))
+    x = normal(101, 8, 64)
     want = x @ weight.decode(jnp.float32).T
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):

@@ -41,12 +41,14 @@ CASES = {
 }
 CASES = {name: (choice.astype(np.int32), experts) for name, (choice, experts) in CASES.items()}
 cases = pytest.mark.parametrize("case", CASES)
+# Compiled as a whole: operation by operation, that takes several times as long as the tests themselves.
+compiled_route = jax.jit(route, static_argnums=(1, 2))
 
 
 @cases
 def test_pairs_are_sorted_stably_into_whole_tiles(case):
     choice, experts = CASES[case]
-    routing = jax.jit(route, static_argnums=(1, 2))(choice, experts, TILE)
+    routing = compiled_route(choice, experts, TILE)
     slots, source, groups = np.asarray(routing.slots), np.asarray(routing.source), routing.groups
     flat = choice.reshape(-1)
     want_source, tile_expert = [], []
@@ -67,11 +69,11 @@ def test_pairs_are_sorted_stably_into_whole_tiles(case):
 def test_permute_weigh_and_back_against_a_loop(case):
     choice, experts = CASES[case]
     tokens, k = choice.shape
-    routing = route(jnp.asarray(choice), experts, TILE)
-    x = jnp.asarray(rng.standard_normal((tokens, HIDDEN)), jnp.float32)
-    weights = jnp.asarray(rng.random((tokens, k)), jnp.float32)
+    routing = compiled_route(choice, experts, TILE)
+    x = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
+    weights = rng.random((tokens, k)).astype(np.float32)
     factor = np.append(rng.standard_normal(experts), 0).astype(np.float32)  # what each expert multiplies by
-    dout = jnp.asarray(rng.standard_normal((tokens, HIDDEN)), jnp.float32)
+    dout = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
 
     def mixture(x, weights):
         rows = permute(x, routing) * row_weights(weights, routing)[:, None]
@@ -81,10 +83,14 @@ def test_permute_weigh_and_back_against_a_loop(case):
     def loop(x, weights):
         return sum(x * weights[:, j : j + 1] * factor[choice[:, j]][:, None] for j in range(k))
 
-    got, pullback = jax.vjp(mixture, x, weights)
-    want, want_pullback = jax.vjp(loop, x, weights)
+    @jax.jit
+    def run(x, weights, dout):
+        (got, pullback), (want, want_pullback) = (jax.vjp(f, x, weights) for f in (mixture, loop))
+        return (got, want), list(zip(pullback(dout), want_pullback(dout), strict=True))
+
+    (got, want), gradients = run(x, weights, dout)
     np.testing.assert_allclose(got, want, atol=1e-6)
-    for mine, theirs in zip(pullback(dout), want_pullback(dout), strict=True):
+    for mine, theirs in gradients:
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
@@ -92,9 +98,10 @@ def test_permute_weigh_and_back_against_a_loop(case):
 def test_mosaic_sorts_as_the_reference(case):
     choice, experts = CASES[case]
     with grouped_mosaic.interpreted():
-        got = route(jnp.asarray(choice), experts, TILE, implementation="mosaic")
+        got = jax.jit(lambda choice: route(choice, experts, TILE, implementation="mosaic"))(choice)
     assert dispatch.record["routing sort"][0] == "mosaic"
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(route(choice, experts, TILE)), strict=True):
+    want = compiled_route(choice, experts, TILE)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
@@ -103,14 +110,19 @@ def test_mosaic_moves_and_sums_rows_as_the_reference(case):
     """There and back, forward and gradient, against the loop over tokens, and bit for bit as the reference."""
     choice, experts = CASES[case]
     tokens, k = choice.shape
-    routing = route(jnp.asarray(choice), experts, TILE)
-    x, dout = (jnp.asarray(rng.standard_normal((tokens, 128)), jnp.bfloat16) for _ in range(2))
+    routing = compiled_route(choice, experts, TILE)
+    x, dout = (rng.standard_normal((tokens, 128)).astype(jnp.bfloat16) for _ in range(2))
+    rows = np.append(x, np.zeros_like(x[:1]), 0)[np.asarray(routing.source) // k]
+    scaled = rows * np.arange(1, 1 + len(rows)).astype(rows.dtype)[:, None]
 
     def run(implementation):
-        there, back = jax.vjp(lambda x: permute(x, routing, implementation=implementation), x)
-        scaled = there * jnp.arange(1, 1 + len(there), dtype=jnp.bfloat16)[:, None]
-        out, pullback = jax.vjp(lambda rows: unpermute(rows, routing, implementation=implementation), scaled)
-        return there, out, *pullback(dout), *back(scaled)
+        @jax.jit
+        def there_and_back(x, scaled, dout):
+            there, back = jax.vjp(lambda x: permute(x, routing, implementation=implementation), x)
+            out, pullback = jax.vjp(lambda rows: unpermute(rows, routing, implementation=implementation), scaled)
+            return there, out, *pullback(dout), *back(scaled)
+
+        return there_and_back(x, scaled, dout)
 
     want = run("reference")
     with grouped_mosaic.interpreted():
@@ -209,11 +221,16 @@ def test_load_balancing_and_z_loss_against_their_definition(masked):
     want = 5 * (share * probability[mask].mean(0)).sum()
     square = np.log(np.exp(logits).sum(1))[mask] ** 2
     choice = np.where(mask[:, None], chosen, 5).astype(np.int32)
-    whole = router_sums(jnp.asarray(logits, jnp.float32), jnp.asarray(choice))
-    parts = [router_sums(jnp.asarray(logits[at], jnp.float32), choice[at]) for at in (slice(11), slice(11, None))]
-    for sums in (whole, parts[0] + parts[1]):
-        np.testing.assert_allclose(sums.load_balancing_loss(), want, rtol=1e-5)
-        np.testing.assert_allclose(sums.z_loss(), square.mean(), rtol=1e-5)
+
+    @jax.jit
+    def losses(logits, choice):
+        parts = [router_sums(logits[at], choice[at]) for at in (slice(11), slice(11, None))]
+        both = (router_sums(logits, choice), parts[0] + parts[1])
+        return [(sums.load_balancing_loss(), sums.z_loss()) for sums in both]
+
+    for load_balancing, z in losses(logits.astype(np.float32), choice):
+        np.testing.assert_allclose(load_balancing, want, rtol=1e-5)
+        np.testing.assert_allclose(z, square.mean(), rtol=1e-5)
 
 
 def test_losses_of_nothing_but_padding_are_zero():

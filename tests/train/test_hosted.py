@@ -30,6 +30,7 @@ from jaxtune.train.config import (
 from jaxtune.train.devices import find_device
 from jaxtune.train.loop import Trainer
 from jaxtune.train.optim import make_optimizer, update_bound
+from jaxtune.train.report import precision_notes
 from jaxtune.train.step import StepProgram, Sums
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -97,7 +98,7 @@ def test_a_run_goes_on_bit_for_bit_with_and_without(small, tmp_path):
         got = resumed.train()
         assert [line["step"] for line in resumed.history] == [3, 4]
         same(nnx.state(got), nnx.state(want))
-        notes = resumed.precision_notes()[0]
+        notes = precision_notes(resumed)[0]
         assert notes.endswith(", in host memory") == offload
 
 

@@ -23,6 +23,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config_file import config_from_dict, config_to_dict
 from jaxtune.train.loop import Trainer
+from jaxtune.train.report import precision_notes
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 
 ROWS, HELD_OUT = dataset(documents(32)), dataset(documents(8, seed=2))
@@ -77,11 +78,11 @@ def test_rounding_begins_at_its_step(run):
 
 
 def test_the_run_says_what_is_rounded(run):
-    assert run[0].precision_notes()[1] == (
+    assert precision_notes(run[0])[1] == (
         "QAT: weights rounded to int4, groups of 32, from step 2; not rounded, as groups do not divide their input: "
         "o_proj (1)"
     )
-    assert len(run[2].precision_notes()) == 1
+    assert len(precision_notes(run[2])) == 1
 
 
 def test_what_is_exported_has_the_loss_of_the_run(run, tmp_path):

@@ -17,6 +17,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ConfigError, OptimConfig
 from jaxtune.train.loop import Trainer
 from jaxtune.train.optim import weight_storage
+from jaxtune.train.report import precision_notes
 from jaxtune.train.rounding import _random_bits, stochastic_round
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -199,11 +200,11 @@ def test_gradients_are_bf16_only_where_nothing_adds_up(tmp_path):
         assert {leaf.dtype for leaf in jax.tree.leaves(sums.gradients) if leaf.ndim == 1} == {jnp.dtype("float32")}
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
         words = "bf16" if parts == 1 else "fp32"
-        assert trainer.precision_notes()[0] == (
+        assert precision_notes(trainer)[0] == (
             "compute fp32; trained weights bf16, matrices rounded stochastically and the rest in fp32; gradients "
             f"{words}; optimizer state fp32"
         )
-    assert trainer_of(tmp_path, weights="fp32").precision_notes()[0] == (
+    assert precision_notes(trainer_of(tmp_path, weights="fp32"))[0] == (
         "compute fp32; trained weights fp32; gradients fp32; optimizer state fp32"
     )
 

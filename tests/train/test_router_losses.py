@@ -18,6 +18,7 @@ from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.data.packing import pack
 from jaxtune.train.loop import Trainer
 from jaxtune.train.loss import loss_count_and_routers
+from jaxtune.train.report import precision_notes
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 MOE = MoEConfig(4, 2, 8, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.5)
@@ -133,7 +134,7 @@ def test_the_coefficient_is_the_models_where_the_config_names_none(tmp_path):
         losses = trainer.program.router_losses
         aux, z = losses.aux_loss_coef, losses.z_loss_coef
         said = f"routers: load-balancing loss times {aux:g}, z-loss times {z:g}"
-        assert trainer.precision_notes()[1:] == ([said] if aux or z else [])
+        assert precision_notes(trainer)[1:] == ([said] if aux or z else [])
         return aux, z
 
     on = dict(router_aux_loss_coef=0.02, output_router_logits=True)
