@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import tuning
+from jaxtune.pallas import gpu_kernel, tuning
 from jaxtune.pallas.attention import mosaic_backward, mosaic_forward
 from jaxtune.pallas.attention.layout import PackedLayout
 from jaxtune.pallas.attention.mosaic_parts import LOG2E, Blocks, smem
@@ -190,8 +190,9 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
         *(plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages) for _ in range(2)),
         plgpu.Barrier(num_arrivals=blocks.warpgroups),
     ]
-    return plgpu.kernel(
+    return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=_interpret is not None, **static),
+        _interpret,
         out_type=out_type,
         grid=(_INTERPRETED_PROGRAMS if _interpret is not None else multiprocessors(),),
         grid_names=("programs",),
@@ -199,7 +200,6 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
         thread_name="wg",
         scratch_types=[*own_scratch, *brought_scratch, *barriers],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if _interpret is None else {"interpret": _interpret}),
     )
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import tuning
+from jaxtune.pallas import gpu_kernel, tuning
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 
 _WARPGROUPS = 2  # that compute
@@ -249,10 +249,11 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
         operands += [jnp.pad(u, ((0, 0), (0, short))), jnp.pad(side.astype(x.dtype), widths)]
     programs = cores()
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
-    return plgpu.kernel(
+    return gpu_kernel.kernel(
         functools.partial(
             _kernel, blocks=blocks, contract=contract, programs=programs, with_extra=extra is not None
         ),
+        _interpret,
         out_type=jax.ShapeDtypeStruct((groups.rows, columns), x.dtype),
         grid=(programs,),
         grid_names=("sm",),
@@ -266,5 +267,4 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
         ],
-        **({} if _interpret is None else {"interpret": _interpret}),
     )(*operands)  # fmt: skip

@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtune.pallas import gpu_kernel
 from jaxtune.pallas.grouped_matmul import fragments, mosaic
 from jaxtune.pallas.grouped_matmul.fragments import OWN, STEP, Format
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
@@ -255,16 +256,16 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
         scratch.append(plgpu.SMEM((blocks.warpgroups, OWN, STEP), x.dtype))
     # Two of the interpreter's: its blocked threads must be fewer than the CPU's (tests/conftest.py).
     programs = mosaic.cores() if interpret is None else 2
-    return plgpu.kernel(
+    return gpu_kernel.kernel(
         functools.partial(
             _kernel, blocks=blocks, form=form, contract=contract, programs=programs, rank_steps=rank_steps,
             interpreted=interpret is not None,
         ),
+        interpret,
         out_type=jax.ShapeDtypeStruct((groups.rows, columns), x.dtype),
         grid=(programs,),
         grid_names=("sm",),
         num_threads=blocks.warpgroups + 1,
         thread_name="wg",
         scratch_types=scratch,
-        **({} if interpret is None else {"interpret": interpret}),
     )(*operands)  # fmt: skip

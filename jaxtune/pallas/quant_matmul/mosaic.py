@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas import dispatch, gpu_kernel, tuning
 from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, NF4, FourBit
 
@@ -71,11 +71,7 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, interpret, **options):
-    return plgpu.kernel(
-        functools.partial(body, interpreted=interpret is not None),
-        **options,
-        **({} if interpret is None else {"interpret": interpret}),
-    )
+    return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), interpret, **options)
 
 
 def _absmax_operands(weight: FourBit) -> list[jax.Array]:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtune.pallas import gpu_kernel
 from jaxtune.pallas.grouped_matmul import mosaic
 
 _WIDTH = 64  # a row is so many numbers by hidden / 64: a box of TMA has at most 256 in a direction
@@ -45,8 +46,7 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, **options):
-    interpret = mosaic.interpreter()
-    return plgpu.kernel(body, **options, **({} if interpret is None else {"interpret": interpret}))
+    return gpu_kernel.kernel(body, mosaic.interpreter(), **options)
 
 
 def _programs(count: int, of_a_core: int) -> int:

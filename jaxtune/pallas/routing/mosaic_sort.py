@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtune.pallas import gpu_kernel
 from jaxtune.pallas.grouped_matmul import mosaic
 
 BLOCK = 128
@@ -38,13 +39,12 @@ def refusal() -> str | None:
 
 
 def _kernel(body, blocks: int, out_shape):
-    interpret = mosaic.interpreter()
-    return plgpu.kernel(
+    return gpu_kernel.kernel(
         body,
+        mosaic.interpreter(),
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.int32),
         grid=(blocks,),
         grid_names=("block",),
-        **({} if interpret is None else {"interpret": interpret}),
     )
 
 

@@ -106,6 +106,15 @@ def test_the_attention_that_is_chosen(max_documents, chosen):
     assert dispatch.record["attention"] == (chosen, {})
 
 
+def test_a_program_with_our_kernels_is_the_same_whatever_was_lowered_before():
+    """Else XLA's compilation cache, which knows it by its text, misses (see pallas/gpu_kernel.py)."""
+    texts = []
+    for _ in range(2):
+        programs.cache_clear()
+        texts.append(programs("keep", 2, 16)[0].as_text())
+    assert "mosaic_gpu" in texts[0] and texts[0] == texts[1]
+
+
 def test_each_layer_calls_cudnn_forward_and_backward_once():
     text = compiled("keep", 2).as_text()
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 2

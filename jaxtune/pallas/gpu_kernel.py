@@ -1,0 +1,39 @@
+"""`plgpu.kernel` for all our Mosaic kernels: interpreted where that is asked for, and found again by XLA's cache.
+
+jaxlib 0.11 puts a name for dumps into each kernel's module, with a number that counts the modules of the process. The
+number is part of what XLA's compilation cache looks a program up by, so one whose kernels are lowered in another order
+than last time (a thread was faster, a check was left out) would be compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+_DUMP_NAME = "mosaic_gpu.dump_basename"
+
+
+def kernel(body, interpret=None, **options):
+    """plgpu.kernel(body, **options), run by the interpreter where `interpret` has its parameters."""
+    _name_modules_alike()
+    return plgpu.kernel(body, **options, **({} if interpret is None else {"interpret": interpret}))
+
+
+@functools.cache
+def _name_modules_alike() -> None:
+    """Gives every module of this process the same name for dumps, unless dumps are asked for."""
+    numbered = getattr(mgpu.dialect, "get_or_set_dump_options", None)
+    if numbered is None or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+        return
+
+    def named(module):
+        attributes = module.operation.attributes
+        if _DUMP_NAME not in attributes:
+            attributes[_DUMP_NAME] = ir.StringAttr.get("kernel", module.context)
+        return numbered(module)
+
+    mgpu.dialect.get_or_set_dump_options = named
