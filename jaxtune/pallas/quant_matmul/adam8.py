@@ -34,7 +34,9 @@ from jaxtune.pallas.quant_matmul.blockwise8 import (
 
 _BLOCKS = 8  # that a program has in hand at a time: two a warp
 _CHUNK = _BLOCKS * BLOCK
-_PROGRAMS = 5 * 132  # as many as fit an H100's or H200's multiprocessors by their registers
+# Programs that fit a multiprocessor (of which an H100 and an H200 have 132) by their registers, by the bytes of the
+# gradient's elements.
+PROGRAMS, _MULTIPROCESSORS = {2: 6, 4: 5}, 132
 # By signedness: how many lower bits of a float32 number lie within a cell (see `cells`), and the first cell: that of
 # 2^-22 and of 2^-23, below which every magnitude is nearest to 0.
 _SHIFT = {True: 17, False: 16}
@@ -227,7 +229,7 @@ def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
         functools.partial(_kernel, betas=betas, eps=eps),
         interpret,
         out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
-        grid=(min(whole // _CHUNK, _PROGRAMS),),
+        grid=(min(whole // _CHUNK, PROGRAMS[gradient.dtype.itemsize] * _MULTIPROCESSORS),),
         grid_names=("program",),
         scratch_types=[plgpu.SMEM(table.shape, table.dtype) for table in tables],
         # Nothing in memory is both read and written by several lanes but absmax (see _kernel) and the tables, and those

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import NF4, LoraWeights, fused_matmul, line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import NF4, LoraWeights, adam8, fused_matmul, line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from tests.gpu.aot.target import H200
 
@@ -34,13 +34,14 @@ def array(*shape, dtype=jnp.bfloat16):
 
 @pytest.fixture
 def ptxas(monkeypatch, capfd):
-    """Bytes of registers that the assembler spilled, in each function compiled since."""
+    """Bytes of registers that the assembler spilled, in each function compiled since; report.registers: a thread's."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def report():
         captured = capfd.readouterr()
         text = captured.out + captured.err
         assert text.count("Compiling entry function") == 1
+        report.registers = int(re.findall(r"Used (\d+) registers", text)[0])
         return [int(number) for number in re.findall(r"(\d+) bytes spill", text)]
 
     return report
@@ -148,3 +149,5 @@ def test_adam_is_one_kernel_that_updates_a_donated_state_in_place(shape, dtype, 
     assert memory.alias_size_in_bytes > 2 * gradient.size
     assert not re.search(r"= (f32\[\d+\]|u8\[\d+,256\])\S* copy\(", program.as_text())
     assert not any(ptxas())
+    registers = 128 * -(-ptxas.registers // 8) * 8  # of a program
+    assert 65536 // registers == adam8.PROGRAMS[gradient.dtype.itemsize]  # as many as its grid has
