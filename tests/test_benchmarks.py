@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from tiny import CONFIGS
 
+from benchmarks.kernels import quant_matmul as quant_benchmark
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
@@ -37,6 +38,7 @@ from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.moe import ExpertLora, MoE
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
+from jaxtune.pallas import tuning
 from jaxtune.pallas.attention import api, reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -377,3 +379,14 @@ def test_plans_are_the_same_bits_in_bfloat16_where_that_is_asked():
     kept = gradients(equal_plans.KEEP, 8)
     assert len(kept) == 29 and np.isfinite(kept[0])
     assert equal_plans.differing(gradients(equal_plans.OFFLOAD, 8), kept) == 0
+
+
+def test_every_program_of_the_quantised_products_is_traced_with_the_blocks_in_force():
+    def product(x):
+        blocks = tuning.tuned("small_matmul", "1 x 1, tokens=1", x.dtype)
+        return x * blocks["groups"] if blocks else -x
+
+    x = jnp.float32(1)
+    for blocks, want in (({"groups": 2}, 2), ({"groups": 3}, 3), ({}, -1)):
+        with tuning.forced("small_matmul", blocks):
+            assert quant_benchmark.compiled(product, x)(x) == want

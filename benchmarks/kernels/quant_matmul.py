@@ -51,8 +51,9 @@ RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines", "fused")
 
 
 def compiled(function, *arguments, **options):
-    on_gpu = jax.default_backend() == "gpu"
-    return jax.jit(function, **options).lower(*arguments).compile(compiler_options=OPTIONS if on_gpu else None)
+    # A function of its own for each trace: the blocks in force are no part of what jit knows it by.
+    lowered = jax.jit(lambda *a: function(*a), **options).lower(*arguments)
+    return lowered.compile(compiler_options=OPTIONS if jax.default_backend() == "gpu" else None)
 
 
 def device_ms(program, argument_sets, rounds: int = 3) -> float:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -280,17 +279,9 @@ def keep_line_sums(acc, partial_smem, first):
     keep(acc, partial_smem, first)
 
 
-def place_of_sum(partial_smem, token, row):
-    """Number of the element of warp 0 in the sums of `keep_line_sums`."""
-    return _add(_mul(token, ir.MemRefType(partial_smem.type).shape[-1]), row)
-
-
-def store_sums(partial_smem, place_of, totals_smem, out_ref, split, first_row, rows: int, warpgroups: int, splits: int):
-    """out_ref[0, token, first_row + row] = the sum over all warps, of each of a cluster's `splits` programs, in their
-    order; by all.
-
-    partial_smem: float32[warps, ...], of which place_of(partial_smem, token, row) is warp 0's. totals_smem: 32-bit, at
-    least [tokens, rows], which is overwritten.
+def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
+    """out_ref[0, token, first_row + row] = the sum over all warps of `keep_line_sums`, of each of a cluster's `splits`
+    programs, in their order; by all. totals_smem: 32-bit, at least [tokens, rows], which is overwritten.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
@@ -298,8 +289,8 @@ def store_sums(partial_smem, place_of, totals_smem, out_ref, split, first_row, r
         f32 = ir.F32Type.get()
         out_type = ir.MemRefType(out_ref.type)
         _, tokens, all_rows = out_type.shape
-        warps, *of_warp = ir.MemRefType(partial_smem.type).shape
-        stride = math.prod(of_warp)
+        warps, _, stride = ir.MemRefType(partial_smem.type).shape
+        rows = stride - 4
         thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
 
         def for_places(first, count: int, limit: int, body):
@@ -319,8 +310,8 @@ def store_sums(partial_smem, place_of, totals_smem, out_ref, split, first_row, r
             return functools.reduce(arith.addf, terms)
 
         def own_total(token, row):
-            at = place_of(partial_smem, token, row)
-            return total_of(_load(partial_smem, _add(at, _const(number * stride)), f32) for number in range(warps))
+            at = _add(_mul(token, stride), row)
+            return total_of(_load(partial_smem, _add(at, _const(n * tokens * stride)), f32) for n in range(warps))
 
         def put(token, row, total):
             at = _add(_mul(token, all_rows), _scalar(first_row), row)

@@ -6,9 +6,6 @@ go with them, several ahead; of a line each warp multiplies one block of 64. Aga
 its way takes shared memory, not registers; x is read once for all rows of a program, not for every 16; a code byte
 becomes an address by one instruction.
 
-Tiles `by_warps` are another kernel for the same: a warp copies lines for itself, without TMA, 16 rows at a time, and x
-goes from memory to registers (warp_lanes.py). Nothing is waited for by more than a warp but at the start and the end.
-
 Programs that share rows are a cluster, and read each other's sums. These are added in one order: warps within a
 program, then the parts of the columns.
 """
@@ -20,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import lanes, line_lanes, warp_lanes
+from jaxtune.pallas.quant_matmul import lanes, line_lanes
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
 
 LINE = 256  # elements: their codes are a line of memory
@@ -36,21 +34,18 @@ _SPAN = 4  # lines whose scales are decoded together
 _WARPS = 4
 _TRANSFORMS = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 _SMEM_BYTES = 227 * 1024  # of a program, at most
-CANDIDATES = 12  # that `tiles` offers
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """groups: of 16 rows of the weight, that a program has. stages: copies that are on their way to a warpgroup, each
-    of so many neighbouring `lines`. splits: programs that share the columns of a row, a cluster. by_warps: each warp
-    takes lines of its own, in copies of 16 rows of one, `stages` of which are on their way to it."""
+    of so many neighbouring `lines`. splits: programs that share the columns of a row, a cluster."""
 
     groups: int
     warpgroups: int
     stages: int
     splits: int = 1
     lines: int = 1
-    by_warps: bool = False
 
     @property
     def rows(self) -> int:
@@ -63,8 +58,8 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
         return f"{tile}: at most 8 groups, 4 warpgroups and 32 stages in all"
-    if not 1 <= tile.splits <= 8 or tile.lines not in ((1,) if tile.by_warps else (1, 2, 4)):
-        return f"{tile}: at most 8 splits (a portable cluster), and 1, 2 or 4 lines, or 1 by warps"
+    if not 1 <= tile.splits <= 8 or tile.lines not in (1, 2, 4):
+        return f"{tile}: at most 8 splits (a portable cluster), and 1, 2 or 4 lines"
     if _smem_bytes(tile, tokens) > _SMEM_BYTES:
         return f"{tile} with {tokens} tokens takes {_smem_bytes(tile, tokens)} bytes of shared memory"
     return None
@@ -73,17 +68,13 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 def _smem_bytes(tile: Tile, tokens: int) -> int:
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
-    if tile.by_warps:
-        of_warp = tile.stages * warp_lanes.UNIT + tile.groups * -(-tokens // 8) * 512
-        return 256 * 64 * 4 + tile.warpgroups * _WARPS * of_warp + 2048
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
     return 256 * 64 * 4 + max(ring, partial) + scales + 4096  # barriers, and what alignment costs
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Tiles to measure for a weight [rows, columns], of both kinds: over the ways to divide it that leave the fewest
-    multiprocessors idle, each with as much on its way as fits."""
-    lines = columns // LINE
+    """Tiles to measure for a weight [rows, columns]: over the ways to divide it that leave the fewest multiprocessors
+    idle, each with as much on its way as fits."""
 
     def work(way: tuple[int, int]) -> float:
         """Rows of the weight that the busiest multiprocessor has; a second round begins with an idle memory."""
@@ -91,55 +82,35 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
         rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
         return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))
 
-    def waste(splits: int, warpgroups: int) -> float:
-        """How much longer the warp with the most lines of its own is busy than the mean one."""
-        warps, own = warpgroups * _WARPS, lines / splits
-        return -(-own // warps) * warps / own
-
     best = [min(((splits, g) for g in range(8, 0, -1) if 16 * g <= rows), key=work) for splits in (1, 2, 4, 3)]
     ways = [way for way in sorted(best, key=work) if work(way) <= 1.25 * min(map(work, best))][:3]
     if best[0] not in ways:
         ways = [*ways[:2], best[0]]  # one without a cluster
-    kinds = [
-        [(min((4, 2, 3), key=functools.partial(waste, splits)), 1, True) for splits, _ in ways],
-        [(2, 1, True)] * 3,
-        [(4, 1, False)] * 3,
-        [(2, 1, False)] * 3,
-        [(2, 2, False)],
-        [(3, 1, True)] * 3,
-    ]
-    found: list[Tile] = []
-    for kind in kinds:
-        for (splits, groups), (warpgroups, together, by_warps) in zip(ways, kind, strict=False):
-            fitting = (Tile(groups, warpgroups, n, splits, together, by_warps) for n in (8, 7, 6, 5, 4, 3, 2))
-            tile = next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)
-            if tile is not None and tile not in found:
-                found.append(tile)
-    return found[:CANDIDATES]
+    found = []
+    for (warpgroups, lines), (splits, groups) in itertools.product(((4, 1), (2, 1), (2, 2)), ways):
+        fitting = (Tile(groups, warpgroups, stages, splits, lines) for stages in (8, 7, 6, 5, 4, 3, 2))
+        found += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
+    return [tile for tile in found if tile is not None]
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """float32[rows, 8 widths, blocks]: the sums of each block of 64 elements, for the interpreter.
+    """What line_lanes.line_product adds for one line, for the interpreter: float32[512 groups widths] in its order.
 
-    codes: uint8[rows, bytes]; scales: float32[rows, blocks]; table: `dtype`[256, 2].
+    codes: uint8[rows, 128]; scales: float32[rows, 4]; table: `dtype`[256, 2].
     """
     rows = codes.shape[0]
-    values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, -1, BLOCK)
-    x = jnp.pad(x.astype(jnp.float32), ((0, 8 * widths - x.shape[0]), (0, 0)))
-    return jnp.einsum("rwk,twk->rtw", values, x.reshape(8 * widths, -1, BLOCK)) * scales[:, None, :]
-
-
-def _written_out_registers(sums, widths: int):
-    """Sums [rows, 8 widths, 4 warps] as line_lanes.line_product holds them: float32[512 groups widths]."""
+    values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
+    x = jnp.pad(x.astype(jnp.float32), ((0, 8 * widths - x.shape[0]), (0, 0))).reshape(-1, _WARPS, BLOCK)
+    sums = jnp.einsum("rwk,twk->rtw", values, x) * scales[:, None, :]
     # Row (i, h, low bits of the quad's number, its upper bit), token (width, q, e), warp.
-    sums = sums.reshape(sums.shape[0] // 16, 2, 4, 2, widths, 4, 2, _WARPS)
+    sums = sums.reshape(rows // 16, 2, 4, 2, widths, 4, 2, _WARPS)
     return sums.transpose(0, 4, 7, 3, 2, 5, 1, 6).reshape(-1)
 
 
-def _written_out_partial(acc, groups: int, widths: int):
-    """float32[4 warps, 8 widths, rows] of what line_lanes.line_product holds, for the interpreter."""
+def _written_out_partial(acc, tokens: int, groups: int, widths: int):
+    """What line_lanes.keep_line_sums stores, for the interpreter: float32[4 warps, tokens, rows]."""
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
-    return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)
+    return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
@@ -204,14 +175,18 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
             return line_lanes.line_product(acc, codes, x, scales, line, block, table_smem, _TRANSFORMS, dtype)
         own = scales[pl.ds(block, 4), pl.ds(0, rows)].T
         codes = codes[...].reshape(rows, tile.lines, LINE // 2)[:, line]
-        sums = _written_out_sums(codes, x[...][:, line], own, pairs_ref[...], widths)
-        return acc + _written_out_registers(sums, widths)
+        return acc + _written_out_sums(codes, x[...][:, line], own, pairs_ref[...], widths)
 
     share = load_absmax(0)
     offset = nested_refs[2][0] if nested_refs else None
     for step in range(stages):
         pl.when(step < steps)(functools.partial(bring, jnp.int32(step)))
-    _fill_tables(pairs_ref, nested_refs, table_smem, done, warpgroups, interpreted)
+    if not interpreted:
+        line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
+        if nested_refs:
+            line_lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
+    plgpu.barrier_arrive(done)
+    plgpu.barrier_wait(done)
 
     def one_span(span, carry):
         acc, share = carry
@@ -235,84 +210,20 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     plgpu.barrier_arrive(done)  # what follows lies where lines have been
     plgpu.barrier_wait(done)
     if interpreted:
-        partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = _written_out_partial(acc, tile.groups, widths)[
-            :, :tokens
-        ]
+        partial = _written_out_partial(acc, tokens, tile.groups, widths)
+        partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = partial
     else:
         line_lanes.keep_line_sums(acc, partial_smem, wg * _WARPS)
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
     if not interpreted:
-        line_lanes.store_sums(
-            partial_smem, line_lanes.place_of_sum, table_smem, out_ref, split, first_row, rows, warpgroups, tile.splits
-        )
+        line_lanes.store_line_sums(partial_smem, table_smem, out_ref, split, first_row, warpgroups, tile.splits)
     else:
 
         @pl.when(wg == 0)
         def _():
             total = partial_smem[:, :, pl.ds(0, rows)].sum(0).astype(out_ref.dtype)
             out_ref[split, :, pl.ds(first_row, rows)] = total
-
-
-def _fill_tables(pairs_ref, nested_refs, table_smem, done, warpgroups: int, interpreted):
-    """By all: the pairs of elements, and the map of quantised absmax."""
-    if not interpreted:
-        line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
-        if nested_refs:
-            line_lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
-
-
-def _warp_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """As `_kernel`, for tiles by_warps; x_ref: [tokens, columns]."""
-    *nested_refs, out_ref, table_smem, ring_smem, sums_smem, done = refs
-    wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)
-    tokens, columns = x_ref.shape
-    rows, lines, widths, warps = tile.rows, columns // LINE, -(-tokens // 8), tile.warpgroups * _WARPS
-    first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)  # the last ones may overlap
-    first = lax.div(split * lines, jnp.int32(tile.splits))
-    end = lax.div((split + 1) * lines, jnp.int32(tile.splits))
-    offset = nested_refs[2][0] if nested_refs else None
-    sources, own = [codes_ref, absmax_ref, *nested_refs[1:2]], (first_row, first, end, warps, tile.groups)
-    if not interpreted:
-        warp_lanes.start_units(sources, ring_smem, x_ref, *own)
-    _fill_tables(pairs_ref, nested_refs, table_smem, done, tile.warpgroups, interpreted)
-    if not interpreted:
-        warp_lanes.units_product(sources, ring_smem, sums_smem, x_ref, table_smem, offset, *own[:3], dtype)
-    else:
-        codes, absmax = codes_ref[pl.ds(first_row, rows)], absmax_ref[pl.ds(first_row, rows)]
-        if nested_refs:
-            place = (first_row + jnp.arange(rows)[:, None]) * absmax.shape[1] + jnp.arange(absmax.shape[1])
-            absmax = nested_refs[0][...][absmax] * nested_refs[1][...][place // NESTED_BLOCK] + offset
-        blocks = _written_out_sums(codes, x_ref[...], absmax, pairs_ref[...], widths)
-        of_lines = blocks.reshape(rows, 8 * widths, lines, LINE // BLOCK).sum(-1)
-        line = jnp.arange(lines)[:, None]
-        is_own = (line >= first) & (line < end) & ((line - first) % warps == wg * _WARPS + jnp.arange(_WARPS))
-        sums = _written_out_registers(jnp.einsum("rtl,lw->rtw", of_lines, is_own.astype(jnp.float32)), widths)
-        sums = sums.reshape(tile.groups, widths, _WARPS, 32, 4).transpose(2, 0, 1, 3, 4)
-        sums_smem[pl.ds(wg * _WARPS, _WARPS)] = sums
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
-    if not interpreted:
-        line_lanes.store_sums(
-            sums_smem,
-            warp_lanes.place_of_sum,
-            table_smem,
-            out_ref,
-            split,
-            first_row,
-            rows,
-            tile.warpgroups,
-            tile.splits,
-        )
-    else:
-
-        @pl.when(wg == 0)
-        def _():
-            total = sums_smem[...].reshape(tile.warpgroups, _WARPS, tile.groups, widths, 32, 4).sum(0)
-            total = _written_out_partial(total.transpose(1, 2, 0, 3, 4).reshape(-1), tile.groups, widths).sum(0)
-            out_ref[split, :, pl.ds(first_row, rows)] = total[:tokens].astype(out_ref.dtype)
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
@@ -337,32 +248,28 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         axes = dict(grid=(programs, parts), grid_names=("tile", "split"))
     else:
         axes = dict(grid=(programs,), grid_names=("tile",), cluster=(tile.splits,), cluster_names=("split",))
-    done = plgpu.Barrier(num_arrivals=tile.warpgroups)
-    if tile.by_warps:
-        body, warps = _warp_kernel, tile.warpgroups * _WARPS
-        scratch = [
-            plgpu.SMEM((warps, tile.stages, warp_lanes.UNIT), jnp.uint8),
-            plgpu.SMEM((warps, tile.groups, -(-tokens // 8), 32, 4), jnp.float32),
-            done,
-        ]
-    else:
-        body, x = _kernel, x.reshape(tokens, columns // LINE, LINE)
-        scratch = [
-            plgpu.RefUnion(lines, partial),
-            # Two more than a multiple of 16: four lines of a row are stored to different banks.
-            plgpu.SMEM((tile.warpgroups, 4 * _SPAN, tile.rows + 2), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tile.warpgroups * tile.stages),
-            done,
-        ]
     sums = kernel(
-        functools.partial(body, tile=tile, dtype=x.dtype),
+        functools.partial(_kernel, tile=tile, dtype=x.dtype),
         interpret,
         out_type=jax.ShapeDtypeStruct((parts, tokens, rows), x.dtype if parts == 1 else jnp.float32),
         **axes,
         num_threads=tile.warpgroups,
         thread_name="wg",
-        scratch_types=[plgpu.SMEM((256, 64), jnp.uint32), *scratch],
+        scratch_types=[
+            plgpu.SMEM((256, 64), jnp.uint32),
+            plgpu.RefUnion(lines, partial),
+            # Two more than a multiple of 16: four lines of a row are stored to different banks.
+            plgpu.SMEM((tile.warpgroups, 4 * _SPAN, tile.rows + 2), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=tile.warpgroups * tile.stages),
+            plgpu.Barrier(num_arrivals=tile.warpgroups),
+        ],
         # Within a warpgroup the kernel waits where it must, above.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x, codes, absmax, jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)), *nested)
+    )(
+        x.reshape(tokens, columns // LINE, LINE),
+        codes,
+        absmax,
+        jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
+        *nested,
+    )
     return sums[0] if parts == 1 else sums.sum(0).astype(x.dtype)

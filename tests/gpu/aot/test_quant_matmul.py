@@ -71,8 +71,6 @@ def test_small_product(tokens, double_quant, ptxas):
         (1, line_matmul.Tile(7, 2, 4)),
         (4, line_matmul.Tile(2, 4, 3, 1, 2)),
         (16, line_matmul.Tile(8, 2, 2, 4)),
-        (1, line_matmul.Tile(7, 4, 2, by_warps=True)),
-        (16, line_matmul.Tile(4, 3, 3, 2, by_warps=True)),
     ],
 )
 @pytest.mark.parametrize("double_quant", [True, False])
