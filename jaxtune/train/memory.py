@@ -314,9 +314,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 _PASSES_FORWARD, _PASSES_BACKWARD, _RECOMPUTE_FACTOR = 2.0, 2.2, 1.17
 # Four bits to 16: bytes moved for an element, at the speed of our kernel.
 _DECODE_BYTES, _DECODE_SHARE = 2.5, 0.8
-# Experts' products, what sorts their rows included, against dense ones. (Fitted to three steps of gpt-oss-20b, which it
-# foresees within 10 %.)
-_EXPERT_SHARE = 0.75
+_EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dense ones; by three steps of gpt-oss-20b
 # Attention against large products, and the tokens at which it reaches half of that.
 _ATTENTION_SHARE, _ATTENTION_HALF, _ATTENTION_HALF_BACKWARD = 0.88, 2000, 1000
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
@@ -372,9 +370,7 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     weights = work.weight_bytes / device.copy
     decode = work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
-    if work.empty_flops:
-        product /= _EXPERT_SHARE
-    product += decode
+    product = product / (_EXPERT_SHARE if work.empty_flops else 1.0) + decode
     attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
