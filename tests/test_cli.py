@@ -196,8 +196,10 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
     assert lines[0] == f"{where}: own 64, step 128, stages 2, turns False: 3.0000 ms"
     assert lines[1].startswith(f"{where}: own 64, step 128, stages 2, turns True, warpgroups 3: ValueError: ")
     assert lines[2] == f"{where}: own 64, step 64, stages 2, turns False, lean True: 2.0000 ms"
-    assert lines[3:] == [
-        "attention forward, head dim 64: fastest own 64, step 64, stages 2, turns False, lean True: 2.0000 ms"
+    assert len(lines) == 8 and lines[3] == lines[0].replace("forward", "dquery").replace("3.0000", "2.0000")
+    assert lines[6:] == [
+        "attention forward, head dim 64: fastest own 64, step 64, stages 2, turns False, lean True: 2.0000 ms",
+        "attention dquery, head dim 64: fastest own 64, step 128, stages 2, turns False: 2.0000 ms",
     ]
     entry = json.loads(output.read_text())["entries"][f"{where}, bfloat16"]
     assert entry["blocks"] == lean and [result for _, result in entry["tried"]][0::2] == [3.0, 2.0]

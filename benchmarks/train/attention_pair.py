@@ -43,7 +43,7 @@ def only(name: str):
     whole = api.implementations
 
     def table(*arguments, **options):
-        return {name: whole(*arguments, **{**options, "named": True})[name]}
+        return {name: whole(*arguments, **options)[name]}
 
     jax.clear_caches()  # layers traced for another arm would be taken from there
     with mock.patch.object(api, "implementations", table):
