@@ -69,6 +69,8 @@ def test_small_product(tokens, double_quant, ptxas):
     ("tokens", "tile"),
     [
         (1, line_matmul.Tile(7, 2, 4)),
+        (1, line_matmul.Tile(7, 2, 2, 1, 2)),
+        (16, line_matmul.Tile(7, 2, 3)),
         (4, line_matmul.Tile(2, 4, 3, 1, 2)),
         (16, line_matmul.Tile(8, 2, 2, 4)),
     ],
