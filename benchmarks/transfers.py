@@ -15,8 +15,8 @@ from jaxtune.models import stack
 class SerialFerry:
     """A Ferry whose cargo has all arrived before the layer's first stage begins."""
 
-    def __init__(self, cargo, stages, space):
-        del stages
+    def __init__(self, cargo, stages, space, last_is_thin=False):
+        del stages, last_is_thin
         self._pieces, self._structure = jax.tree.flatten(cargo)
         self._space = space
 

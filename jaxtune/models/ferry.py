@@ -1,15 +1,17 @@
-"""Transfers between device and host, a share of them under each stage of a layer.
+"""Transfers between device and host, each under stages of a layer that take as long.
 
-XLA's scheduler hides an asynchronous copy under the few products before its end, whatever the copy's size: a large one
-started so late is waited for. So the transfers of a layer are cut into pieces, and each piece is bound by
-optimization_barriers to the stages (segments of another layer) whose time it should fill: it starts when the first of
-them does and is there when the last one ends. The pieces follow one another, so no more than one layer's are in flight.
+XLA's scheduler starts a copy about five products before its end, whatever the copy's size and theirs, and lets two be
+in flight: a large one started so late is waited for, and so is one of three that end together. So each copy is bound by
+optimization_barriers to a window of stages (segments of another layer): it starts within it and is there when its last
+stage ends. Windows follow one another and are chosen by how long copies and stages take (`windows`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,28 +44,68 @@ def join(pieces: Pieces) -> jax.Array:
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 
+# Multiplications of large products in the time of a byte to or from the host: of an H200, 350e12 and 54e9 a second.
+_MULTIPLICATIONS_PER_BYTE = 6500
+_IN_FLIGHT = 2
+
+
+def windows(sizes: Sequence[int], stages: Sequence[float]) -> list[tuple[int, int]]:
+    """(first, last) stage of the window of each copy: the windows under which least is waited for, copies in order.
+
+    Args:
+      sizes: bytes of the copies.
+      stages: multiplications of the stages.
+    """
+    count = len(sizes)
+
+    @functools.cache
+    def best(first_copy: int, first_stage: int) -> tuple[float, int, int]:
+        """(cost of what begins here, one past the copies of its first window, one past that window's stages)"""
+        if first_copy == count:
+            return 0.0, count, first_stage
+        found = (math.inf, count, first_stage)
+        for end_stage in range(first_stage + 1, len(stages) + 1):
+            time = sum(stages[first_stage:end_stage])
+            for end_copy in range(first_copy, count + 1):
+                need = sum(sizes[first_copy:end_copy]) * _MULTIPLICATIONS_PER_BYTE
+                waits = max(need - time, 0.0)
+                crowd = max(end_copy - first_copy - _IN_FLIGHT, 0) * 0.1 * need
+                tight = 0.05 * need * need / time  # of equal windows, those with room everywhere
+                cost = waits + crowd + tight + best(end_copy, end_stage)[0]
+                found = min(found, (cost, end_copy, end_stage))
+        return found
+
+    chosen: list[tuple[int, int]] = []
+    stage = 0
+    while len(chosen) < count:
+        _, end_copy, end_stage = best(len(chosen), stage)
+        chosen += [(stage, end_stage - 1)] * (end_copy - len(chosen))
+        stage = end_stage
+    return chosen
+
+
 class Ferry:
     """Carries pieces to `space` during the stages of a layer.
 
     Args:
       cargo: pytree of arrays, in the order in which they go.
-      stages: how long each stage takes, in any unit.
+      stages: how long each stage takes, in multiplications. The last of several has nothing that waits for its end but
+        the next layer (a backward: thin products of adapters' gradients, put off until then), and carries only what
+        has no time elsewhere if `last_is_thin`.
       space: a jax.memory.Space.
     """
 
-    def __init__(self, cargo: Any, stages: Sequence[float], space: Any):
+    def __init__(self, cargo: Any, stages: Sequence[float], space: Any, last_is_thin: bool = False):
         self._pieces, self._structure = jax.tree.flatten(cargo)
         self._space = space
         self._departures: list[list[int]] = [[] for _ in stages]
         self._arrivals: list[list[int]] = [[] for _ in stages]
-        ends = [end / sum(stages) for end in itertools.accumulate(stages)]
-        size, gone = sum(piece.nbytes for piece in self._pieces), 0
-        for index, piece in enumerate(self._pieces):
-            first = next(i for i, end in enumerate(ends) if gone / size < end - 1e-6)
-            gone += piece.nbytes
-            last = next((i for i, end in enumerate(ends) if gone / size <= end + 1e-6), len(ends) - 1)
+        sizes = [piece.nbytes for piece in self._pieces]
+        if last_is_thin and sum(sizes) * _MULTIPLICATIONS_PER_BYTE < sum(stages[:-1]):
+            stages = stages[:-1]
+        for index, (first, last) in enumerate(windows(sizes, stages)):
             self._departures[first].append(index)
-            self._arrivals[max(first, last)].append(index)
+            self._arrivals[last].append(index)
 
     def depart(self, stage: int, values: Any) -> Any:
         """Starts what leaves at the beginning of a stage; `values`, which the stage works on, are there before."""

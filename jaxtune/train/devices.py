@@ -15,7 +15,9 @@ from jaxtune.train.config import TrainConfig
 _GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
 _SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
 CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
-FRAGMENTS = 0.02  # of the allocator's memory that cannot be used
+# Of the allocator's memory that cannot be used: a share, and no less than so many bytes. A program's temporaries are one
+# block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
+_FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,4 +103,12 @@ def budget(config: TrainConfig, device: Device) -> float | None:
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         limits.append(config.memory.budget_gb * 1e9 - (0 if device.name == "cpu" else CONTEXT_BYTES))
-    return min(limits) * (1 - FRAGMENTS) if limits else None
+    if not limits:
+        return None
+    holes = 0.0 if device.name == "cpu" else _FRAGMENT_BYTES
+    return min(limits) - max(min(limits) * _FRAGMENTS, holes)
+
+
+def with_fragments(needed: float) -> float:
+    """Bytes that the allocator of a GPU must have for `needed` of them to be usable."""
+    return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)

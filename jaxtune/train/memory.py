@@ -33,7 +33,7 @@ from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.train import hosted
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.devices import CONTEXT_BYTES, FRAGMENTS, Device
+from jaxtune.train.devices import CONTEXT_BYTES, Device, with_fragments
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals
 from jaxtune.train.schedule import learning_rate_schedule
@@ -310,15 +310,15 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 # ---- what a plan costs
 
 # Fitted to steps of the 8B shape on an H200: everything that is not a product moves each segment's inputs and outputs
-# this many times, forward and backward; recomputing takes longer than its work in the forward does.
-_PASSES_FORWARD, _PASSES_BACKWARD, _RECOMPUTE_FACTOR = 2.0, 2.2, 1.17
+# this many times, forward and backward.
+_PASSES_FORWARD, _PASSES_BACKWARD = 2.0, 2.2
 # Four bits to 16: bytes moved for an element, at the speed of our kernel.
 _DECODE_BYTES, _DECODE_SHARE = 2.5, 0.8
 _EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dense ones; by three steps of gpt-oss-20b
 # Attention against large products, and the tokens at which it reaches half of that.
 _ATTENTION_SHARE, _ATTENTION_HALF, _ATTENTION_HALF_BACKWARD = 0.88, 2000, 1000
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
-_CARRY_LOSS = 0.1  # of a transfer's time is lost under compute: both use the memory
+_COVER = 0.75  # of a layer's time, one direction, that transfers can hide under (models/ferry.py)
 _LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
 _MICRO_BATCH_SECONDS = 2e-3
 
@@ -400,12 +400,11 @@ def layer_forecast(
         if missing:  # gate and up can be computed each alone
             share = missing / sum(size[name] for name in segment.outputs) if segment.name == "expand" else 1.0
             recompute += share * seconds[segment.name][0]
-    recompute *= _RECOMPUTE_FACTOR
     forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
     backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
     link = hosted / (device.link or device.copy)
-    wait = max(link - forward, 0.0) + max(link - backward, 0.0)
-    forward, backward = (max(seconds, link) + _CARRY_LOSS * link for seconds in (forward, backward))
+    waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
+    forward, backward, wait = forward + waits[0], backward + waits[1], sum(waits)
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
     # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
@@ -663,8 +662,8 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
                 continue
             found.append(text)
     if len(found) < wanted:
-        smallest = minimum_bytes(parts_of(config), config, device) + CONTEXT_BYTES
-        found.append(f"a device with {smallest / (1 - FRAGMENTS) / 1e9:.1f} GB free")
+        smallest = with_fragments(minimum_bytes(parts_of(config), config, device)) + CONTEXT_BYTES
+        found.append(f"a device with {smallest / 1e9:.1f} GB free")
     return found
 
 
