@@ -36,6 +36,22 @@ def test_a_cell_gives_the_nearest_code(signed):
     np.testing.assert_array_equal(got, nearest_codes(jnp.asarray(x), signed))
 
 
+def test_lanes_of_a_warp_have_neighbours_and_a_warp_whole_blocks():
+    """The strides by which a chunk is stored reach every element once; eight lanes hold a line of 128 bytes."""
+    layout = kernel._LAYOUT.to_mgpu()
+    registers = layout.registers_shape((8, BLOCK))
+    strides = layout.tiling.tile_strides((BLOCK, 1))
+    (warp,), (lane,), vector = layout.warp_dims, layout.lane_dims, layout.vector_dim
+    counts = [*registers]
+    counts[warp], counts[lane], counts[vector] = 4, 32, 4
+    assert len(strides) == len(registers)
+    places = np.indices(counts)
+    flat = np.tensordot(strides, places, axes=1)
+    assert sorted(flat.reshape(-1)) == list(range(8 * BLOCK))
+    np.testing.assert_array_equal(flat // BLOCK % 4, places[warp])
+    np.testing.assert_array_equal(flat % 128, 4 * places[lane] + places[vector])
+
+
 def bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
@@ -44,9 +60,8 @@ def bits(tree) -> list[bytes]:
 def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
     small for 8 bits. Gradients come multiplied, and are scaled back."""
-    monkeypatch.setattr(kernel, "PROGRAMS", {2: 3, 4: 3})
-    monkeypatch.setattr(kernel, "_MULTIPROCESSORS", 1)
-    shapes = {"matrix": (81, 130), "padded": (4096,), "short": (100,)}
+    monkeypatch.setattr(kernel, "_PROGRAMS", 2)
+    shapes = {"matrix": (461, 130), "padded": (4096,), "short": (100,)}  # 29 chunks: three of a warpgroup, or two
     adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
     names = list(shapes)
 
@@ -136,7 +151,7 @@ def test_over_a_mesh_xla_divides_the_update_and_inside_a_shard_map_each_device_h
 
 
 def test_the_check_at_first_use_compares_the_kernel_with_xla():
-    """As on a GPU, but interpreted: three chunks and a part of one, made and skipped."""
+    """As on a GPU, but interpreted: three or four chunks of each warpgroup and a part of one, made and skipped."""
     with mosaic.interpreted():
         got, want = kernel._small_case(jnp.bfloat16)
     assert len(got) == len(want) == 5

@@ -1,8 +1,11 @@
 """Adam's update over 8-bit moments as one Pallas Mosaic GPU kernel for Hopper: every byte is read and written once.
 
-A warp holds a block of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
+A warp holds whole blocks of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
 moments twice: once for the absmax, and again to encode them. The gradient is read as it is and scaled here, and moments
 are updated in place, so that beside the state there is the direction and nothing else.
+
+A warpgroup goes from chunk to chunk. While it computes one from registers, bulk copies bring its next one to shared
+memory, which no store to the same arrays holds up.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.
@@ -21,7 +24,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import lanes, mosaic
+from jaxtune.pallas.quant_matmul import adam_lanes, lanes, mosaic
 from jaxtune.pallas.quant_matmul.blockwise8 import (
     BLOCK,
     SIGNED_ZERO,
@@ -32,19 +35,18 @@ from jaxtune.pallas.quant_matmul.blockwise8 import (
     upper_bounds,
 )
 
-_BLOCKS = 8  # that a program has in hand at a time: two a warp
+_BLOCKS = 8  # that a warpgroup has in hand at a time: two a warp
 _CHUNK = _BLOCKS * BLOCK
-# Programs that fit a multiprocessor (of which an H100 and an H200 have 132) by their registers, by the bytes of the
-# gradient's elements.
-PROGRAMS, _MULTIPROCESSORS = {2: 6, 4: 5}, 132
+# Of a program: they share the maps, 64 KB. By ptxas' registers and by shared memory one program of six fits a
+# multiprocessor, of which an H100 and an H200 have 132.
+WARPGROUPS, _PROGRAMS = 6, 132
 # By signedness: how many lower bits of a float32 number lie within a cell (see `cells`), and the first cell: that of
 # 2^-22 and of 2^-23, below which every magnitude is nearest to 0.
 _SHIFT = {True: 17, False: 16}
 _FIRST = {True: (127 - 22) << 6, False: (127 - 23) << 7}
 
-# float32 or uint8 [blocks, 256]: a block a warp, eight neighbours a lane.
-_LAYOUT = plgpu.Layout.TILED(Tiling(((4, 256), (8,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-_FLAT = plgpu.Layout.WG_STRIDED((_CHUNK,), 8)  # of [2048]: every lane has the same elements as in _LAYOUT
+# Of [8, 256]: two blocks a warp, four neighbours a lane, so that each of a warp's writes of float32 fills sectors.
+_LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 @functools.cache
@@ -79,21 +81,24 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """(what the kernel makes, what XLA makes) of a second step, made and skipped, over three chunks and a part."""
-    betas = (0.9, 0.95)
+    """(what the kernel makes, what XLA makes) of a second step, made and skipped, by one program, whose warpgroups have
+    three chunks or four, and XLA a part."""
+    betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
     @jax.jit
     def both():
-        first, second = (jax.random.normal(jax.random.key(i), (3 * _CHUNK + 300,)).astype(dtype) for i in range(2))
+        first, second = (jax.random.normal(jax.random.key(i), (size,)).astype(dtype) for i in range(2))
         m, v = ((1 - beta) * first.astype(jnp.float32) ** power for beta, power in zip(betas, (1, 2), strict=True))
-        moments = *encode(m, signed=True), *encode(v, signed=False)
-        factors = [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
+        given = [second, *encode(m, signed=True), *encode(v, signed=False)]
+        given += [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
         found = []
-        for update in (adam_update, plain_update):
+        for update in (
+            lambda finite: _adam_update(*given, finite, betas, eps, 1, mosaic._interpret),
+            lambda finite: plain_update(*given, finite=finite, betas=betas, eps=eps),
+        ):
             results = []
             for finite in (True, False):
-                options = dict(finite=finite, betas=betas, eps=1e-8)
-                direction, m, m_absmax, v, v_absmax = update(second, *moments, *factors, **options)
+                direction, m, m_absmax, v, v_absmax = update(finite)
                 results += [decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)]
                 results += [direction] * finite
             found.append(results)
@@ -115,7 +120,7 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _written_out_places(x, table, signed: bool):
-    """What lanes.places computes, for the interpreter."""
+    """What adam_lanes.places computes, for the interpreter."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)
@@ -126,21 +131,35 @@ def _written_out_places(x, table, signed: bool):
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    """g_ref and direction_ref are flat; m_ref to v_max_ref are updated in place, up to the direction's size. A lane
-    writes codes that it has read itself, and an absmax that depends on all that its warp has read.
+    """g_ref and direction_ref are flat; m_ref to v_max_ref are updated in place, up to the direction's size. A
+    warpgroup reads and writes chunks of its own, and has each in registers before it writes it.
 
     factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's, and 0 where nothing may change."""
-    tables, direction_ref, smem = refs[:4], refs[4], refs[5:]
-    program, programs = lax.axis_index("program"), lax.axis_size("program")
-    chunks = lax.div(direction_ref.shape[0] // _CHUNK - program + (programs - 1), programs)
+    tables, direction_ref, smem, slots, full_smem = refs[:4], refs[4], refs[5:9], refs[9:14], refs[14]
+    moments = (m_ref, m_max_ref, v_ref, v_max_ref)
+    sources = (g_ref, *moments)
+    sizes = [_CHUNK * g_ref.dtype.itemsize] + 2 * [_CHUNK, _BLOCKS * 4]  # of a chunk, in bytes
+    wg = lax.axis_index("wg")
+    worker = lax.axis_index("program") * WARPGROUPS + wg
+    workers = lax.axis_size("program") * WARPGROUPS
+    chunks = lax.div(direction_ref.shape[0] // _CHUNK - worker + (workers - 1), workers)
     *factors, changes = (factors_ref[i] for i in range(4))
     chunks = jnp.where(changes == 0, 0, chunks)
     (beta1, beta2), shape = betas, (_BLOCKS, BLOCK)
-    of_block = _LAYOUT.reduce(1)
-    if not interpreted:
-        for table_ref, table_smem in zip(tables, smem, strict=True):
-            lanes.fill_table(table_ref, table_smem)
-        lanes.warpgroup_barrier()
+    layouts = (_LAYOUT, _LAYOUT.reduce(1))
+    own_slot = pl.ds(wg * _BLOCKS, _BLOCKS)
+
+    def chunk_of(index):
+        return worker + index * workers
+
+    def bring(index):
+        chunk = chunk_of(index)
+        if not interpreted:
+            adam_lanes.copy_chunk(sources, slots, sizes, full_smem, chunk, wg)
+            return
+        slots[0][own_slot] = g_ref[pl.ds(chunk * _CHUNK, _CHUNK)].reshape(shape)
+        for ref, slot in zip(moments, slots[1:], strict=True):
+            slot[own_slot] = ref[pl.ds(chunk * _BLOCKS, _BLOCKS)]
 
     def factor(index):
         spread = jnp.broadcast_to(factors[index], shape)
@@ -150,7 +169,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
 
     def decoded(codes, absmax, which):
-        entries = tables[which][...][codes] if interpreted else lanes.looked_up(codes, smem[which], _LAYOUT)
+        entries = tables[which][...][codes] if interpreted else adam_lanes.looked_up(codes, smem[which], _LAYOUT)
         return entries * all_columns(absmax)
 
     def encoded(x, which):
@@ -161,33 +180,40 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         scaled = x * all_columns(1.0 / jnp.where(absmax == 0, 1.0, absmax))
         if interpreted:
             return _written_out_places(scaled, tables[2 + which][...], signed), absmax
-        return lanes.places(scaled, smem[2 + which], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
+        return adam_lanes.places(scaled, smem[2 + which], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
 
     def one(index, _):
-        chunk = program + index * programs
-        here, flat = pl.ds(chunk * _BLOCKS, _BLOCKS), pl.ds(chunk * _CHUNK, _CHUNK)
-
-        def load(ref, layout=_LAYOUT):
-            return plgpu.load(ref.at[here], layout=layout, optimized=False)
-
-        g = plgpu.load(g_ref.at[flat], layout=_FLAT, optimized=False).astype(jnp.float32)
-        g = g.reshape(shape) if interpreted else lanes.with_layout(g, shape, _FLAT, _LAYOUT)
-        g *= factor(2)
-        m = decoded(load(m_ref), load(m_max_ref, of_block), 0)
-        v = decoded(load(v_ref), load(v_max_ref, of_block), 1)
+        if not interpreted:
+            adam_lanes.wait_for_chunk(full_smem, wg, index & 1)
+        g, m, m_max, v, v_max = (
+            plgpu.load(slot.at[own_slot], layout=layout, optimized=False)
+            for slot, layout in zip(slots, (_LAYOUT, *layouts, *layouts), strict=True)
+        )
+        if not interpreted:
+            lanes.warpgroup_barrier()  # all have read the slot
+        pl.when(index + 1 < chunks)(lambda: bring(index + 1))
+        g = g.astype(jnp.float32) * factor(2)
+        m, v = decoded(m, m_max, 0), decoded(v, v_max, 1)
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * (g * g)
+        chunk = chunk_of(index)
         if interpreted:
             direction = m * factor(0) / (jnp.sqrt(v) * factor(1) + eps)
+            direction_ref[pl.ds(chunk * _CHUNK, _CHUNK)] = direction.reshape(_CHUNK)
         else:
-            direction = lanes.adam_direction(m, v, factor(0), factor(1), eps, _LAYOUT)
-        direction_ref[flat] = (
-            direction.reshape(_CHUNK) if interpreted else lanes.with_layout(direction, (_CHUNK,), _LAYOUT, _FLAT)
-        )
-        moments = (m_ref, m_max_ref, v_ref, v_max_ref)
+            direction = adam_lanes.direction(m, v, factor(0), factor(1), eps, _LAYOUT)
+            adam_lanes.store_chunk(direction, direction_ref, chunk, _LAYOUT)
         for ref, values in zip(moments, (*encoded(m, 0), *encoded(v, 1)), strict=True):
-            ref[here] = values
+            ref[pl.ds(chunk * _BLOCKS, _BLOCKS)] = values
 
+    if not interpreted:
+        adam_lanes.begin_barriers(full_smem)
+        for table_ref, banks_smem in zip(tables[:2], smem[:2], strict=True):
+            lanes.fill_banks(table_ref, banks_smem, WARPGROUPS)
+        for table_ref, cells_smem in zip(tables[2:], smem[2:], strict=True):
+            lanes.fill_table(table_ref, cells_smem)  # by every warpgroup, the same
+        adam_lanes.program_barrier()
+    pl.when(chunks > 0)(lambda: bring(0))
     lax.fori_loop(0, chunks, one, None)
 
 
@@ -205,11 +231,16 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, sc
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
     """
     numbers = (correction1, correction2, scale, finite)
-    return _adam_update(gradient, m, m_absmax, v, v_absmax, *numbers, tuple(betas), float(eps), mosaic._interpret)
+    return _adam_update(
+        gradient, m, m_absmax, v, v_absmax, *numbers, tuple(betas), float(eps), _PROGRAMS, mosaic._interpret
+    )
 
 
-@functools.partial(jax.jit, static_argnums=(9, 10, 11))
-def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps, interpret):
+@functools.partial(jax.jit, static_argnums=(9, 10, 11, 12))
+def _adam_update(
+    gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps, programs, interpret
+):
+    """adam_update by at most so many programs: the check at first use has one go over all chunks."""
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)
@@ -225,15 +256,23 @@ def _adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
         for ref, values in zip(moments, new, strict=True):  # before the kernel: XLA cannot write into what it returns
             ref[whole // BLOCK :] = values
         rest = [last]
+    codes = plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), jnp.uint8)
+    absmax = plgpu.SMEM((WARPGROUPS * _BLOCKS,), jnp.float32)
     direction = mosaic._kernel(
         functools.partial(_kernel, betas=betas, eps=eps),
         interpret,
         out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
-        grid=(min(whole // _CHUNK, PROGRAMS[gradient.dtype.itemsize] * _MULTIPROCESSORS),),
+        grid=(min(-(-whole // (_CHUNK * WARPGROUPS)), programs),),
         grid_names=("program",),
-        scratch_types=[plgpu.SMEM(table.shape, table.dtype) for table in tables],
-        # Nothing in memory is both read and written by several lanes but absmax (see _kernel) and the tables, and those
-        # wait for each other themselves.
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        scratch_types=[
+            *(plgpu.SMEM((256, 32), jnp.float32) for _ in range(2)),
+            *(plgpu.SMEM(table.shape, table.dtype) for table in tables[2:]),
+            *(plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), gradient.dtype), codes, absmax, codes, absmax),  # a slot each
+            plgpu.SMEM((2 * WARPGROUPS,), jnp.int32),  # barriers of the slots
+        ],
+        # The kernel waits where it must: for tables and copies, and before a slot is copied to again.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(flat, *moments, factors, *map(jnp.asarray, tables))
     direction = jnp.concatenate([direction, *rest]).reshape(gradient.shape)

@@ -145,19 +145,21 @@ def table_values(codes, scales, table_ref, codes_layout, scales_layout, out_layo
     return values(codes, scales, table_ref)
 
 
-def fill_pairs(pairs_ref, pairs_smem, warpgroups: int):
-    """Copies uint32[256] into each of 32 columns of pairs_smem [256, 32]: a lane then reads its own bank."""
+def fill_banks(table_ref, table_smem, warpgroups: int):
+    """Copies 32-bit [256] into each of 32 columns of table_smem [256, 32]: a lane then reads its own bank."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def fill(_, pairs_ref, pairs_smem):
+    def fill(_, table_ref, table_smem):
         thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
         four = ir.VectorType.get((4,), _i32())
-        for step in range(256 * 8 // (128 * warpgroups)):
-            place = _add(thread, _const(step * 128 * warpgroups))
-            value = _load(pairs_ref, _shift_right(place, 3), _i32())
-            llvm.store(_vector([value] * 4), _address(pairs_smem, place, four))
+        for start in range(0, 256 * 8, 128 * warpgroups):
+            place = _add(thread, _const(start))
+            if start + 128 * warpgroups > 256 * 8:  # the last ones are written several times
+                place = arith.minui(place, _const(256 * 8 - 1))
+            value = _load(table_ref, _shift_right(place, 3), _i32())
+            llvm.store(_vector([value] * 4), _address(table_smem, place, four))
 
-    fill(pairs_ref, pairs_smem)
+    fill(table_ref, table_smem)
 
 
 def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
@@ -410,7 +412,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
     store(partial_smem, out_ref, first_row)
 
 
-# ---- eight bits a value (adam8.py)
+# ---- of several kernels
 
 
 def fill_table(table_ref, table_smem):
@@ -436,83 +438,3 @@ def warpgroup_barrier():
         utils.warpgroup_barrier()
 
     wait()
-
-
-def _elementwise(arrays, refs, layout, dtype, function):
-    """function(elements, refs) of each element of `arrays`, all in `layout`."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(*(layout for _ in arrays), *(plgpu.RefType() for _ in refs)),
-        return_type=plgpu.ShapeDtypeStruct(arrays[0].shape, dtype, layout),
-    )
-    def apply(_, *operands):
-        given, refs = operands[: len(arrays)], operands[len(arrays) :]
-        found = np.empty_like(given[0].registers)
-        for place in np.ndindex(found.shape):
-            registers = [array.registers[place] for array in given]
-            count = ir.VectorType(registers[0].type).shape[0]
-            found[place] = _vector([function([_item(r, i) for r in registers], refs) for i in range(count)])
-        signed = False if dtype == jnp.uint8 else None
-        return mgpu.FragmentedArray(_registers=found, _layout=given[0].layout, _is_signed=signed)
-
-    return apply(*arrays, *refs)
-
-
-def with_layout(array, shape, layout, result_layout):
-    """The array in another shape and layout, in which every lane has the same elements in the same order."""
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, array.dtype, result_layout))
-    def relabel(_, array):
-        result = result_layout.to_mgpu()
-        registers = array.registers.reshape(result.registers_shape(shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=result, _is_signed=None)
-
-    return relabel(array)
-
-
-def looked_up(codes, table_smem, layout):
-    """float32 table_smem[codes]; codes: uint8."""
-
-    def entry(elements, refs):
-        return _load(refs[0], arith.extui(_i32(), elements[0]), ir.F32Type.get())
-
-    return _elementwise([codes], [table_smem], layout, jnp.float32, entry)
-
-
-def adam_direction(m, v, mean_factor, root_factor, eps, layout):
-    """m mean_factor / (sqrt(v) root_factor + eps), by the approximate square root and reciprocal (1 and 2 units)."""
-
-    def direction(elements, _):
-        m, v, mean_factor, root_factor = elements
-        f32 = ir.F32Type.get()
-        root = utils.inline_ptx("sqrt.approx.ftz.f32 $0, $1;", v, result_types=f32)
-        small = arith.constant(f32, ir.FloatAttr.get(f32, eps))
-        below = arith.addf(arith.mulf(root, root_factor), small)
-        inverse = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", below, result_types=f32)
-        return arith.mulf(arith.mulf(m, mean_factor), inverse)
-
-    return _elementwise([m, v, mean_factor, root_factor], [], layout, jnp.float32, direction)
-
-
-def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
-    """uint8 codes of float32 x from -1 (or 0) to 1 in a dynamic map; cells_smem: of adam8.cells.
-
-    The upper bits of |x| number its cell, in which the place rises by one at most; an entry is made so that adding the
-    lower bits carries into the place where it does.
-    """
-    one, mask = 0x3F800000, (1 << shift) - 1
-
-    def code(elements, refs):
-        bits = arith.bitcast(_i32(), elements[0])
-        magnitude = arith.andi(bits, _const(0x7FFFFFFF))
-        magnitude = arith.minui(arith.maxui(magnitude, _const(first_cell << shift)), _const(one))
-        cell = arith.subi(_shift_right(magnitude, shift), _const(first_cell))
-        place = arith.addi(_load(refs[0], cell, _i32()), arith.andi(magnitude, _const(mask)))
-        place = _shift_right(place, shift)
-        if signed:
-            below = arith.subi(_const(127), arith.minui(place, _const(127)))
-            negative = arith.cmpi(arith.CmpIPredicate.slt, bits, _const(0))
-            place = arith.select(negative, below, _add(place, _const(127)))
-        return arith.trunci(ir.IntegerType.get_signless(8), place)
-
-    return _elementwise([x], [cells_smem], layout, jnp.uint8, code)

@@ -280,7 +280,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
     share = load_absmax(0)
     coming = tuple(load_codes(jnp.int32(step)) for step in range(_AHEAD))
     if not interpreted:
-        lanes.fill_pairs(pairs_ref, pairs_smem, warpgroups)
+        lanes.fill_banks(pairs_ref, pairs_smem, warpgroups)
     lax.fori_loop(0, tiles, one_tile, (share, coming))
 
 
