@@ -15,8 +15,8 @@ from jaxtune.train.config import TrainConfig
 _GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
 _SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
 CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
-# Of the allocator's memory that cannot be used: a share, and no less than so many bytes. A program's temporaries are one
-# block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
+# Of the allocator's memory that cannot be used: a share, and no less than so many bytes. A program's temporaries are
+# one block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
 _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 
