@@ -274,8 +274,10 @@ def layer_backward(
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
-                inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
-                inputs = ferry.depart(stage, inputs)
+                # Not so what sorts by the choice of experts, a few bytes: segments share it.
+                held = {name: env[name] for name in segment.inputs if name != "choice"}
+                held, doutputs = optimization_barrier((held, doutputs))
+                inputs = ferry.depart(stage, [held.get(name, env[name]) for name in segment.inputs])
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
                         query, key_, value = inputs
