@@ -1,7 +1,7 @@
 """Grouped products in plain jnp: tile by tile, with a tile's rows and its expert's weight. fp32 accumulation; fp32
 operands are multiplied in full fp32.
 
-Thin products, those with an adapter's A or B, are one batched product over the tiles: every implementation uses them.
+Thin products, those with an adapter's A or B, are one batched product over the tiles: all but mosaic.py use them.
 """
 
 from __future__ import annotations
