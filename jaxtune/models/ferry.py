@@ -47,8 +47,6 @@ def join(pieces: Pieces) -> jax.Array:
 # Multiplications of large products in the time of a byte to or from the host: of an H200, 350e12 and 54e9 a second.
 _MULTIPLICATIONS_PER_BYTE = 6500
 _IN_FLIGHT = 2
-# Of the copies of one window beyond two, waited for; by programs compiled for an H200 with up to nine copies a layer.
-_CROWD_SHARE = 0.5
 
 
 def windows(sizes: Sequence[int], stages: Sequence[float]) -> list[tuple[int, int]]:
@@ -71,7 +69,8 @@ def windows(sizes: Sequence[int], stages: Sequence[float]) -> list[tuple[int, in
             for end_copy in range(first_copy, count + 1):
                 need = sum(sizes[first_copy:end_copy]) * _MULTIPLICATIONS_PER_BYTE
                 waits = max(need - time, 0.0)
-                crowd = sum(sizes[first_copy : end_copy - _IN_FLIGHT]) * _MULTIPLICATIONS_PER_BYTE * _CROWD_SHARE
+                crowded = sum(sizes[first_copy : max(end_copy - _IN_FLIGHT, first_copy)])
+                crowd = crowded * _MULTIPLICATIONS_PER_BYTE  # those beyond two are waited for at once
                 tight = 0.05 * need * need / time  # of equal windows, those with room everywhere
                 cost = waits + crowd + tight + best(end_copy, end_stage)[0]
                 found = min(found, (cost, end_copy, end_stage))

@@ -194,11 +194,13 @@ class MoE(nnx.Module):
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
         """float32[rows, expert_size]"""
-        gate_up = gate_up.astype(jnp.float32)
         if self.moe.interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:
-            gate, up = gate_up[:, : self.moe.expert_size], gate_up[:, self.moe.expert_size :]
+            # A split's gradient joins two parts, each computed once; two slices' would add two padded arrays, for which
+            # XLA computes both parts at every number.
+            gate, up = jnp.split(gate_up, 2, axis=1)
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         if self.moe.swiglu_limit is None:
             return ACTIVATIONS[self.config.activation](gate) * up
         limit = self.moe.swiglu_limit

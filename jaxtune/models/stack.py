@@ -243,11 +243,27 @@ def layer_backward(
     work = [_work(segment, block, doutput) for segment in again]
     work += [_work(segment, block, doutput, backward=True) for segment in back]
     ferry = Ferry(coming, work, jax.memory.Space.Device, last_is_thin=True)
+
+    def pullback_of(segment, inputs):
+        """(outputs, their derivative)"""
+
+        def run(trainable, *values):
+            return tuple(_run(segment, nnx.merge(graph, trainable, frozen), spec, layout, keys, values))
+
+        return jax.vjp(run, trainable, *inputs)
+
+    # A layer with experts keeps what the derivative needs of a segment that runs again anyway, such as sorted rows: to
+    # make them twice takes longer than all that other layers would make twice, and they are there for this layer only.
+    pullbacks = {}
     with jax.named_scope("layer"):
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
                 inputs = ferry.depart(stage, [env[name] for name in segment.inputs])
-                outputs = ferry.arrive(stage, _run(segment, block, spec, layout, keys, inputs))
+                if isinstance(block, MoEBlock) and segment in back and segment.name != "attend":
+                    outputs, pullbacks[segment] = pullback_of(segment, inputs)
+                else:
+                    outputs = _run(segment, block, spec, layout, keys, inputs)
+                outputs = ferry.arrive(stage, outputs)
                 env = {**dict(zip(segment.outputs, outputs, strict=True)), **env}
         with jax.named_scope("backward"):
             grads = {"layer_output": doutput, "router_sums": dsums}
@@ -259,8 +275,10 @@ def layer_backward(
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
-                inputs, doutputs = optimization_barrier(([env[name] for name in segment.inputs], doutputs))
-                inputs = ferry.depart(stage, inputs)
+                # Not so what sorts by the choice of experts, a few bytes: segments share it.
+                held = {name: env[name] for name in segment.inputs if name != "choice"}
+                held, doutputs = optimization_barrier((held, doutputs))
+                inputs = ferry.depart(stage, [held.get(name, env[name]) for name in segment.inputs])
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
                         query, key_, value = inputs
@@ -275,11 +293,7 @@ def layer_backward(
                 elif tile is not None and segment is TILED_MLP:
                     total, *dinputs = _tiled_mlp_backward(graph, trainable, frozen, inputs[0], doutputs[0], tile)
                 else:
-
-                    def run(trainable, *values, segment=segment):
-                        return tuple(_run(segment, nnx.merge(graph, trainable, frozen), spec, layout, keys, values))
-
-                    _, pullback = jax.vjp(run, trainable, *inputs)
+                    pullback = pullbacks.get(segment) or pullback_of(segment, inputs)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
                 derivatives = {

@@ -38,17 +38,17 @@ def scope_of(op_name: str) -> tuple[str, str]:
 
     JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope that they met, the last
     part is the primitive. The phase is "recompute" under jax.checkpoint's second run or a scope named so, "backward"
-    under a transpose or a scope named so, and "forward" elsewhere.
+    under a transpose or a scope named so, also of what ran in a recompute, and "forward" elsewhere.
     """
     if not op_name:
         return "", ""
     parts = _split(op_name.split(";")[0])
     phase, out = "forward", []
-    for part in parts[:-1]:
+    for index, part in enumerate(parts[:-1]):
         name, transposed = _unwrap(part)
         if transposed or part == "backward":
             phase = "backward" if phase != "recompute" else phase
-        if part in ("recompute", "rematted_computation"):
+        if part in ("recompute", "rematted_computation") and "backward" not in parts[:index]:
             phase = "recompute"
         if name and name not in _SILENT and "->" not in name:  # an einsum's formula is no scope
             if out[-1:] != [name]:  # a scope entered again by a transformation of what is in it

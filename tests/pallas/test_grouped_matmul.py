@@ -20,6 +20,7 @@ from jaxtune.pallas.grouped_matmul import (
     grouped_matmul,
     mosaic,
     mosaic_fourbit,
+    mosaic_sums,
     reference,
 )
 from jaxtune.pallas.grouped_matmul.layout import groups_of
@@ -118,6 +119,17 @@ def test_mosaic_order_of_the_items_changes_nothing(blocks):
         got = mosaic.product(x, weight, groups, 2, blocks=blocks)
         want = mosaic.product(x, weight, groups, 2)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (8, 192), (8, 24)])  # of runs of 1,024 and of 512, and of no run
+@pytest.mark.parametrize("case", SIZES)
+def test_sums_of_tiles_are_the_references(case, shape):
+    sizes = SIZES[case]
+    groups = groups_of(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)))
+    values = jax.random.normal(jax.random.key(0), (groups.tiles, *shape))
+    with mosaic.interpreted():
+        got = mosaic_sums.per_expert(values, groups)
+    np.testing.assert_allclose(got, reference.per_expert(values, groups), rtol=1e-6, atol=1e-6)
 
 
 def test_wide_weights_of_a_trainable_base():

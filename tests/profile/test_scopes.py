@@ -16,6 +16,8 @@ from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, TO_DEVICE, TO_HOST
          "backward"),
         ("jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/recompute/expand/dot_general", "layer/expand",
          "recompute"),
+        ("jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/backward/transpose(layer)/recompute/jvp(expand)/mul",
+         "layer/expand", "backward"),
         ("jit(f)/jvp(loss)/while/body/eval_jaxpr/btd,vd->btv/dot_general", "loss", "forward"),
         ("jit(step)/transpose(jvp(checkpoint))/rematted_computation/mlp/tanh", "mlp", "recompute"),
         ("jit(step)/transpose(jvp(mlp))/dot_general", "mlp", "backward"),

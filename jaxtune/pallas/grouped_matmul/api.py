@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.grouped_matmul import first_use, mosaic, mosaic_fourbit, reference, triton
+from jaxtune.pallas.grouped_matmul import first_use, mosaic, mosaic_fourbit, mosaic_sums, reference, triton
 from jaxtune.pallas.grouped_matmul.layout import Groups
 from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
 
 # By an array; and by a weight in four bits as it is stored.
 _PRODUCTS = {"mosaic": mosaic.product, "triton": triton.product, "reference": reference.product}
 _FOUR_BIT_PRODUCTS = {"mosaic_fourbit": mosaic_fourbit.product}
+# Who multiplies by an adapter's A and B, if not the reference; columns past the rank are zero.
+_THIN = {"mosaic": mosaic.thin}
+# Who adds up the tiles of adapters' gradients, if not the reference.
+_SUMS = {"mosaic": mosaic_sums.per_expert, "mosaic_fourbit": mosaic_sums.per_expert}
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +99,7 @@ def _grouped_fwd(x, weight, lora, groups, static: _Static):
     inner = extra = None
     if lora is not None:
         a, b = lora
-        inner = reference.thin(x, a, groups, 2)
+        inner = _THIN.get(static.implementation, reference.thin)(x, a, groups, 2)
         extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
     out = _product(x, weight, groups, contract, extra, static.implementation)
     return out, (x, weight, lora, groups, inner)
@@ -107,10 +111,12 @@ def _grouped_bwd(static: _Static, residuals, dout):
     extra = dlora = None
     if lora is not None:
         a, b = lora
-        dinner = _scaled(reference.thin(dout, b, groups, 1), static.scale)
+        dinner = _scaled(_THIN.get(static.implementation, reference.thin)(dout, b, groups, 1), static.scale)
         extra = (dinner, a.mT if static.transposed else a)
-        da = reference.contract_rows(dinner, x, groups, a.dtype)
-        db = reference.contract_rows(dout, _scaled(inner, static.scale), groups, b.dtype)
+        sums = _SUMS.get(static.implementation, reference.per_expert)
+        rank = a.shape[1]
+        da = reference.contract_rows(dinner[:, :rank], x, groups, a.dtype, sums)
+        db = reference.contract_rows(dout, _scaled(inner[:, :rank], static.scale), groups, b.dtype, sums)
         dlora = (da, db)
     dx = _product(dout, weight, groups, contract, extra, static.implementation)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.

@@ -1,10 +1,12 @@
 """Grouped products in plain jnp: tile by tile, with a tile's rows and its expert's weight. fp32 accumulation; fp32
 operands are multiplied in full fp32.
 
-Thin products, those with an adapter's A or B, are one batched product over the tiles: every implementation uses them.
+Thin products, those with an adapter's A or B, are one batched product over the tiles: all but mosaic.py use them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +64,10 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     return out + thin(u, side, groups, contract)
 
 
-def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
+def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
     """left [rows, p], right [rows, q] -> [E, p, q]: left_e^T right_e over the rows of each expert.
 
-    Rows that hold nothing must be zero on one side and finite on the other.
+    Rows that hold nothing must be zero on one side and finite on the other. sums: what adds up a thin product's tiles.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 
@@ -75,7 +77,7 @@ def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> j
         )
 
     if min(left.shape[2], right.shape[2]) <= _THIN:
-        return per_expert(jax.vmap(one)(left, right), groups).astype(dtype)
+        return sums(jax.vmap(one)(left, right), groups).astype(dtype)
 
     def add(total, tile):
         a, b, expert = tile

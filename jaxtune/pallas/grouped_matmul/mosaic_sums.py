@@ -1,0 +1,78 @@
+"""Sums over each expert's tiles as a Pallas Mosaic GPU kernel for Hopper: every number is read once.
+
+As a product with zeros and ones (reference.per_expert) the sums take 128 multiplications a number for 128 experts, in
+full float32. Here a program adds up a run of numbers of one expert's tiles, which follow one another, from the first
+tile to the last.
+"""
+
+# Pallas' annotations do not know its own refs.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
+
+_RUNS = (1024, 512)  # numbers of a program: two or one 16-byte loads of each thread
+
+
+def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
+    """out [E, n] = values [tiles, n], summed over the tiles from bounds[e] to bounds[e + 1]."""
+    expert = lax.axis_index("expert")
+    here = pl.ds(lax.axis_index("run") * run, run)
+    layout = plgpu.Layout.WG_STRIDED((run,), 4)
+
+    def add(tile, total):
+        return total + plgpu.load(values_ref.at[tile, here], layout=layout, optimized=False)
+
+    zeros = plgpu.layout_cast(jnp.zeros((run,), jnp.float32), layout)
+    out_ref[expert, here] = lax.fori_loop(bounds_ref[expert], bounds_ref[expert + 1], add, zeros)
+
+
+def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
+    """values float32[tiles, n] -> float32[E, n]"""
+    experts = groups.num_experts
+    ends = jnp.arange(experts + 1, dtype=jnp.int32)
+    bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
+    return gpu_kernel.kernel(
+        functools.partial(_kernel, run=run),
+        mosaic.interpreter(),
+        out_type=jax.ShapeDtypeStruct((experts, values.shape[1]), jnp.float32),
+        grid=(experts, values.shape[1] // run),
+        grid_names=("expert", "run"),
+        # Nothing in memory is both read and written.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(values, bounds)
+
+
+def refusal() -> str | None:
+    """Why this GPU must not run the kernel, or None: it is compared with the reference at its first use."""
+    if mosaic.interpreter() is None and dispatch.compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+
+    def compare():
+        groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
+        values = jax.random.normal(jax.random.key(0), (groups.tiles, 3 * _RUNS[0]))
+        got = [jax.jit(_sums, static_argnums=2)(values, groups, run) for run in _RUNS]
+        return got, [reference.per_expert(values, groups)] * len(_RUNS)
+
+    return dispatch.first_use("grouped_matmul", "mosaic_sums", "float32", compare)
+
+
+def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
+    """As reference.per_expert, which also takes what the kernel cannot."""
+    size = math.prod(values.shape[1:])
+    run = next((run for run in _RUNS if size % run == 0), None)
+    if run is None or refusal() is not None:
+        return reference.per_expert(values, groups)
+    return _sums(values.reshape(groups.tiles, size), groups, run).reshape(-1, *values.shape[1:])
