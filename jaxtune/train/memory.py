@@ -318,9 +318,10 @@ _EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against den
 # Attention against large products, and the tokens at which it reaches half of that.
 _ATTENTION_SHARE, _ATTENTION_HALF, _ATTENTION_HALF_BACKWARD = 0.88, 2000, 1000
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
-_COVER = 0.75  # of a layer's time, one direction, that transfers can hide under (models/ferry.py)
+# Of a layer's time, one direction, that transfers can hide under (models/ferry.py); and of theirs, what is lost then.
+_COVER, _CARRY_LOSS = 0.75, 0.03
 _LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
-_MICRO_BATCH_SECONDS = 2e-3
+_MICRO_BATCH_SECONDS = 6e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,7 +405,8 @@ def layer_forecast(
     backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
     link = hosted / (device.link or device.copy)
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
-    forward, backward, wait = forward + waits[0], backward + waits[1], sum(waits)
+    forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
+    wait = sum(waits)
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
     # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.

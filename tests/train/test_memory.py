@@ -163,12 +163,10 @@ def test_temporaries_beside_the_compilers(parts_8b, text, layers, rows, length, 
 
 
 def test_measured_steps_of_the_8b_shape(parts_8b):
-    """bf16 base, one H200 (benchmarks/results, README): keep 0.935 s, recompute 1.304 s, inputs offloaded 1.326 s."""
-    config = config_8b(model=ModelConfig(path="a shape"))
-    parts = anatomy(abstract_model(SHAPE, config), config)
-    for text, seconds in (("keep", 0.935), ("recompute", 1.304), ("recompute, layer_input=offload", 1.326)):
-        assert forecast(parts, StepPlan(parse_residuals(text, 32), 1, 2093), H200).step_seconds == pytest.approx(
-            seconds, rel=0.05
+    """NF4 base, one H200 (memory.json of the results): keep 0.950 s, recompute 1.245 s, inputs offloaded 1.247 s."""
+    for text, seconds in (("keep", 0.950), ("recompute", 1.245), ("recompute, layer_input=offload", 1.247)):
+        assert forecast(parts_8b, StepPlan(parse_residuals(text, 32), 1, 2093), H200).step_seconds == pytest.approx(
+            seconds, rel=0.03
         )
 
 
