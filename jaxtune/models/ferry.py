@@ -4,6 +4,9 @@ XLA's scheduler starts a copy about five products before its end, whatever the c
 in flight: a large one started so late is waited for, and so is one of three that end together. So each copy is bound by
 optimization_barriers to a window of stages (segments of another layer): it starts within it and is there when its last
 stage ends. Windows follow one another and are chosen by how long copies and stages take (`windows`).
+
+What did not help, by programs compiled for an H200: without that scheduler every copy is waited for; with its
+analytical estimator of latencies, twice as much as with its own; large copies before small ones, more than the reverse.
 """
 
 from __future__ import annotations
