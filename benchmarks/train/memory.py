@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--override", default="{}", help="JSON: {\"step\": step.py's arguments, case: [its script's]}")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=8, help="programs that are compiled side by side")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a case may take; longest: twice")
     parser.add_argument("--seconds", type=float, default=560.0, help="for all: a case begins only if it could end")

@@ -138,7 +138,8 @@ def measure(options) -> dict:
         seconds.append(time.perf_counter() - begun)
     # The last step's loss was already on its way when the one before it arrived: its time is no step's.
     seconds = seconds[1:-1]
-    step_seconds = statistics.median(seconds)
+    # Not the median: with several programs a step the host sees losses early and late in turns.
+    step_seconds = statistics.mean(seconds)
     counts = [c for _, c in loaded]
     flops = statistics.mean(trainer._flops(c["tokens"], c["sum_squared"]) for c in counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)

@@ -488,7 +488,14 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
 # ---- the choice
 
 # Residuals that are decided together: nothing is won by computing one of a group again and keeping another.
-_GROUPS = (("layer_input",), ("query", "key", "value"), ("attention_out", "lse"), ("mid",), ("gate", "up", "gate_up"))
+_GROUPS = (
+    ("layer_input",),
+    ("query",),
+    ("key", "value"),
+    ("attention_out", "lse"),
+    ("mid",),
+    ("gate", "up", "gate_up"),
+)
 _TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
