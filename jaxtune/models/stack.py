@@ -136,15 +136,20 @@ def segments_of(block, tiled: bool = False, balance: bool = False) -> tuple[Segm
     return (*SEGMENTS[:3], TILED_MLP) if tiled else SEGMENTS
 
 
-def _tiled(array: jax.Array, tile: int) -> jax.Array:
-    """[B, T, ...] -> [T / tile, B, tile, ...]; of one row without a copy."""
-    rows, length = array.shape[:2]
-    return jnp.moveaxis(array.reshape(rows, length // tile, tile, *array.shape[2:]), 1, 0)
+def _over_tiles(step, carry, array: jax.Array, beside: tuple[jax.Array, ...], tile: int):
+    """(the last carry, array with every tile replaced), in place: step(carry, tile of array, tiles of `beside`) gives
+    (carry, what replaces the tile). Tiles are of the second axis.
 
+    Not a scan, which stacks what comes out beside what goes in: XLA keeps both until the backward.
+    """
 
-def _untiled(tiles: jax.Array) -> jax.Array:
-    tiles = jnp.moveaxis(tiles, 0, 1)
-    return tiles.reshape(tiles.shape[0], -1, *tiles.shape[3:])
+    def one(index, state):
+        carry, array = state
+        pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (array, *beside)]
+        carry, piece = step(carry, *pieces)
+        return carry, jax.lax.dynamic_update_slice_in_dim(array, piece, index * tile, axis=1)
+
+    return jax.lax.fori_loop(0, array.shape[1] // tile, one, (carry, array))
 
 
 def _mlp(block, mid: jax.Array) -> jax.Array:
@@ -157,22 +162,19 @@ def _mlp(block, mid: jax.Array) -> jax.Array:
 def _tiled_mlp_backward(graph, trainable, frozen, mid, doutput, tile: int):
     """(gradient of the trainable tensors, gradient of mid)"""
 
-    def one(total, pieces):
-        _, pullback = jax.vjp(lambda t, mid: _mlp(nnx.merge(graph, t, frozen), mid), trainable, pieces[0])
-        dtrainable, dmid = pullback(pieces[1])
+    def one(total, doutput, mid):
+        _, pullback = jax.vjp(lambda t, mid: _mlp(nnx.merge(graph, t, frozen), mid), trainable, mid)
+        dtrainable, dmid = pullback(doutput)
         return jax.tree.map(jnp.add, total, dtrainable), dmid
 
-    total = jax.tree.map(jnp.zeros_like, trainable)
-    total, dmid = jax.lax.scan(one, total, (_tiled(mid, tile), _tiled(doutput, tile)))
-    return total, _untiled(dmid)
+    return _over_tiles(one, jax.tree.map(jnp.zeros_like, trainable), doutput, (mid,), tile)
 
 
 def _run(segment: Segment, block, spec, layout: PackedLayout, keys, values, tile: int | None = None):
     """Outputs of one segment, as a tuple. `keys` are one dropout key a segment, or None."""
     if segment is TILED_MLP:
         assert tile is not None
-        _, tiles = jax.lax.scan(lambda _, mid: (None, _mlp(block, mid)), None, _tiled(values[0], tile))
-        return (_untiled(tiles),)
+        return _over_tiles(lambda _, mid: (None, _mlp(block, mid)), None, values[0], (), tile)[1:]
     with jax.named_scope(segment.name):
         if segment.name == "attend":
             query, key, value = values

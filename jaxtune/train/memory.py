@@ -416,8 +416,8 @@ def layer_forecast(
         work += 0.8 * sorted_rows
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
-    if tiles > 1:  # results of the tiles, and what the scheduler then keeps beside a kept attention
-        work += (2.0 if "attention_out" in dropped else 3.5) * size["layer_input"]
+    if tiles > 1:
+        work += 0.2 * size["layer_input"]
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
 
 
