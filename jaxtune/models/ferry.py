@@ -60,6 +60,9 @@ def windows(sizes: Sequence[int], stages: Sequence[float]) -> list[tuple[int, in
       stages: multiplications of the stages.
     """
     count = len(sizes)
+    # Where copies take longer than all stages, each window waits for as large a share: none ends before its stages do.
+    longer = max(sum(sizes) * _MULTIPLICATIONS_PER_BYTE / sum(stages), 1.0)
+    stages = [stage * longer for stage in stages]
 
     @functools.cache
     def best(first_copy: int, first_stage: int) -> tuple[float, int, int]:
