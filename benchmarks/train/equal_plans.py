@@ -61,13 +61,14 @@ class Gradients:
         self.graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
         self.vocab_size, self.layers = model.config.vocab_size, len(model.layers)
         self.options = compiler_options(jax.default_backend(), deterministic)
+        self.max_documents = None if deterministic else 1  # as the Trainer has it
 
     @functools.cache  # noqa: B019 - as long as the object
     def program(self, plan: LayerPlan, length: int):
         def loss(trainable, frozen, batch):
             model = nnx.merge(self.graph, trainable, frozen)
             total, count = loss_sum_and_count(
-                model, batch, max_documents=1, plan=ResidualPlan.uniform(plan, self.layers)
+                model, batch, max_documents=self.max_documents, plan=ResidualPlan.uniform(plan, self.layers)
             )
             return total / count
 
@@ -76,7 +77,8 @@ class Gradients:
 
     def batch(self, length: int) -> Batch:
         tokens = jax.random.randint(jax.random.key(length), (2, length), 0, self.vocab_size)
-        return Batch(tokens, jnp.roll(tokens, -1, 1), jnp.ones(tokens.shape), None, None)
+        ones = jnp.ones(tokens.shape, jnp.int32)
+        return Batch(tokens, jnp.roll(tokens, -1, 1), ones.astype(jnp.float32), ones, None)
 
     def __call__(self, plan: LayerPlan, length: int) -> list[np.ndarray]:
         """[loss, gradients of every trainable tensor]"""

@@ -22,7 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
+# Of a piece, at least: enough that the link reaches its speed.
 PIECE_BYTES = 128 << 20
+# Multiplications of large products in the time of a byte to or from the host: of an H200, 350e12 and 54e9 a second.
+_MULTIPLICATIONS_PER_BYTE = 6500
+_IN_FLIGHT = 2
 
 
 @jax.tree_util.register_dataclass
@@ -34,10 +38,12 @@ class Pieces:
     axis: int = dataclasses.field(metadata=dict(static=True))
 
 
-def cut(array: jax.Array) -> Pieces:
-    """Pieces of about PIECE_BYTES along the first axis, or along the second of an array with one row."""
+def cut(array: jax.Array, longest_stage: float) -> Pieces:
+    """Pieces along the first axis, or along the second of an array with one row: so large that those in flight take as
+    long as the longest stage, in multiplications, that they shall be carried under."""
     axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
-    count = max(1, min(-(-array.nbytes // PIECE_BYTES), array.shape[axis]))
+    piece = max(PIECE_BYTES, int(longest_stage / _MULTIPLICATIONS_PER_BYTE / _IN_FLIGHT))
+    count = max(1, min(-(-array.nbytes // piece), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
     return Pieces(tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds)), axis)
 
@@ -45,11 +51,6 @@ def cut(array: jax.Array) -> Pieces:
 def join(pieces: Pieces) -> jax.Array:
     """What `cut` cut."""
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
-
-
-# Multiplications of large products in the time of a byte to or from the host: of an H200, 350e12 and 54e9 a second.
-_MULTIPLICATIONS_PER_BYTE = 6500
-_IN_FLIGHT = 2
 
 
 def windows(sizes: Sequence[int], stages: Sequence[float]) -> list[tuple[int, int]]:

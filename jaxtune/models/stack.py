@@ -197,7 +197,7 @@ def _work(segment: Segment, block, x, backward: bool = False) -> float:
     config, length = block.attention.config, x.shape[1]
     tokens = x.shape[0] * length
     if segment.name == "attend":  # its own are slower, by this factor on an H200
-        return 1.7 * tokens * config.query_size * length * (2.5 if backward else 1.0)
+        return 1.15 * (1 + 1150 / length) * tokens * config.query_size * length * (2.9 if backward else 1.0)
     hidden, inner = config.hidden_size, config.intermediate_size
     if config.moe is not None:
         inner = config.moe.expert_size * config.moe.experts_per_token
@@ -350,7 +350,9 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys):
             hosted.append(dict(zip(names, landed, strict=True)))
         # The backward begins with the last layer: its residuals would come back at once.
         names = tuple(name for name in plan.named("offload") if name in residuals) if index < last else ()
-        leaving = tuple(cut(residuals[name]) for name in names)
+        block = nnx.merge(graph, trainables[index], frozens[index])
+        longest = max(_work(segment, block, x) for segment in segments_of(block))
+        leaving = tuple(cut(residuals[name], longest) for name in names)
         kept.append({name: value for name, value in residuals.items() if name not in names})
     return (x, _total(sums)), (trainables, frozens, kept, [*hosted, {}], layout, keys)
 

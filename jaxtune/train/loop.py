@@ -190,13 +190,12 @@ class Trainer:
         self._by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
         schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
         rates = [matrix.lora.rate for _, matrix in matrices(model) if matrix.lora is not None]
-        sets = [data for data in (self.train_data, self.eval_data) if data is not None]
         bound = update_bound(config.optim, config.max_grad_norm)
         self.program = StepProgram(
             graph=self.graph,
             optimizer=make_optimizer(config.optim, schedule),
             schedule=schedule,
-            max_documents=max(data.batches(1, shuffle=False).max_documents for data in sets),
+            max_documents=self._max_documents(),
             max_grad_norm=config.max_grad_norm,
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
@@ -228,6 +227,14 @@ class Trainer:
         return model, plain_graph
 
     # ---- data
+
+    def _max_documents(self) -> int | None:
+        if self.config.deterministic:
+            # No promise about the rows: it would let in cuDNN's attention, whose sums have any order, and which XLA
+            # fails to run in another way.
+            return None
+        sets = [data for data in (self.train_data, self.eval_data) if data is not None]
+        return max(data.batches(1, shuffle=False).max_documents for data in sets)
 
     def _prepare(self, train_rows, eval_rows) -> tuple[TokenDataset, TokenDataset | None]:
         data = self.config.data

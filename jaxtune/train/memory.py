@@ -315,8 +315,9 @@ _PASSES_FORWARD, _PASSES_BACKWARD = 2.0, 2.2
 # Four bits to 16: bytes moved for an element, at the speed of our kernel.
 _DECODE_BYTES, _DECODE_SHARE = 2.5, 0.8
 _EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dense ones; by three steps of gpt-oss-20b
-# Attention against large products, and the tokens at which it reaches half of that.
-_ATTENTION_SHARE, _ATTENTION_HALF, _ATTENTION_HALF_BACKWARD = 0.88, 2000, 1000
+# Attention against large products, and the tokens at which it reaches half of that; its backward against it.
+_ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
+_ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
 # Of a layer's time, one direction, that transfers can hide under (models/ferry.py); and of theirs, what is lost then.
 _COVER, _CARRY_LOSS = 0.75, 0.03
@@ -375,7 +376,9 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
-    backward = product + 2.5 * attention * (1 + _ATTENTION_HALF_BACKWARD / length) + _PASSES_BACKWARD * passes
+    backward = (
+        product + _ATTENTION_BACKWARD * attention * (1 + _ATTENTION_HALF_BACKWARD / length) + _PASSES_BACKWARD * passes
+    )
     return forward, backward + work.weight_flops * tokens / rate
 
 

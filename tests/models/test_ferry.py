@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxtune.models.ferry import _MULTIPLICATIONS_PER_BYTE, windows
+from jaxtune.models.ferry import _MULTIPLICATIONS_PER_BYTE, cut, windows
 
 LAYER = [1.0, 0.7, 0.8, 5.6, 3.0]  # project, attend, mix, expand, contract
 
@@ -41,3 +43,14 @@ def test_no_more_than_two_end_together_where_there_is_room():
 
 def test_no_copies_need_no_window():
     assert placed([]) == []
+
+
+def test_pieces_are_as_large_as_the_longest_stage_allows():
+    array = jax.ShapeDtypeStruct((8, 1 << 20, 64), jnp.bfloat16)  # 1 GiB
+
+    def pieces(longest_stage_bytes):
+        return len(jax.eval_shape(lambda a: cut(a, longest_stage_bytes * _MULTIPLICATIONS_PER_BYTE), array).arrays)
+
+    assert pieces(1e6) == 8  # of 128 MiB
+    assert pieces(1 << 30) == 2  # two are in flight together
+    assert pieces(1 << 31) == 1

@@ -302,6 +302,7 @@ def straight(tmp_path_factory):
 def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys):
     trainer, trained = straight
     assert trainer.total_steps > trainer.batches.steps_per_epoch
+    assert trainer.program.max_documents is None  # a promise would let cuDNN's attention in
     script = SCRIPT.format(root=str(ROOT))
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), how], capture_output=True, text=True, timeout=300
