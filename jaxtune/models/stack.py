@@ -86,6 +86,7 @@ class LayerPlan:
             if getattr(self, name) == "recompute":
                 raise ValueError(f"residual {name}: it can be kept or offloaded, but nothing can recompute it")
 
+    @functools.cache  # noqa: B019 - there are few plans
     def named(self, fate: Fate) -> tuple[str, ...]:
         return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name) == fate)
 
@@ -279,7 +280,8 @@ def layer_backward(
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 # Not so what sorts by the choice of experts, a few bytes: segments share it.
                 held = {name: env[name] for name in segment.inputs if name != "choice"}
-                held, doutputs = optimization_barrier((held, doutputs))
+                # Nor does what it leaves outlive it: products of adapter gradients, which nothing waits for.
+                held, doutputs, total = optimization_barrier((held, doutputs, total))
                 inputs = ferry.depart(stage, [held.get(name, env[name]) for name in segment.inputs])
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -320,7 +320,7 @@ _ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
 _ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
 # Of a layer's time, one direction, that transfers can hide under (models/ferry.py); and of theirs, what is lost then.
-_COVER, _CARRY_LOSS = 0.75, 0.03
+_COVER, _CARRY_LOSS = 0.8, 0.03
 _LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
 _MICRO_BATCH_SECONDS = 6e-3
 
@@ -386,17 +386,37 @@ def layer_forecast(
     parts: Anatomy, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
     """What one layer costs for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
-    size = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
-    tiles = 1
-    if tile_tokens is not None and plan.gate == plan.up == "recompute" and not parts.expert_rows:
-        tiles = parts.length // tile_tokens
-    seconds = {}
-    for name, work in parts.work.items():
-        if name in ("expand", "contract"):  # the weights are read, and decoded, for every tile
-            work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
-        seconds[name] = _segment_seconds(work, tokens, parts.length, device)
+    return _layer_forecasts(parts, tokens, device, tile_tokens)(plan)
+
+
+def _layer_forecasts(
+    parts: Anatomy, tokens: float, device: Device, tile_tokens: int | None
+) -> Callable[[LayerPlan], LayerForecast]:
+    """layer_forecast of any plan: what does not depend on the plan is computed once."""
+    whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
+    most_tiles = 1 if tile_tokens is None or parts.expert_rows else parts.length // tile_tokens
+
+    def segment_seconds(tiles: int) -> dict[str, tuple[float, float]]:
+        seconds = {}
+        for name, work in parts.work.items():
+            if name in ("expand", "contract"):  # the weights are read, and decoded, for every tile
+                work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
+            seconds[name] = _segment_seconds(work, tokens, parts.length, device)
+        return seconds
+
+    seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
+
+    def one(plan: LayerPlan) -> LayerForecast:
+        tiles = most_tiles if plan.gate == plan.up == "recompute" else 1
+        return _layer_forecast(parts, plan, whole, seconds_of[tiles], device, tiles)
+
+    return one
+
+
+def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
+    """size: {residual: bytes}; seconds: {segment: (forward, backward)}."""
     kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
-    size |= {name: size[name] / tiles for name in ("gate", "up")}
+    size = size | {name: size[name] / tiles for name in ("gate", "up")}
     dropped = plan.named("recompute")
     recompute = 0.0
     for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS[3:-1]):  # those of layers without experts, then of layers with them
@@ -421,6 +441,10 @@ def layer_forecast(
     work += sum(size[name] for name in dropped) + 1.6 * hosted
     if tiles > 1:
         work += 0.2 * size["layer_input"]
+        # Of long rows, at the attention's backward: gradients of what goes in and comes out, and of mid.
+        inputs = ("query", "key", "value", "attention_out", "lse")
+        attend = 2 * size["query"] + size["key"] + size["value"] + size["layer_input"]
+        work = max(work, attend + sum(size[name] for name in inputs if name in dropped) + 2 * hosted)
     return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
 
 
@@ -497,7 +521,8 @@ _GROUPS = (
     ("key", "value"),
     ("attention_out", "lse"),
     ("mid",),
-    ("gate", "up", "gate_up"),
+    ("gate",),
+    ("up", "gate_up"),
 )
 _TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
@@ -603,13 +628,12 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
 
 def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
     """The layer plans that no other beats in memory kept, memory at work and time at once."""
-    table = [(plan, layer_forecast(parts, plan, tokens, device, tile)) for plan in _layer_plans(device.link > 0)]
-    figures = [(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]
-    return [
-        entry
-        for entry, mine in zip(table, figures, strict=True)
-        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in figures)
-    ]
+    of = _layer_forecasts(parts, tokens, device, tile)
+    table = [(plan, of(plan)) for plan in _layer_plans(device.link > 0)]
+    figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table])
+    no_more = (figures[:, None] <= figures[None, :]).all(-1)  # the first is no worse than the second in anything
+    beaten = (no_more & ~no_more.T).any(0)
+    return [entry for entry, worse in zip(table, beaten, strict=True) if not worse]
 
 
 class PlanError(ValueError):
