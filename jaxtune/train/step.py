@@ -151,10 +151,14 @@ class StepProgram:
             key = jax.random.wrap_key_data(state.dropout_key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
 
-        def scaled_loss(trainable):
+        def scaled_loss(trainable, begun):
             model = nnx.merge(self.graph, trainable, frozen)
             options: dict[str, Any] = dict(
-                max_documents=self.max_documents, plan=self.plan, chunk_tokens=self.chunk_tokens, dropout_key=key
+                max_documents=self.max_documents,
+                plan=self.plan,
+                chunk_tokens=self.chunk_tokens,
+                dropout_key=key,
+                begun=begun,
             )
             routers = None
             if self.router_losses:
@@ -165,9 +169,14 @@ class StepProgram:
                 total = loss
             return total * state.loss_scale if self.scale_loss else total, (loss, count, routers)
 
-        gradients, measured = jax.grad(scaled_loss, has_aux=True)(state.trainable)
+        # The layers' gradients are added to their sums one layer after the other, and exist for one layer at a time.
+        begun = sums.gradients.get("layers")
+        (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, begun)
         with jax.named_scope("accumulate"):
-            return jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
+            total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
+        if layers is not None:
+            total.gradients["layers"] = layers
+        return total
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.
