@@ -275,8 +275,10 @@ def layer_backward(
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
-                # Not so what sorts by the choice of experts, a few bytes: segments share it.
-                held = {name: env[name] for name in segment.inputs if name != "choice"}
+                # Not so what segments of a layer with experts share: the sort by `choice`, a few bytes, and the norm of
+                # `mid`, a tenth of the sorted rows beside it.
+                shared = ("choice", "mid") if isinstance(block, MoEBlock) else ()
+                held = {name: env[name] for name in segment.inputs if name not in shared}
                 held, doutputs = optimization_barrier((held, doutputs))
                 inputs = ferry.depart(stage, [held.get(name, env[name]) for name in segment.inputs])
                 if segment.name == "attend":

@@ -365,13 +365,16 @@ class Forecast:
         return self.tokens / self.step_seconds
 
 
+def _decode_seconds(work: Work, device: Device) -> float:
+    return work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
+
+
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
     """(forward, backward) of one segment over `tokens` tokens in documents of `length`."""
     rate = device.gemm * tokens / (tokens + _HALF_SPEED_TOKENS)
     weights = work.weight_bytes / device.copy
-    decode = work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
-    product = product / (_EXPERT_SHARE if work.empty_flops else 1.0) + decode
+    product = product / (_EXPERT_SHARE if work.empty_flops else 1.0) + _decode_seconds(work, device)
     attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
@@ -401,6 +404,8 @@ def layer_forecast(
         if missing:  # gate and up can be computed each alone
             share = missing / sum(size[name] for name in segment.outputs) if segment.name == "expand" else 1.0
             recompute += share * seconds[segment.name][0]
+            if segment.name == "expand" and parts.expert_rows:  # what it decodes serves its gradients too (moe.py)
+                recompute -= _decode_seconds(parts.work["expand"], device)
     forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
     backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
     link = hosted / (device.link or device.copy)

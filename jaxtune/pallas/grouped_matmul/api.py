@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import (
@@ -136,7 +137,9 @@ def _grouped_bwd(static: _Static, residuals, dout):
         extra = (dinner, a.mT if static.transposed else a)
         da = _contracted(dinner, x, groups, a.shape[1], static.implementation)
         db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation)
-        dlora = (da.astype(a.dtype), db.mT.astype(b.dtype))
+        # Else XLA keeps db as it is, and sums of it, up to the end of the program, where each is copied.
+        db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
+        dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
     dx = _product(dout, weight, groups, contract, extra, static.implementation)
