@@ -382,7 +382,8 @@ def _stack_bwd(static: _Static, residuals, gradient):
             dsums=dsums,
         )
         if begun is not None:
-            gradients[index] = jax.tree.map(jnp.add, begun[index], gradients[index])
+            with jax.named_scope("accumulate"):
+                gradients[index] = jax.tree.map(jnp.add, begun[index], gradients[index])
         if index and short:
             # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
             # and keeps their large operands. An 8B LoRA step of 16 layers took 21 GB for 13.
