@@ -416,9 +416,11 @@ def layer_forecast(
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
     # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
     sorted_rows = parts.expert_rows * size["gate_up"]
-    work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * parts.expert_bytes)
-    if "gate_up" in dropped:  # the sorted rows stay from there (stack.py), if not at the very peak
-        work += 0.8 * sorted_rows
+    if "gate_up" in dropped:  # sorted rows and the weight stay from there (moe.py), beside that or down's product
+        work += 2.05 * sorted_rows + parts.expert_bytes
+        work += max(2 * size["gate_up"], (size["gate_up"] + parts.expert_bytes) / 2)
+    else:
+        work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * parts.expert_bytes)
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
     if tiles > 1:  # results of the tiles, and what the scheduler then keeps beside a kept attention
