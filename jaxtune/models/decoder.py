@@ -114,6 +114,7 @@ class Decoder(nnx.Module):
         max_documents: int | None = None,
         plan: ResidualPlan | None = None,
         dropout_key: jax.Array | None = None,
+        begun=None,
     ) -> jax.Array:
         """int32[B, T] -> [B, T, hidden] after the final norm, in the compute dtype: what the loss uses.
 
@@ -123,10 +124,11 @@ class Decoder(nnx.Module):
           max_documents: a promise about segment_ids that lets faster attention be chosen; see PackedLayout.
           plan: what happens to each layer's residuals; everything is kept by default.
           dropout_key: dropout of the adapters, for training.
+          begun: sums that the layers' gradients are added to; see run_stack_and_routers.
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
-        x = run_stack(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key)
+        x = run_stack(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key, begun)
         with jax.named_scope("final_norm"):
             return self.norm(x)
 
@@ -139,11 +141,13 @@ class Decoder(nnx.Module):
         max_documents: int | None = None,
         plan: ResidualPlan | None = None,
         dropout_key: jax.Array | None = None,
+        begun=None,
     ) -> tuple[jax.Array, RouterSums]:
         """(hidden_states, what the losses on the routers are made of); of a model with experts."""
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
-        x, sums = run_stack_and_routers(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key)
+        arguments = (self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key, begun)
+        x, sums = run_stack_and_routers(*arguments)
         with jax.named_scope("final_norm"):
             return self.norm(x), sums
 

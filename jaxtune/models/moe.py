@@ -94,10 +94,22 @@ class ExpertLinear(nnx.Module):
     def stored_weight(self) -> jax.Array | FourBit:
         return self.weight.get_value()
 
-    def __call__(self, rows: jax.Array, groups: Groups, weights: jax.Array | None = None) -> jax.Array:
-        """[rows, in] -> [rows, out]; weights float32[rows] multiply the bias, where there is one."""
-        lora = None if self.lora is None else self.lora.weights()
-        out = grouped_matmul(rows, self.stored_weight, groups, lora, transposed=self.transposed)
+    def adapter(self) -> GroupedLora | None:
+        return None if self.lora is None else self.lora.weights()
+
+    def __call__(
+        self,
+        rows: jax.Array,
+        lora: GroupedLora | None,
+        groups: Groups,
+        weights: jax.Array | None = None,
+        *,
+        derivative_follows: bool = False,
+    ) -> jax.Array:
+        """[rows, in] -> [rows, out]; weights float32[rows] multiply the bias, where there is one; derivative_follows:
+        see grouped_matmul."""
+        options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=derivative_follows)
+        out = grouped_matmul(rows, self.stored_weight, groups, lora, **options)
         if self.bias is None:
             return out
         return grouped_bias(out, self.bias[...], jnp.ones(groups.rows) if weights is None else weights, groups)
@@ -130,6 +142,17 @@ class Router(nnx.Module):
         weight = self.weight[...].astype(x.dtype)
         logits = jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32, precision=precision)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+
+@jax.custom_vjp
+def _gradients_together(values):
+    """The values; what needs the gradient of one of them waits for all: large operands of the others are then gone."""
+    return values
+
+
+_gradients_together.defvjp(
+    lambda values: (values, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+)
 
 
 def _on_each_device(function):
@@ -180,17 +203,19 @@ class MoE(nnx.Module):
     @_on_each_device
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """-> [rows, 2 * expert_size], rows sorted by expert."""
-        routing = route(choice, self.moe.num_experts)
-        return self.experts.gate_up_proj(permute(x.reshape(-1, x.shape[-1]), routing), routing.groups)
+        routing, linear = route(choice, self.moe.num_experts), self.experts.gate_up_proj
+        rows = permute(x.reshape(-1, x.shape[-1]), routing)
+        return linear(rows, linear.adapter(), routing.groups, derivative_follows=True)
 
     @_on_each_device
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
         """-> [B, T, hidden], summed over each token's experts by their weights."""
         weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)
         routing = route(choice, self.moe.num_experts)
-        weights = row_weights(weights, routing)
+        weights, linear = row_weights(weights, routing), self.experts.down_proj
+        gate_up, lora = _gradients_together((gate_up, linear.adapter()))
         inner = (self._activated(gate_up) * weights[:, None]).astype(x.dtype)
-        return unpermute(self.experts.down_proj(inner, routing.groups, weights), routing).reshape(x.shape)
+        return unpermute(linear(inner, lora, routing.groups, weights), routing).reshape(x.shape)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
         """float32[rows, expert_size]"""

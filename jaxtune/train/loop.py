@@ -205,6 +205,7 @@ class Trainer:
             # Not adapters, whose many small tensors are better updated at once.
             by_tensor=bound is not None and not has_adapter(model),
             offload=config.optim.offload,
+            full=self.batches.full,
         )
         self._program_before_qat = None
         if config.qat is not None and config.qat.start > 0:

@@ -10,6 +10,7 @@ micro-batch its experts are to be met equally often. A step of one micro-batch h
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,7 @@ def loss_sum_and_count(
     plan: ResidualPlan | None = None,
     chunk_tokens: int | None = None,
     dropout_key: jax.Array | None = None,
+    begun=None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of weighted next-token losses and sum of weights: float32 scalars, differentiable.
 
@@ -78,9 +80,11 @@ def loss_sum_and_count(
       max_documents: a promise about the rows that lets faster attention be chosen (see PackedLayout).
       plan: what happens to residuals. chunk_tokens: tokens whose logits exist at a time.
       dropout_key: adapters' dropout; None for none.
+      begun: sums that the layers' gradients are added to; see run_stack_and_routers.
     """
     places = (batch.tokens, batch.segment_ids, batch.positions)
-    hidden = model.hidden_states(*places, max_documents=max_documents, plan=plan, dropout_key=dropout_key)
+    options: dict[str, Any] = dict(max_documents=max_documents, plan=plan, dropout_key=dropout_key, begun=begun)
+    hidden = model.hidden_states(*places, **options)
     return _of_hidden(model, hidden, batch, chunk_tokens)
 
 
@@ -92,13 +96,13 @@ def loss_count_and_routers(
     plan: ResidualPlan | None = None,
     chunk_tokens: int | None = None,
     dropout_key: jax.Array | None = None,
+    begun=None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """loss_sum_and_count of a model with experts, and float32[2], differentiable: the load-balancing loss and the
     router z-loss of the batch."""
     places = (batch.tokens, batch.segment_ids, batch.positions)
-    hidden, sums = model.hidden_states_and_routers(
-        *places, max_documents=max_documents, plan=plan, dropout_key=dropout_key
-    )
+    options: dict[str, Any] = dict(max_documents=max_documents, plan=plan, dropout_key=dropout_key, begun=begun)
+    hidden, sums = model.hidden_states_and_routers(*places, **options)
     values = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
     return *_of_hidden(model, hidden, batch, chunk_tokens), values
 

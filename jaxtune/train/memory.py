@@ -366,13 +366,16 @@ class Forecast:
         return self.tokens / self.step_seconds
 
 
+def _decode_seconds(work: Work, device: Device) -> float:
+    return work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
+
+
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
     """(forward, backward) of one segment over `tokens` tokens in documents of `length`."""
     rate = device.gemm * tokens / (tokens + _HALF_SPEED_TOKENS)
     weights = work.weight_bytes / device.copy
-    decode = work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
-    product = product / (_EXPERT_SHARE if work.empty_flops else 1.0) + decode
+    product = product / (_EXPERT_SHARE if work.empty_flops else 1.0) + _decode_seconds(work, device)
     attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
@@ -424,6 +427,8 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
         if missing:  # gate and up can be computed each alone
             share = missing / sum(size[name] for name in segment.outputs) if segment.name == "expand" else 1.0
             recompute += share * seconds[segment.name][0]
+            if segment.name == "expand" and parts.expert_rows:  # what it decodes serves its gradients too (moe.py)
+                recompute -= _decode_seconds(parts.work["expand"], device)
     forward = sum(f for f, _ in seconds.values()) + _LAYER_PASS_SECONDS
     backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
     link = hosted / (device.link or device.copy)
@@ -434,9 +439,11 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
     # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
     sorted_rows = parts.expert_rows * size["gate_up"]
-    work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * parts.expert_bytes)
-    if "gate_up" in dropped:  # the sorted rows stay from there (stack.py), if not at the very peak
-        work += 0.8 * sorted_rows
+    if "gate_up" in dropped:  # sorted rows and the weight stay from there (moe.py), beside that or down's product
+        work += 2.05 * sorted_rows + parts.expert_bytes
+        work += max(2 * size["gate_up"], (size["gate_up"] + parts.expert_bytes) / 2)
+    else:
+        work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * parts.expert_bytes)
     # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
     work += sum(size[name] for name in dropped) + 1.6 * hosted
     if tiles > 1:

@@ -73,6 +73,7 @@ class StepProgram:
         trainables.
       schedule: learning rate by count of updates made, for the metrics.
       plan, chunk_tokens, max_documents: as in loss_sum_and_count. dropout: whether any adapter has dropout.
+      full: a promise that every row of a micro-batch is one document without padding (PackedLayout.full).
       max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
       weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
         update, the rest in float32. Updates are made in float32.
@@ -99,6 +100,7 @@ class StepProgram:
     bound: UpdateBound | None = None
     by_tensor: bool = False
     offload: bool = False
+    full: bool = False
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
         """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs.
@@ -146,15 +148,21 @@ class StepProgram:
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
+        if self.full:
+            batch = dataclasses.replace(batch, segment_ids=None)
         key = None
         if self.dropout:
             key = jax.random.wrap_key_data(state.dropout_key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
 
-        def scaled_loss(trainable):
+        def scaled_loss(trainable, begun):
             model = nnx.merge(self.graph, trainable, frozen)
             options: dict[str, Any] = dict(
-                max_documents=self.max_documents, plan=self.plan, chunk_tokens=self.chunk_tokens, dropout_key=key
+                max_documents=self.max_documents,
+                plan=self.plan,
+                chunk_tokens=self.chunk_tokens,
+                dropout_key=key,
+                begun=begun,
             )
             routers = None
             if self.router_losses:
@@ -165,9 +173,14 @@ class StepProgram:
                 total = loss
             return total * state.loss_scale if self.scale_loss else total, (loss, count, routers)
 
-        gradients, measured = jax.grad(scaled_loss, has_aux=True)(state.trainable)
+        # The layers' gradients are added to their sums one layer after the other, and exist for one layer at a time.
+        begun = sums.gradients.get("layers")
+        (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, begun)
         with jax.named_scope("accumulate"):
-            return jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
+            total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
+        if layers is not None:
+            total.gradients["layers"] = layers
+        return total
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.

@@ -228,6 +228,28 @@ def test_layer_plan_errors(make, message):
         make()
 
 
+@pytest.mark.parametrize("plan", ["keep", "recompute"])
+@pytest.mark.parametrize("target", ["all-linear", r".*layers\.1\..*"])  # the second leaves a layer without adapters
+def test_gradients_are_added_to_sums_that_have_begun(plan, target):
+    rotary = (RopeConfig(), RopeConfig(theta=100.0))
+    model = adapted_model(tiny_model(layers=SPECS, rotary=rotary), r=2, target_modules=target)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    begun = jax.tree.map(lambda a: jnp.full(a.shape, 0.25, jnp.float32), trainable["layers"])
+
+    @jax.jit
+    def gradients(trainable, begun):
+        def loss(trainable, begun):
+            model = nnx.merge(graph, trainable, frozen)
+            return model.hidden_states(jnp.asarray(SEGMENTS), plan=PLANS[plan], begun=begun).sum()
+
+        return jax.grad(loss, (0, 1))(trainable, begun)
+
+    want, _ = gradients(trainable, None)
+    rest, got = gradients(trainable, begun)
+    assert_same(got, jax.tree.map(lambda a: a + 0.25, want["layers"]))
+    assert not any(np.asarray(a).any() for a in jax.tree.leaves(rest))
+
+
 def test_tiles_that_cannot_be():
     model, tokens = make_model(), jnp.zeros((1, 12), jnp.int32)
     with pytest.raises(ValueError, match="tile_tokens = 5 does not divide 12 tokens"):

@@ -19,6 +19,7 @@ from jaxtune.pallas.grouped_matmul import (
     grouped_bias,
     grouped_matmul,
     mosaic,
+    mosaic_contract,
     mosaic_fourbit,
     mosaic_sums,
     reference,
@@ -130,6 +131,39 @@ def test_sums_of_tiles_are_the_references(case, shape):
     with mosaic.interpreted():
         got = mosaic_sums.per_expert(values, groups)
     np.testing.assert_allclose(got, reference.per_expert(values, groups), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rank"), [(128, 16), (256, 3), (192, 8), (64, 72)]
+)  # of each width of items; a rank that fills no tile, and one of two parts
+@pytest.mark.parametrize("case", SIZES)
+def test_rows_are_contracted_as_by_the_reference(case, columns, rank):
+    sizes = SIZES[case]
+    groups = groups_of(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)))
+    keys = jax.random.split(jax.random.key(0))
+    wide = jax.random.normal(keys[0], (groups.rows, columns)).astype(jnp.bfloat16)
+    thin = jax.random.normal(keys[1], (groups.rows, -(-rank // 64) * 64)).astype(jnp.bfloat16)
+    with mosaic.interpreted():
+        got = mosaic_contract.contract_rows(thin, wide, groups, rank)
+    exact = (thin[:, :rank].astype(jnp.float32), wide.astype(jnp.float32))
+    np.testing.assert_allclose(got, reference.contract_rows(*exact, groups, jnp.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [None, "nf4", "mxfp4"])
+def test_a_derivative_that_follows_changes_nothing(kind):
+    groups, _, (x, weight, a, b, dout) = operands(SIZES["uneven"], False)
+    stored = jnp.asarray(weight, jnp.float32) if kind is None else packed(kind, weight)
+    x, a, b, dout = (jnp.asarray(array, jnp.float32) for array in (x, a, b, dout))
+
+    def results(follows):
+        def run(x, a, b):
+            return grouped_matmul(x, stored, groups, GroupedLora(a, b, SCALE), derivative_follows=follows)
+
+        out, pullback = jax.vjp(run, x, a, b)
+        return out, *pullback(dout)
+
+    for mine, theirs in zip(results(True), results(False), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_wide_weights_of_a_trainable_base():

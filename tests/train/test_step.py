@@ -20,7 +20,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.packing import pack
+from jaxtune.train.data.packing import Document, pack
 from jaxtune.train.loop import Trainer
 from jaxtune.train.loss import loss_sum_and_count
 from jaxtune.train.optim import make_optimizer
@@ -120,6 +120,19 @@ def test_a_poisoned_batch_is_skipped_on_the_device(parts):
     assert metrics["finite"] and bits((state.trainable, state.opt_state)) != before
     assert (int(state.skipped), int(state.skipped_in_row), int(state.step)) == (2, 0, 4)
     assert int(state.opt_state[0].count) == 2  # updates made
+
+
+def test_a_promise_that_rows_are_full_changes_nothing(parts):
+    program, trainable, frozen, *_ = parts
+    whole = pack([Document(np.arange(LENGTH, dtype=np.int32) % 40, np.ones(LENGTH, bool))] * 2, LENGTH)[0]
+    state, sums = program.init(trainable, seed=0), program.zero_sums(trainable)
+    got, want = (
+        jax.jit(dataclasses.replace(program, full=full).accumulate)(sums, state, frozen, whole, jnp.int32(0))
+        for full in (True, False)
+    )
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert int(want.count) == 2 * (LENGTH - 1)
 
 
 def test_dropout_masks_follow_step_and_micro_batch(parts):

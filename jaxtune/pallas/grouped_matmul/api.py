@@ -7,9 +7,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.grouped_matmul import first_use, mosaic, mosaic_fourbit, mosaic_sums, reference, triton
+from jaxtune.pallas.grouped_matmul import (
+    first_use,
+    mosaic,
+    mosaic_contract,
+    mosaic_fourbit,
+    mosaic_sums,
+    reference,
+    triton,
+)
 from jaxtune.pallas.grouped_matmul.layout import Groups
 from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
 
@@ -18,7 +27,7 @@ _PRODUCTS = {"mosaic": mosaic.product, "triton": triton.product, "reference": re
 _FOUR_BIT_PRODUCTS = {"mosaic_fourbit": mosaic_fourbit.product}
 # Who multiplies by an adapter's A and B, if not the reference; columns past the rank are zero.
 _THIN = {"mosaic": mosaic.thin}
-# Who adds up the tiles of adapters' gradients, if not the reference.
+# Who adds up the tiles of adapters' gradients, where they are made tile by tile, if not the reference.
 _SUMS = {"mosaic": mosaic_sums.per_expert, "mosaic_fourbit": mosaic_sums.per_expert}
 
 
@@ -42,6 +51,7 @@ class _Static:
     transposed: bool
     scale: float
     implementation: str
+    adapter_first: bool
 
 
 def implementations(
@@ -81,12 +91,24 @@ def _product(x, weight, groups, contract, extra, implementation):
     if implementation in _FOUR_BIT_PRODUCTS:
         weight, x = jax.lax.optimization_barrier((weight, x))
         return _FOUR_BIT_PRODUCTS[implementation](x, weight, groups, contract, extra)
+    array, x = _decoded(weight, x)
+    return _PRODUCTS[implementation](x, array.astype(x.dtype), groups, contract, extra)
+
+
+def _decoded(weight, x):
+    """(weight as an array, x)"""
     if isinstance(weight, MXFP4):
         weight, x = jax.lax.optimization_barrier((weight, x))
-        array = weight.decode(x.dtype)
-    else:
-        array, x = decoded(weight, x)
-    return _PRODUCTS[implementation](x, array.astype(x.dtype), groups, contract, extra)
+        return weight.decode(x.dtype), x
+    return decoded(weight, x)
+
+
+def _contracted(thin, wide, groups, rank, implementation):
+    """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert."""
+    if implementation == "mosaic" and mosaic_contract.refusal(wide.dtype) is None:
+        return mosaic_contract.contract_rows(thin, wide, groups, rank)
+    sums = _SUMS.get(implementation, reference.per_expert)
+    return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -113,11 +135,13 @@ def _grouped_bwd(static: _Static, residuals, dout):
         a, b = lora
         dinner = _scaled(_THIN.get(static.implementation, reference.thin)(dout, b, groups, 1), static.scale)
         extra = (dinner, a.mT if static.transposed else a)
-        sums = _SUMS.get(static.implementation, reference.per_expert)
-        rank = a.shape[1]
-        da = reference.contract_rows(dinner[:, :rank], x, groups, a.dtype, sums)
-        db = reference.contract_rows(dout, _scaled(inner[:, :rank], static.scale), groups, b.dtype, sums)
-        dlora = (da, db)
+        da = _contracted(dinner, x, groups, a.shape[1], static.implementation)
+        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation)
+        # Else XLA keeps db as it is, and sums of it, up to the end of the program, where each is copied.
+        db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
+        dlora = (da.astype(a.dtype), db.astype(b.dtype))
+        if static.adapter_first:
+            dlora, dout = jax.lax.optimization_barrier((dlora, dout))
     dx = _product(dout, weight, groups, contract, extra, static.implementation)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweight = None
@@ -137,6 +161,7 @@ def grouped_matmul(
     lora: GroupedLora | None = None,
     *,
     transposed: bool = False,
+    derivative_follows: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies each expert's rows by its weight, and by its adapter.
@@ -148,6 +173,8 @@ def grouped_matmul(
       x: [rows, in], sorted as `groups` says; the compute dtype. Weights in another dtype are cast to it.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits (decoded for each product, by
         "mosaic_fourbit" in the product itself).
+      derivative_follows: the derivative is taken soon, and x serves nothing else. A weight is then decoded once for
+        both, and the adapter's gradients are made before x's, whose product needs no x beside it.
       implementation: "mosaic", "mosaic_fourbit", "triton", "reference", or None for the first that supports the call
         and has been measured.
     Returns:
@@ -160,9 +187,11 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: x {x.shape} does not fit weight {weight.shape} and {groups.rows} rows")
     packed = weight if isinstance(weight, FourBit | MXFP4) else None
     table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
-    static = _Static(
-        transposed, 1.0 if lora is None else lora.scale, dispatch.choose("grouped_matmul", table, implementation)
-    )
+    chosen = dispatch.choose("grouped_matmul", table, implementation)
+    static = _Static(transposed, 1.0 if lora is None else lora.scale, chosen, derivative_follows)
+    if derivative_follows and packed is not None and chosen not in _FOUR_BIT_PRODUCTS:
+        array, x = _decoded(packed, x)
+        weight = jax.lax.stop_gradient(array)
     return _grouped(x, weight, None if lora is None else (lora.a, lora.b), groups, static)
 
 

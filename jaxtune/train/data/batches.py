@@ -51,6 +51,7 @@ class Rows(Protocol):
 
     length: int
     max_documents: int
+    full: bool
 
     def __len__(self) -> int: ...
 
@@ -108,6 +109,11 @@ class Batches:
     def max_documents(self) -> int:
         """The largest number of documents in any row of the set: static, whatever the step."""
         return self.rows.max_documents
+
+    @property
+    def full(self) -> bool:
+        """Whether every row of every step is one document without padding: static, whatever the step."""
+        return self.rows.full and len(self.rows) % self.rows_per_step == 0
 
     @property
     def steps_per_epoch(self) -> int:

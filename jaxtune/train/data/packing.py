@@ -157,6 +157,11 @@ class Plan:
     def max_documents(self) -> int:
         return int(np.diff(self.row_starts).max(initial=0))
 
+    @property
+    def full(self) -> bool:
+        """Whether every row is one document, or a piece of one, without padding."""
+        return self.rows == len(self.count) and bool((self.count == self.length).all())
+
 
 def plan_rows(
     lengths: np.ndarray,
@@ -276,6 +281,7 @@ class PackedRows:
             for index in too_long.tolist():
                 trained[index] -= int(np.count_nonzero(documents[index].mask[length::length]))
         self.max_documents = self.plan.max_documents
+        self.full = self.plan.full
         self.report = PackingReport(
             documents=len(documents),
             rows=self.plan.rows,

@@ -12,6 +12,7 @@ from flax import nnx
 from benchmarks.shapes import SHAPES as PUBLISHED
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
@@ -23,7 +24,8 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.step import StepProgram
 from tests.gpu.aot.target import H200
 
-GPT_OSS = PUBLISHED["gpt-oss-20b"]
+GPT_OSS, QWEN3 = PUBLISHED["gpt-oss-20b"], PUBLISHED["qwen3-30b-a3b"]
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SHAPES = {"gpt-oss": (32, 65_536, 2880, 5760, True), "qwen3-30b-a3b": (128, 131_072, 768, 2048, False)}
 
 
@@ -155,21 +157,18 @@ def test_every_candidate_of_the_tuner_compiles_where_it_divides(blocks):
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
 
 
-@pytest.mark.parametrize(("plan", "products"), [("keep", 4), ("recompute", 5)])
-def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
-    """The train step of a layer: gate_up and down forward, their dx; and gate_up again where it is not kept. What
-    the derivative of a segment computes again of its own output is dead code."""
-    layers, rows, length = 1, 8, 2048
-    config = config_from_hf({**GPT_OSS, "num_hidden_layers": layers})
-    residuals = ResidualPlan.uniform({"keep": KEEP, "recompute": RECOMPUTE}[plan], layers)
+def compiled_step(shape, layers: int, plan, rows: int, *, max_documents: int = 1, four_bit: bool = False, length=2048):
+    """The program that adds one micro-batch of a LoRA step with adapters on experts, for an H200."""
+    config = config_from_hf({**shape, "num_hidden_layers": layers})
 
     def make():
-        both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        return get_peft_model(Decoder(config, jax.random.key(0), "bfloat16"), r=16, target_parameters=both)
+        model = Decoder(config, jax.random.key(0), "bfloat16")
+        return get_peft_model(quantize(model) if four_bit else model, r=16, target_parameters=BOTH)
 
     graph, trainable, frozen = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     schedule = optax.constant_schedule(1e-4)
-    program = StepProgram(graph, optax.adamw(schedule), schedule, residuals, 16)
+    residuals = ResidualPlan.uniform(plan, layers)
+    program = StepProgram(graph, optax.adamw(schedule), schedule, residuals, max_documents, micro_batches=2)
     where = H200.sharding()
 
     def placed(tree):
@@ -180,7 +179,15 @@ def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     index = jax.ShapeDtypeStruct((), jnp.int32)
     arguments = placed((sums, state, frozen, Batch.empty(rows, length), index))
     with H200.lowering():
-        compiled = jax.jit(program.accumulate, donate_argnums=0).lower(*arguments).compile()
+        return jax.jit(program.accumulate, donate_argnums=0).lower(*arguments).compile()
+
+
+@pytest.mark.parametrize(("plan", "products"), [("keep", 4), ("recompute", 5)])
+def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
+    """The train step of a layer: gate_up and down forward, their dx; and gate_up again where it is not kept. What
+    the derivative of a segment computes again of its own output is dead code."""
+    layers = 1
+    compiled = compiled_step(GPT_OSS, layers, {"keep": KEEP, "recompute": RECOMPUTE}[plan], 8, max_documents=16)
     assert dispatch.record["grouped_matmul"] == ("mosaic", {})
     assert dispatch.record["attention"][0] == "mosaic"
     calls = compiled.as_text().count('custom_call_target="mosaic_gpu_v2"')
@@ -188,3 +195,19 @@ def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     thin = 6  # of each adapter: forward, again for its gradient (or where all runs again), and backward
     sums = 4  # of the tiles of each adapter's gradient
     assert calls == layers * (products + attention + thin + sums)
+
+
+def test_gradients_of_layers_do_not_wait_for_each_other():
+    """Four more layers take their inputs, and not the 54 MB of each one's gradients until the end of the step."""
+    two, six = (compiled_step(QWEN3, layers, RECOMPUTE, 1, length=512) for layers in (2, 6))
+    more = six.memory_analysis().temp_size_in_bytes - two.memory_analysis().temp_size_in_bytes
+    layer_input = 512 * 2048 * 2
+    assert more < 4 * (layer_input + 4_000_000)
+
+
+def test_an_expert_weight_in_four_bits_is_decoded_once_in_the_backward():
+    """Gate/up runs again there: in all it is decoded twice, in the forward and for both products of the backward."""
+    text = compiled_step(QWEN3, 1, RECOMPUTE, 4, four_bit=True).as_text()
+    decoded = [line for line in text.splitlines() if "mosaic_gpu_v2" in line and "dequantise" in line]
+    gate_up, down = 128 * 1536 * 2048 // 8192, 128 * 768 * 2048 // 8192
+    assert [sum(f" bf16[{rows},8192]" in line for line in decoded) for rows in (gate_up, down)] == [2, 2]

@@ -1,0 +1,167 @@
+"""Gradients of adapters as a Pallas Mosaic GPU kernel for Hopper: rows of each expert contracted, thin by wide.
+
+As a product batched by tile, and then summed over an expert's tiles, each tile's result is written and read again: 84
+MB for 335 MB of rows. Here one accumulator takes all rows of an expert, from the first to the last.
+
+Persistent, as mosaic.py: item i, an expert and some columns of the wide side, goes to program i mod programs. One
+warpgroup brings 64 rows at a time, and goes on to the next item while the other stores the last one.
+"""
+
+# Pallas' annotations know neither its own transforms nor barriers.
+# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
+
+_STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma takes there
+# Columns of an item, the first that divide the wide side's, and steps on their way: two programs fit a multiprocessor.
+_STAGES = {128: 3, 192: 2, 64: 5}
+_PROGRAMS = 2
+
+
+def _kernel(
+    thin_ref, wide_ref, bounds_ref, out_ref, thin_smem, wide_smem, out_smem, full, free, *, programs: int
+):  # fmt: skip
+    """out [E, r, n] = thin [rows, R]^T wide [rows, n] over the tiles from bounds[e] to bounds[e + 1]."""
+    stages, _, columns = wide_smem.shape
+    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    blocks, parts = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
+    kept = out_ref.shape[1] // parts  # rows of an item's result, whose others are of columns that fill up the thin side
+    items = out_ref.shape[0] * blocks * parts
+    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+
+    def place(index):
+        """(expert, which part of the thin side, which block of the wide side's columns)"""
+        item = program + index * programs
+        expert, rest = lax.div(item, jnp.int32(blocks * parts)), lax.rem(item, jnp.int32(blocks * parts))
+        return expert, lax.div(rest, jnp.int32(blocks)), lax.rem(rest, jnp.int32(blocks))
+
+    def steps(expert):
+        return (bounds_ref[expert + 1] - bounds_ref[expert]) * (TILE_ROWS // _STEP)
+
+    def slot_of(at):
+        return lax.rem(at, jnp.int32(stages))
+
+    def bring():
+        def item(index, at):
+            expert, part, block = place(index)
+            first = bounds_ref[expert] * TILE_ROWS
+
+            def step(number, at):
+                slot = slot_of(at)
+                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                rows = pl.ds(first + number * _STEP, _STEP)
+                thin = thin_ref.at[rows, pl.ds(part * _STEP, _STEP)]
+                plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
+                wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
+                plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])
+                return at + 1
+
+            return lax.fori_loop(0, steps(expert), step, at)
+
+        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        # Every arrival is waited for: a barrier must not be left halfway.
+        last = jnp.maximum(total - stages, 0)
+        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+
+    def compute():
+        def release(at):
+            plgpu.barrier_arrive(free.at[slot_of(at)])
+
+        def item(index, at):
+            expert, part, block = place(index)
+            own = steps(expert)
+
+            def accumulate(acc):
+                def step(number, at):
+                    slot = slot_of(at)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(acc, thin_smem.at[slot].transpose((1, 0)), wide_smem.at[slot])
+                    plgpu.wgmma_wait(1)  # the one before is done
+                    pl.when(number > 0)(lambda: release(at - 1))
+                    return at + 1
+
+                lax.fori_loop(0, own, step, at)
+                plgpu.wgmma_wait(0)
+                return acc[...]
+
+            total = pl.run_scoped(accumulate, plgpu.ACC((_STEP, columns), jnp.float32))
+            at = at + own
+            pl.when(own > 0)(lambda: release(at - 1))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item has left
+            out_smem[...] = total
+            plgpu.commit_smem()
+            target = out_ref.at[expert, pl.ds(part * kept, kept), pl.ds(block * columns, columns)]
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], target)
+            return at
+
+        lax.fori_loop(0, mine, item, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.cond(wg == 0, compute, bring)
+
+
+def _smem(shape, dtype):
+    minor = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, minor)), plgpu.SwizzleTransform(128)))
+
+
+def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int) -> jax.Array:
+    """thin [rows, R], wide [rows, n] -> float32[E, rank, n]: thin_e^T wide_e over the rows of each expert.
+
+    R and n are multiples of 64; columns of thin from rank on are zero, or of the same numbers as any.
+    """
+    experts, size = groups.num_experts, wide.shape[1]
+    columns = next(columns for columns in _STAGES if size % columns == 0)
+    stages, parts = _STAGES[columns], -(-rank // _STEP)
+    kept = _STEP if parts > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
+    ends = jnp.arange(experts + 1, dtype=jnp.int32)
+    bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
+    programs = _PROGRAMS * mosaic.cores() if mosaic.interpreter() is None else 2
+    out = gpu_kernel.kernel(
+        functools.partial(_kernel, programs=programs),
+        mosaic.interpreter(),
+        out_type=jax.ShapeDtypeStruct((experts, kept * parts, size), jnp.float32),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=[
+            _smem((stages, _STEP, _STEP), wide.dtype),
+            _smem((stages, _STEP, columns), wide.dtype),
+            _smem((_STEP, columns), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        ],
+    )(thin[:, : parts * _STEP], wide, bounds)
+    return out[:, :rank]
+
+
+def refusal(dtype) -> str | None:
+    """Why this GPU must not run the kernel, or None: it is compared with the reference at its first use."""
+
+    def compare():
+        groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
+        keys = jax.random.split(jax.random.key(0), 3)
+        got, want = [], []
+        for columns in _STAGES:
+            for rank, key in ((16, keys[0]), (72, keys[1])):
+                wide = jax.random.normal(keys[2], (groups.rows, 2 * columns)).astype(dtype)
+                thin = jax.random.normal(key, (groups.rows, -(-rank // _STEP) * _STEP)).astype(dtype)
+                got.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank))
+                exact = (thin[:, :rank].astype(jnp.float32), wide.astype(jnp.float32))
+                want.append(reference.contract_rows(*exact, groups, jnp.float32))
+        return got, want
+
+    return dispatch.first_use("grouped_matmul", "mosaic_contract", jnp.dtype(dtype).name, compare)
