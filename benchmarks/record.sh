@@ -109,7 +109,8 @@ qwen3_moe() {
     experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 75.1 --optim adamw_8bit --plan "recompute, mid=keep" "${@:4}"
 }
 qwen3_moe_nf4() {
-    experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 30.7 --optim adamw_8bit --load-in nf4 --plan recompute "${@:4}"
+    experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 30.7 --optim adamw_8bit --load-in nf4 \
+        --plan "recompute, layer_input=offload" "${@:4}"
 }
 part_gpt_oss() { gpt_oss "$1/step_gpt_oss_20b_50.9gb.json" 8 4; }
 limit[gpt_oss]=240
@@ -117,7 +118,7 @@ part_gpt_oss_nf4() { gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_24.2gb.json" 8 2; }
 limit[gpt_oss_nf4]=240
 part_qwen3_moe() { qwen3_moe "$1/step_qwen3_30b_a3b_75.1gb.json" 8 2; }
 limit[qwen3_moe]=300
-part_qwen3_moe_nf4() { qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_30.7gb.json" 8 2; }
+part_qwen3_moe_nf4() { qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_30.7gb.json" 8 1; }
 limit[qwen3_moe_nf4]=300
 part_gpt_oss_packed() {
     gpt_oss "$1/step_gpt_oss_20b_packed_4k.json" 2 1 --documents packed
@@ -136,7 +137,7 @@ part_qwen3_moe_packed() {
 limit[qwen3_moe_packed]=540
 part_qwen3_moe_nf4_packed() {
     qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_4k.json" 2 1 --documents packed
-    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_65k.json" 32 8 --documents packed
+    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_65k.json" 32 4 --documents packed
 }
 limit[qwen3_moe_nf4_packed]=540
 

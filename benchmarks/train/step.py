@@ -104,12 +104,15 @@ def measure(options) -> dict:
     started = time.perf_counter()
     trainer, model_bytes = build(options)
     init_seconds = time.perf_counter() - started
-    state, sums, frozen = trainer.first_state()
-    trainer.release_model()  # as the command does
     with transfers(options.transfers):
-        programs = trainer.compile(state, sums, frozen)
+        programs = trainer._compile_to_fit(0, print)
     if options.compile_only:
         return {"compile_seconds": programs.seconds}
+    state, sums, frozen = trainer.first_state()
+    trainer.release_model()  # as the command does
+    parts, _ = trainer._load_step(0)
+    programs, sums = trainer._first_step(programs, sums, state, frozen, parts, 0, print)
+    sums = trainer._zero_sums(state)  # the step itself is timed with the others
     loaded = [trainer._load_step(step) for step in range(2)]
 
     def step(number, state, sums):
