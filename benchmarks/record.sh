@@ -21,6 +21,11 @@ part_packed() { $python benchmarks/train/step.py --documents packed --output "$1
 limit[packed]=150
 part_nf4() { $python benchmarks/train/step.py --load-in nf4 --output "$1/step_8b_nf4_8x2048.json"; }
 limit[nf4]=150
+part_nf4_parts() {
+    $python benchmarks/train/step.py --load-in nf4 --steps 4 --cache "$(mktemp -d)" --profile "$(mktemp -d)" \
+        --output "$1/step_8b_nf4_parts.json"
+}
+limit[nf4_parts]=120
 part_nf4_32b() {
     $python benchmarks/train/step.py --shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute \
         --steps 5 --cache "$(mktemp -d)" --output "$1/step_qwen3_32b_nf4_4x2048.json"

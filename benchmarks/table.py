@@ -90,6 +90,18 @@ def step_table(records: list[dict]) -> list[str]:
     return [*lines, "", f"{where}, commits {', '.join(commits)}. `python benchmarks/train/step.py --help` says how."]
 
 
+def parts_table(record: dict) -> list[str]:
+    """Where a profiled step's time goes."""
+    parts = record["parts"]
+    total = sum(ms for _, ms in parts["categories"])
+    what = f"{record['shape']} {record.get('load_in') or 'bf16'} LoRA r={record['adapter_rank']}"
+    lines = [f"| a step of {what}, {record['rows']} x {record['length']:,} | ms | share |", "|---|---|---|"]
+    lines += [f"| {name} | {ms:.1f} | {100 * ms / total:.1f} % |" for name, ms in parts["categories"] if ms >= 0.05]
+    scopes = ", ".join(f"{name} {phase} {ms:.0f}" for name, phase, ms in parts["scopes"])
+    note = f"By place, ms: {scopes}. {_versions(record)}. `python benchmarks/train/step.py --load-in nf4 --profile`."
+    return [*lines, "", note]
+
+
 def startup_table(record: dict) -> list[str]:
     lines = [
         "| start, seconds since the process began | weights loaded | data ready | first step done |",
@@ -293,8 +305,11 @@ def measured(records: list[dict]) -> str:
         if r.get("benchmark") == "train/ablation":
             parts += [*ablation_table(r), ""]
     steps = [r for r in records if r.get("benchmark") == "train/step"]
+    profiled = [r for r in steps if "parts" in r]
     if steps:
-        parts += step_table(steps)
+        parts += step_table([r for r in steps if r not in profiled])
+    for r in profiled:
+        parts += ["", *parts_table(r)]
     texts = {
         "train/pair": pair_text,
         "train/attention_pair": attention_pair_text,

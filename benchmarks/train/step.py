@@ -32,6 +32,7 @@ import numpy as np
 from flax import nnx
 
 import jaxtune
+import jaxtune.profile
 from benchmarks.random_model import random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
@@ -97,6 +98,15 @@ def build(options) -> tuple[Trainer, int]:
             model, r=options.rank, lora_alpha=options.rank, target_parameters=[name for name, _ in experts(model)]
         )
     return make_trainer(options, model), model_bytes
+
+
+def parts_of(trace: str) -> dict:
+    """Where the profiled steps' time went, in ms a step: {"categories": [[name, ms]], "scopes": [[name, phase, ms]]}."""
+    report = jaxtune.profile.show(trace)
+    return {
+        "categories": [[row.name, round(row.ms, 2)] for row in report.categories],
+        "scopes": [[row.name, row.phase, round(row.ms, 2)] for row in report.scopes[:12]],
+    }
 
 
 def measure(options) -> dict:
@@ -190,6 +200,7 @@ def measure(options) -> dict:
         "smallest_grad_norm_by_step_2": float(by_step_2.min()),
         "smallest_grad_norm_tensor": names[int(by_step_2.argmin())],
         "trained_tensors": len(names),
+        **({"parts": parts_of(options.profile)} if options.profile else {}),
     }
 
 
@@ -215,7 +226,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache", help="folder of compiled programs; default: an empty one, filled by a process of its own"
     )
-    parser.add_argument("--profile", help="folder for a trace of the timed steps")
+    parser.add_argument("--profile", help="folder for a trace of the timed steps; the record says their parts")
     parser.add_argument("--output")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     return parser
