@@ -101,7 +101,7 @@ def build(options) -> tuple[Trainer, int]:
 
 
 def parts_of(trace: str) -> dict:
-    """Where the profiled steps' time went, in ms a step: {"categories": [[name, ms]], "scopes": [[name, phase, ms]]}."""
+    """ms of the profiled steps: {"categories": [[name, ms]], "scopes": [[name, phase, ms]]}."""
     report = jaxtune.profile.show(trace)
     return {
         "categories": [[row.name, round(row.ms, 2)] for row in report.categories],
