@@ -22,6 +22,7 @@ from jaxtune.pallas.gated import reference
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
 _LANES = 128  # of a warpgroup
+CHUNK = _VECTOR * _LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +46,45 @@ def interpreted():
         _interpret = before
 
 
-def _sigmoid_argument(x, activation: str):
-    """(z, its derivative): the activation is x sigmoid(z)."""
-    if activation == "silu":
-        return x, 1.0
-    scale, cubic = 2 * np.sqrt(2 / np.pi), 0.044715  # gelu_tanh: (1 + tanh(z / 2)) / 2 is the sigmoid of z
-    square = x * x
-    return x * (scale + scale * cubic * square), scale + 3 * scale * cubic * square
+def refusal(dtype, size: int, activation: str) -> str | None:
+    """Why the kernel cannot serve arrays of this dtype and size, or None."""
+    if activation not in ("silu", "gelu_tanh"):
+        return f"activation {activation}: Mosaic has no erf"
+    if _interpret is None and dispatch.compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if dtype != jnp.bfloat16:
+        return f"dtype {jnp.dtype(dtype)}"
+    if size % CHUNK:
+        return f"{size} elements, no multiple of {CHUNK}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
+        return "a mesh of several devices: the kernel cannot be divided"
+    return None
 
 
-def _derivatives(gate, up, dgated, activation):
-    gate, up, dgated = (each.astype(jnp.float32) for each in (gate, up, dgated))
-    z, slope = _sigmoid_argument(gate, activation)
+def _sigmoid(z):
+    """By the approximate square root, for Pallas has no approximate division; an error of 2^-22."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
-    sigmoid = root * root
-    active = gate * sigmoid
-    dactive = sigmoid + active * (1.0 - sigmoid) * slope
-    return active * up, dgated * up * dactive, dgated * active
+    return root * root
+
+
+def _share(x, activation: str):
+    """(s, its derivative) of an activation that is x s(x)."""
+    if activation == "silu":
+        share = _sigmoid(x)
+        return share, share * (1.0 - share)
+    scale, cubic = float(2 * np.sqrt(2 / np.pi)), 0.044715  # (1 + tanh(z / 2)) / 2 is the sigmoid of z
+    square = x * x
+    share = _sigmoid(x * (scale + scale * cubic * square))
+    return share, share * (1.0 - share) * (scale + 3 * scale * cubic * square)
+
+
+def _results(gate, up, dgated, activation: str):
+    """float32 (gated, dgate, dup)"""
+    gate, up, dgated = (each.astype(jnp.float32) for each in (gate, up, dgated))
+    share, slope = _share(gate, activation)
+    active = gate * share
+    return active * up, dgated * up * (share + gate * slope), dgated * active
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
@@ -76,7 +99,7 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
         return tuple(plgpu.load(ref.at[number], layout=layout, optimized=False) for ref in refs)
 
     def store(number, values):
-        for ref, value in zip(refs, _derivatives(*values, activation), strict=True):
+        for ref, value in zip(refs, _results(*values, activation), strict=True):
             ref[number] = value.astype(ref.dtype)
 
     if not form.resident:
