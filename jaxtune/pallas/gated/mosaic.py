@@ -1,4 +1,8 @@
-"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which writes over what it reads."""
+"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which writes over what it reads.
+
+Bound by memory: a lane reads 16 bytes of each array, and writes as many of each result where they were. What keeps the
+memory busy is how many warps a multiprocessor holds, for a lane needs few registers.
+"""
 
 # Pallas' annotations do not know its own references.
 # pyright: reportArgumentType=false
@@ -18,18 +22,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.pallas.gated import reference
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
-_LANES = 128  # of a warpgroup
-CHUNK = _VECTOR * _LANES
+CHUNK = 128 * _VECTOR  # of a warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    vectors: int = 1
+    """warpgroups: of a program. resident: programs of a multiprocessor that go from chunk to chunk, and read the next
+    one before they compute; 0: a program for so many chunks as it has warpgroups."""
+
     warpgroups: int = 2
-    resident: int = 0  # programs of a multiprocessor that go from chunk to chunk; 0: a program a chunk
+    resident: int = 0
 
 
 _interpret: Any = None
@@ -48,10 +52,10 @@ def interpreted():
 
 def refusal(dtype, size: int, activation: str) -> str | None:
     """Why the kernel cannot serve arrays of this dtype and size, or None."""
-    if activation not in ("silu", "gelu_tanh"):
-        return f"activation {activation}: Mosaic has no erf"
     if _interpret is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
+    if activation not in ("silu", "gelu_tanh"):
+        return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:
         return f"dtype {jnp.dtype(dtype)}"
     if size % CHUNK:
@@ -63,13 +67,13 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def _sigmoid(z):
-    """By the approximate square root, for Pallas has no approximate division; an error of 2^-22."""
+    """By the approximate square root, for Pallas has no approximate division; an error of 2^-21."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
 
 def _share(x, activation: str):
-    """(s, its derivative) of an activation that is x s(x)."""
+    """(s, its derivative) of an activation that is x s(x); float32."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)
@@ -88,9 +92,10 @@ def _results(gate, up, dgated, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
+    """Replaces gate, up, dgated, bfloat16[chunks, CHUNK], by gated, dgate, dup. A row has one index, so that offsets
+    beyond 32 bits are made in 64."""
     refs = (gate_ref, up_ref, dgated_ref)
-    chunk = gate_ref.shape[1]
-    layout = plgpu.Layout.WG_STRIDED((chunk,), _VECTOR)
+    layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     worker = lax.axis_index("program") * form.warpgroups + lax.axis_index("wg")
     workers = lax.axis_size("program") * form.warpgroups
     chunks = gate_ref.shape[0]
@@ -105,7 +110,6 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
     if not form.resident:
         pl.when(worker < chunks)(lambda: store(worker, load(worker)))
         return
-    count = lax.div(chunks - worker + (workers - 1), workers)
 
     def one(index, held):
         number = worker + index * workers
@@ -113,15 +117,14 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
         store(number, held)
         return ahead
 
+    count = lax.div(chunks - worker + (workers - 1), workers)
     lax.fori_loop(0, count, one, load(jnp.minimum(worker, chunks - 1)))
 
 
-def gated_backward(gate, up, dgated, activation, form=Form()):
-    size = gate.size
-    chunk = _VECTOR * _LANES * form.vectors
-    chunks = size // chunk
-    refs = [jax.new_ref(each.reshape(chunks, chunk)) for each in (gate, up, dgated)]
-    programs = -(-chunks // form.warpgroups)
+def gated_backward(gate, up, dgated, activation: str, form: Form = Form()):
+    """See api.gated_backward, and `refusal`."""
+    refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
+    programs = -(-gate.size // (CHUNK * form.warpgroups))
     if form.resident:
         programs = min(programs, form.resident * dispatch.multiprocessors())
     gpu_kernel.kernel(
@@ -132,6 +135,7 @@ def gated_backward(gate, up, dgated, activation, form=Form()):
         grid_names=("program",),
         num_threads=form.warpgroups,
         thread_name="wg",
+        # A warpgroup reads and writes elements of its own: nothing waits for another.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*refs)
     return tuple(ref[...].reshape(gate.shape) for ref in refs)
