@@ -277,9 +277,10 @@ def layer_backward(
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
-                # Not so what sorts by the choice of experts, a few bytes: segments share it.
+                # Not so what sorts by the choice of experts, a few bytes: segments share it. And it waits for the
+                # weights' gradients so far: XLA puts thin products off, and keeps their wide operands until then.
                 held = {name: env[name] for name in segment.inputs if name != "choice"}
-                held, doutputs = optimization_barrier((held, doutputs))
+                held, doutputs, total = optimization_barrier((held, doutputs, total))
                 inputs = ferry.depart(stage, [held.get(name, env[name]) for name in segment.inputs])
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
