@@ -277,10 +277,14 @@ def layer_backward(
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
-                # Not so what sorts by the choice of experts, a few bytes: segments share it. And it waits for the
-                # weights' gradients so far: XLA puts thin products off, and keeps their wide operands until then.
+                # Not so what sorts by the choice of experts, a few bytes: segments share it.
                 held = {name: env[name] for name in segment.inputs if name != "choice"}
-                held, doutputs, total = optimization_barrier((held, doutputs, total))
+                if isinstance(block, MoEBlock):
+                    held, doutputs = optimization_barrier((held, doutputs))
+                else:
+                    # Nor does it run before the weights' gradients so far are there: XLA puts the adapters' off to the
+                    # layer's end, and keeps the wide operands of these thin products. With experts that costs memory.
+                    held, doutputs, total = optimization_barrier((held, doutputs, total))
                 inputs = ferry.depart(stage, [held.get(name, env[name]) for name in segment.inputs])
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):
