@@ -65,7 +65,8 @@ def _down_bwd(activation, graph, residuals, dout):
 
     # Of a linear map the gradient to its input is the same at every input: gate, for what was there is made below.
     _, to_input = jax.vjp(functools.partial(linear, trainable), gate)
-    gated, dgate, dup = gated_backward(gate, up, *to_input(dout), activation)
+    (dgated,) = to_input(dout)
+    gated, dgate, dup = gated_backward(gate, up, dgated, activation)
     _, to_weights = jax.vjp(lambda trainable: linear(trainable, gated), trainable)
     return *to_weights(dout), None, dgate, dup, None
 

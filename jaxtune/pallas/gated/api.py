@@ -38,9 +38,9 @@ def _first_use(activation: str) -> str | None:
     """Why this GPU must not run the kernel, by a small case; its chunks do not fill the last program."""
 
     def compare():
-        arrays = 4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))
-        got = jax.jit(lambda *each: mosaic.gated_backward(*each, activation))(*arrays.astype(jnp.bfloat16))
-        exact = arrays.astype(jnp.bfloat16).astype(jnp.float32)
-        return got, reference.gated_backward(*exact, activation)
+        gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)
+        got = jax.jit(mosaic.gated_backward, static_argnums=3)(gate, up, dgated, activation)
+        gate, up, dgated = (each.astype(jnp.float32) for each in (gate, up, dgated))
+        return got, reference.gated_backward(gate, up, dgated, activation)
 
     return dispatch.first_use("gated_backward", "mosaic", activation, compare)

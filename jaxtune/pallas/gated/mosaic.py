@@ -83,9 +83,9 @@ def _share(x, activation: str):
     return share, share * (1.0 - share) * (scale + 3 * scale * cubic * square)
 
 
-def _results(gate, up, dgated, activation: str):
-    """float32 (gated, dgate, dup)"""
-    gate, up, dgated = (each.astype(jnp.float32) for each in (gate, up, dgated))
+def _results(values, activation: str):
+    """float32 (gated, dgate, dup) of (gate, up, dgated)"""
+    gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share
     return active * up, dgated * up * (share + gate * slope), dgated * active
@@ -104,7 +104,7 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
         return tuple(plgpu.load(ref.at[number], layout=layout, optimized=False) for ref in refs)
 
     def store(number, values):
-        for ref, value in zip(refs, _results(*values, activation), strict=True):
+        for ref, value in zip(refs, _results(values, activation), strict=True):
             ref[number] = value.astype(ref.dtype)
 
     if not form.resident:
