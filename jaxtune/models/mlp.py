@@ -9,12 +9,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.linear import Linear, apply_together
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-}
+from jaxtune.pallas.gated import ACTIVATIONS, gated_backward
 
 
 class MLP(nnx.Module):
@@ -46,4 +41,34 @@ class MLP(nnx.Module):
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """-> [B, T, hidden]"""
-        return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up, key)
+        return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _down(activation: str, graph, trainable, frozen, gate, up, key):
+    """activation(gate) * up through the linear of these parts.
+
+    Its backward never has more than three arrays of gate's size, which gate, up and a gradient become in place.
+    """
+    return nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
+
+
+def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
+    return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
+
+
+def _down_bwd(activation, graph, residuals, dout):
+    trainable, frozen, gate, up, key = residuals
+
+    def linear(trainable, x):
+        return nnx.merge(graph, trainable, frozen)(x, key)
+
+    # Of a linear map the gradient to its input is the same at every input: gate, for what was there is made below.
+    _, to_input = jax.vjp(functools.partial(linear, trainable), gate)
+    (dgated,) = to_input(dout)
+    gated, dgate, dup = gated_backward(gate, up, dgated, activation)
+    _, to_weights = jax.vjp(lambda trainable: linear(trainable, gated), trainable)
+    return *to_weights(dout), None, dgate, dup, None
+
+
+_down.defvjp(_down_fwd, _down_bwd)

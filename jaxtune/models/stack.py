@@ -282,9 +282,12 @@ def layer_backward(
                 # `mid`, a tenth of the sorted rows beside it.
                 shared = ("choice", "mid") if isinstance(block, MoEBlock) else ()
                 held = {name: env[name] for name in segment.inputs if name not in shared}
-                held, doutputs = optimization_barrier((held, doutputs))
-                if tile is not None:  # XLA puts off adapter gradients, and would keep their operands: of long rows, GBs
-                    total, doutputs = optimization_barrier((total, doutputs))
+                if isinstance(block, MoEBlock):
+                    held, doutputs = optimization_barrier((held, doutputs))
+                else:
+                    # Nor does it run before the weights' gradients so far are there: XLA puts the adapters' off to the
+                    # layer's end, and keeps the wide operands of these thin products. With experts that costs memory.
+                    held, doutputs, total = optimization_barrier((held, doutputs, total))
                 inputs = ferry.depart(stage, [held.get(name, env[name]) for name in segment.inputs])
                 if segment.name == "attend":
                     with jax.named_scope(segment.name):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.gated import api as gated
 from jaxtune.pallas.grouped_matmul import api as grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
@@ -67,6 +68,7 @@ def kernel_choices() -> list[KernelChoice]:
         ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
+        _choice("gated_backward", "bfloat16, silu", gated.implementations(jnp.bfloat16, array.size, "silu")),
         _choice(
             "grouped_matmul",
             f"bfloat16, {_EXPERTS} experts, 2880 x 5760",

@@ -25,7 +25,7 @@ class Device:
     """Rates in FLOP/s and bytes/s. memory_bytes: for arrays and programs, or None where nothing limits them.
 
     link: of one direction to the host; 0 where offload is of no use (one memory for both). host_bytes: of its memory
-    that may be pinned. note: how the rates are known.
+    that may be pinned. note: how the rates are known. hopper: it runs the kernels for compute capability 9.0.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Device:
     link: float
     host_bytes: float
     note: str
+    hopper: bool = False
 
 
 _PINNED_SHARE = 0.7  # of the host's memory
@@ -95,7 +96,7 @@ def find_device(name: str, memory_bytes: float | None = None) -> Device:
         memory_bytes = sheet.memory_gib * 2**30 - CONTEXT_BYTES
     if sheet is not None and sheet.link_gbps == 0:
         rates = (*rates[:2], 0.0)
-    return Device(name, memory_bytes, *rates, host, note)
+    return Device(name, memory_bytes, *rates, host, note, hopper="H100" in name or "H200" in name)
 
 
 def budget(config: TrainConfig, device: Device) -> float | None:

@@ -34,6 +34,7 @@ from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.train import hosted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.devices import CONTEXT_BYTES, Device, with_fragments
+from jaxtune.train.layer_memory import backward_bytes, gated_in_place
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals
 from jaxtune.train.schedule import learning_rate_schedule
@@ -72,6 +73,7 @@ class Anatomy:
     expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
     expert_bytes: of its largest expert matrices in the compute dtype, where they are decoded for each product.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
+    gated_in_place: the gradients of gate and up take their place on a Hopper GPU (pallas/gated).
     """
 
     rows: int
@@ -94,6 +96,7 @@ class Anatomy:
     expert_bytes: float = 0.0
     hosted_bytes: float = 0.0
     update_bytes: float = 0.0
+    gated_in_place: bool = False
 
     @property
     def fixed_bytes(self) -> float:
@@ -187,6 +190,7 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None, keep
         expert_bytes=_decoded_expert_bytes(model.layers[0], dtype),
         hosted_bytes=on_host * config.mesh.data,
         update_bytes=_update_bytes(masters, config),
+        gated_in_place=gated_in_place(shape, dtype, length),
     )
 
 
@@ -287,8 +291,7 @@ def _probe(graph, spec, shape, dtype: str, arguments, tokens: int) -> dict[str, 
             graph, spec, RESIDUALS, trainable, frozen, x, layout, None
         )[1]
 
-    x = jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype)
-    return jax.eval_shape(run, trainable, frozen, x)
+    return jax.eval_shape(run, trainable, frozen, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
@@ -434,25 +437,11 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     link = hosted / (device.link or device.copy)
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
     forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
-    wait = sum(waits)
-    # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
-    work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
-    sorted_rows = parts.expert_rows * size["gate_up"]
-    if "gate_up" in dropped:  # sorted rows and the weight stay from there (moe.py), beside that or down's product
-        work += 2.05 * sorted_rows + parts.expert_bytes
-        work += max(2 * size["gate_up"], (size["gate_up"] + parts.expert_bytes) / 2)
-    else:
-        work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * parts.expert_bytes)
-    # What is offloaded is there too: this layer's, and by then a part of the next one's, which is on its way.
-    work += sum(size[name] for name in dropped) + 1.6 * hosted
-    if tiles > 1:
-        work += 0.2 * size["layer_input"]
-        # Of long rows, at the attention's backward: gradients of what goes in and comes out, and of mid.
-        inputs = ("query", "key", "value", "attention_out", "lse")
-        attend = 2 * size["query"] + size["key"] + size["value"] + size["layer_input"]
-        work = max(work, attend + sum(size[name] for name in inputs if name in dropped) + 2 * hosted)
-    return LayerForecast(kept, hosted, work, forward, backward, recompute, wait)
+    in_place = parts.gated_in_place and device.hopper
+    # What is offloaded is there too: this layer's, of which gate and up are used first, and then the next one's.
+    arrived = 2 * hosted - sum(size[name] for name in ("gate", "up", "gate_up") if name in plan.named("offload"))
+    work = backward_bytes(plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes) + arrived
+    return LayerForecast(kept, hosted, work, forward, backward, recompute, sum(waits))
 
 
 def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:
@@ -506,8 +495,7 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
     bytes_ = {**parts.fixed, **bytes_}
     micro = plan.micro_batches
     step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
-    update = parts.trained * 4.0 * 9 / device.copy
-    update = max(update, state_seconds(parts, device))
+    update = max(parts.trained * 4.0 * 9 / device.copy, state_seconds(parts, device))
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},

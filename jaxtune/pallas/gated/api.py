@@ -1,0 +1,46 @@
+"""The backward of a gated activation: the public function."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.gated import mosaic, reference
+
+IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
+
+
+def gated_backward(
+    gate: jax.Array, up: jax.Array, dgated: jax.Array, activation: str, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """activation(gate) * up and, of its gradient dgated, the gradients of gate and of up; all of one shape and dtype.
+
+    Args:
+      activation: a name of ACTIVATIONS.
+      implementation: "mosaic" (the results take the arguments' memory, if nothing else reads them), "reference", or
+        None for the first that supports the call.
+    """
+    name = dispatch.choose("gated_backward", implementations(gate.dtype, gate.size, activation), implementation)
+    return IMPLEMENTATIONS[name].gated_backward(gate, up, dgated, activation)
+
+
+def implementations(dtype, size: int, activation: str) -> dispatch.Table:
+    """The implementations of a call in the order in which they are tried, each with why it refuses it."""
+
+    def refusal():
+        return mosaic.refusal(dtype, size, activation) or _first_use(activation)
+
+    return {"mosaic": refusal, "reference": lambda: None}
+
+
+def _first_use(activation: str) -> str | None:
+    """Why this GPU must not run the kernel, by a small case; its chunks do not fill the last program."""
+
+    def compare():
+        gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)
+        got = jax.jit(mosaic.gated_backward, static_argnums=3)(gate, up, dgated, activation)
+        gate, up, dgated = (each.astype(jnp.float32) for each in (gate, up, dgated))
+        return got, reference.gated_backward(gate, up, dgated, activation)
+
+    return dispatch.first_use("gated_backward", "mosaic", activation, compare)

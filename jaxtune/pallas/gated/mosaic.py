@@ -1,0 +1,141 @@
+"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which writes over what it reads.
+
+Bound by memory: a lane reads 16 bytes of each array, and writes as many of each result where they were. What keeps the
+memory busy is how many warps a multiprocessor holds, for a lane needs few registers.
+"""
+
+# Pallas' annotations do not know its own references.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import dispatch, gpu_kernel
+
+_VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
+CHUNK = 128 * _VECTOR  # of a warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """warpgroups: of a program. resident: programs of a multiprocessor that go from chunk to chunk, and read the next
+    one before they compute; 0: a program for so many chunks as it has warpgroups."""
+
+    warpgroups: int = 2
+    resident: int = 0
+
+
+_interpret: Any = None
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Runs the kernel's body in Pallas' GPU interpreter, on any machine: for tests."""
+    global _interpret
+    before, _interpret = _interpret, plgpu.InterpretGPUParams()
+    try:
+        yield
+    finally:
+        _interpret = before
+
+
+def refusal(dtype, size: int, activation: str) -> str | None:
+    """Why the kernel cannot serve arrays of this dtype and size, or None."""
+    if _interpret is None and dispatch.compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if activation not in ("silu", "gelu_tanh"):
+        return f"activation {activation}: Mosaic has no erf"
+    if dtype != jnp.bfloat16:
+        return f"dtype {jnp.dtype(dtype)}"
+    if size % CHUNK:
+        return f"{size} elements, no multiple of {CHUNK}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
+        return "a mesh of several devices: the kernel cannot be divided"
+    return None
+
+
+def _sigmoid(z):
+    """By the approximate square root, for Pallas has no approximate division; an error of 2^-21."""
+    root = lax.rsqrt(1.0 + jnp.exp(-z))
+    return root * root
+
+
+def _share(x, activation: str):
+    """(s, its derivative) of an activation that is x s(x); float32."""
+    if activation == "silu":
+        share = _sigmoid(x)
+        return share, share * (1.0 - share)
+    scale, cubic = float(2 * np.sqrt(2 / np.pi)), 0.044715  # (1 + tanh(z / 2)) / 2 is the sigmoid of z
+    square = x * x
+    share = _sigmoid(x * (scale + scale * cubic * square))
+    return share, share * (1.0 - share) * (scale + 3 * scale * cubic * square)
+
+
+def _results(values, activation: str):
+    """float32 (gated, dgate, dup) of (gate, up, dgated)"""
+    gate, up, dgated = (each.astype(jnp.float32) for each in values)
+    share, slope = _share(gate, activation)
+    active = gate * share
+    return active * up, dgated * up * (share + gate * slope), dgated * active
+
+
+def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
+    """Replaces gate, up, dgated, bfloat16[chunks, CHUNK], by gated, dgate, dup. A row has one index, so that offsets
+    beyond 32 bits are made in 64."""
+    refs = (gate_ref, up_ref, dgated_ref)
+    layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
+    worker = lax.axis_index("program") * form.warpgroups + lax.axis_index("wg")
+    workers = lax.axis_size("program") * form.warpgroups
+    chunks = gate_ref.shape[0]
+
+    def load(number):
+        return tuple(plgpu.load(ref.at[number], layout=layout, optimized=False) for ref in refs)
+
+    def store(number, values):
+        for ref, value in zip(refs, _results(values, activation), strict=True):
+            ref[number] = value.astype(ref.dtype)
+
+    if not form.resident:
+        pl.when(worker < chunks)(lambda: store(worker, load(worker)))
+        return
+
+    def one(index, held):
+        number = worker + index * workers
+        ahead = load(jnp.minimum(number + workers, chunks - 1))
+        store(number, held)
+        return ahead
+
+    count = lax.div(chunks - worker + (workers - 1), workers)
+    lax.fori_loop(0, count, one, load(jnp.minimum(worker, chunks - 1)))
+
+
+def gated_backward(gate, up, dgated, activation: str, form: Form = Form()):
+    """See api.gated_backward, and `refusal`."""
+    refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
+    programs = -(-gate.size // (CHUNK * form.warpgroups))
+    if form.resident:
+        programs = min(programs, form.resident * dispatch.multiprocessors())
+    gpu_kernel.kernel(
+        functools.partial(_kernel, activation=activation, form=form),
+        _interpret,
+        out_type=(),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=form.warpgroups,
+        thread_name="wg",
+        # A warpgroup reads and writes elements of its own: nothing waits for another.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(*refs)
+    return tuple(ref[...].reshape(gate.shape) for ref in refs)

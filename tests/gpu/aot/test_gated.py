@@ -1,0 +1,55 @@
+"""The kernel of the gated activation's backward, and what it takes from a train step's peak, for an H200."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.gated import gated_backward
+from tests.gpu.aot.target import H200
+from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, INPUT, KV_HEADS, TOKENS, WIDE, compiled, memory
+
+KERNEL = 'custom_call_target="mosaic_gpu_v2"'
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", [TOKENS, 16 * TOKENS])
+def test_the_kernel_writes_over_its_arguments(activation, tokens, monkeypatch, capfd):
+    """16 bytes a lane and access, from 64-bit addresses (the larger size has more elements than 2^31); no copies."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    array = jax.ShapeDtypeStruct((tokens, INNER), jnp.bfloat16, sharding=H200.sharding())
+
+    def call(*arrays):
+        return gated_backward(*arrays, activation)
+
+    with H200.lowering():
+        program = jax.jit(call, donate_argnums=(0, 1, 2)).lower(array, array, array).compile()
+    assert dispatch.record["gated_backward"] == ("mosaic", {})
+    assert program.as_text().count(KERNEL) == 1 and " copy(" not in program.as_text()
+    analysis = program.memory_analysis()
+    assert analysis.alias_size_in_bytes == 3 * tokens * INNER * 2 and analysis.temp_size_in_bytes < 1000
+    text = "".join(capfd.readouterr())
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) == len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 3
+    assert len(re.findall(r"(?:ld|st)\.global", text)) == 6 and "mul.wide.s32" in text
+    assert not any(int(size) for size in re.findall(r"(\d+) bytes spill", text))
+    assert int(re.findall(r"Used (\d+) registers", text)[0]) <= 48  # 1,280 lanes of a multiprocessor
+
+
+@pytest.mark.parametrize("plan", ["keep", "recompute"])
+def test_a_layer_s_backward_has_three_wide_arrays_and_copies_none(plan):
+    text = compiled(plan).as_text()
+    kernels = [line for line in text.splitlines() if KERNEL in line]
+    assert len(kernels) == 4 and all("output_to_operand_aliasing" in line for line in kernels)
+    wide = rf"bf16\[(?:8,2048|{TOKENS}|\d+),(?:{INNER}|1024)\]"
+    assert not re.search(rf"= {wide}\S* copy\(", text)
+
+
+def test_the_peak_of_a_step_that_recomputes():
+    """Inputs of layers, a layer's residuals, one wide array more, and what is half ready; it was four wide arrays."""
+    residuals = TOKENS * (3 * HIDDEN + 2 * KV_HEADS * 128) * 2
+    assert memory("recompute").temp_size_in_bytes < 4 * INPUT + residuals + 3 * WIDE + 2.5 * INPUT
