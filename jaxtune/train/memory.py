@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,17 +24,23 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.quant import quantize
-from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan, layer_forward, segments_of
-from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
+from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.train import hosted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.devices import CONTEXT_BYTES, Device, with_fragments
-from jaxtune.train.layer_memory import backward_bytes, gated_in_place
+from jaxtune.train.layer_work import (
+    Work,
+    abstract_leaves,
+    backward_bytes,
+    decoded_expert_bytes,
+    gated_in_place,
+    layer_anatomy,
+    nbytes,
+    trained_matrix_bytes,
+)
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals
 from jaxtune.train.schedule import learning_rate_schedule
@@ -42,23 +48,6 @@ from jaxtune.train.schedule import learning_rate_schedule
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 # ---- what a step consists of
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One segment's forward, for one token: FLOPs of products and of attention, bytes moved by everything else.
-
-    weight_flops: of the weights' own gradients. Once a pass, whatever the tokens: weight_bytes read, elements decoded,
-    and empty_flops, products with the rows that fill up the experts' last tiles.
-    """
-
-    flops: float = 0.0
-    attention_flops: float = 0.0
-    moved_bytes: float = 0.0
-    weight_flops: float = 0.0
-    weight_bytes: float = 0.0
-    decoded: float = 0.0
-    empty_flops: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +100,6 @@ class Anatomy:
 _SEGMENT_NAMES = tuple(dict.fromkeys(segment.name for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS)))
 _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
 _PACKED_SLACK = 0.09  # of four-bit weights: what the allocator loses on them (0.36 GB for 8B on an H200)
-_SEGMENT_OF = {
-    "q_proj": "project", "k_proj": "project", "v_proj": "project", "qkv_proj": "project", "o_proj": "mix",
-    "gate_proj": "expand", "up_proj": "expand", "gate_up_proj": "expand", "down_proj": "contract",
-}  # fmt: skip
-_PROBE_TOKENS = 128
-
-
-def _nbytes(tree) -> float:
-    return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
 def anatomy(model: Decoder, config: TrainConfig, length: int | None = None, keeps_model: bool = False) -> Anatomy:
@@ -137,21 +117,21 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None, keep
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
     on_host = float(hosted.hosted_bytes(states)) if config.optim.offload else 0.0
-    packed = sum(_nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
+    packed = sum(nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
     fixed = {
-        "frozen weights": _nbytes(frozen) + _PACKED_SLACK * packed,
-        **({"the model as it was given": _nbytes(trainable)} if keeps_model else {}),
-        f"trained parameters ({storage})": _nbytes(kept),
-        "optimizer states": _nbytes(states) - on_host,
-        "gradient sums": _nbytes(masters if config.micro_batches != 1 else kept),
+        "frozen weights": nbytes(frozen) + _PACKED_SLACK * packed,
+        **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
+        f"trained parameters ({storage})": nbytes(kept),
+        "optimizer states": nbytes(states) - on_host,
+        "gradient sums": nbytes(masters if config.micro_batches != 1 else kept),
     }
     found: dict = {}  # equal layers are looked at once
     kinds = []
     for layer, spec in zip(model.layers, shape.layers, strict=True):
         graph, trained, rest = nnx.split(layer, nnx.Param, ...)
-        key = (graph, spec, *_abstract_leaves((trained, rest)))
+        key = (graph, spec, *abstract_leaves((trained, rest)))
         if key not in found:
-            found[key] = _layer(layer, key, shape, length, dtype)
+            found[key] = layer_anatomy(layer, key, shape, length, dtype)
         kinds.append(found[key])
     count = len(kinds)
 
@@ -181,13 +161,13 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None, keep
         padding=padding,
         work=work,
         fixed=fixed,
-        cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
+        cast_bytes=0.0 if storage == "bf16" else sum(trained_matrix_bytes(layer, dtype) for layer in model.layers),
         head_bytes=head_size * head_loss if head_trains else 0.0,
         head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
         head_trains=head_trains,
-        trained=_nbytes(masters) / 4,
+        trained=nbytes(masters) / 4,
         expert_rows=0.0 if shape.moe is None else shape.hidden_size / (2 * shape.moe.expert_size),
-        expert_bytes=_decoded_expert_bytes(model.layers[0], dtype),
+        expert_bytes=decoded_expert_bytes(model.layers[0], dtype),
         hosted_bytes=on_host * config.mesh.data,
         update_bytes=_update_bytes(masters, config),
         gated_in_place=gated_in_place(shape, dtype, length),
@@ -210,88 +190,6 @@ def _update_bytes(masters, config: TrainConfig) -> float:
 
 def _is_packed(leaf) -> bool:
     return isinstance(leaf, FourBit)
-
-
-def _matrices(layer) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    for path, module in nnx.iter_modules(layer):
-        if isinstance(module, Linear | ExpertLinear):
-            yield str(path[-1]), module
-
-
-def _decoded_expert_bytes(layer, dtype) -> float:
-    weights = [matrix.stored_weight for _, matrix in _matrices(layer) if isinstance(matrix, ExpertLinear)]
-    return float(max((w.size for w in weights if isinstance(w, FourBit)), default=0) * dtype.itemsize)
-
-
-def _trained_matrix_bytes(layer, dtype) -> float:
-    """A layer's trained matrices in a compute dtype that is not their masters'."""
-    weights = [matrix.weight for _, matrix in _matrices(layer)]
-    trained = [w for w in weights if isinstance(w, nnx.Param)]
-    return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
-
-
-def _layer(layer, key, shape, length: int, dtype) -> tuple[dict[str, float], dict[str, float], dict[str, Work]]:
-    """(residual bytes a token, those whatever the tokens, work of each segment) of one layer; key: what makes it equal
-    to another."""
-    graph, spec, leaves, structure = key
-    once, twice = (_probe(graph, spec, shape, dtype.name, (leaves, structure), n * _PROBE_TOKENS) for n in (1, 2))
-    residuals = {name: (_nbytes(twice[name]) - _nbytes(once[name])) / _PROBE_TOKENS for name in once}
-    padding = {name: 2 * _nbytes(once[name]) - _nbytes(twice[name]) for name in once}
-    residuals["layer_output"] = residuals["layer_input"]
-    segments = segments_of(layer)
-    window = min(spec.window or length, length)
-    seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
-    sums = {segment.name: dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0) for segment in segments}
-    for name, matrix in _matrices(layer):
-        size = used = math.prod(matrix.sizes)
-        weight = matrix.stored_weight
-        of = sums[_SEGMENT_OF[name]]
-        if isinstance(matrix, ExpertLinear):
-            used = size // shape.moe.num_experts * shape.moe.experts_per_token
-            of["empty_flops"] += 2.0 * size * TILE_ROWS / 2
-            # To and from the rows sorted by expert.
-            of["moved_bytes"] += shape.moe.experts_per_token * shape.hidden_size * dtype.itemsize
-        of["flops"] += 2.0 * used
-        of["weight_bytes"] += _nbytes(weight)
-        of["decoded"] += size if isinstance(weight, FourBit) else 0.0
-        of["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
-    for segment in segments:
-        moved = sum(residuals[name] for name in (*segment.inputs, *segment.outputs))
-        if segment.name == "attend":
-            sums["attend"]["attention_flops"] = 4.0 * shape.query_size * seen_keys
-        else:
-            sums[segment.name]["moved_bytes"] += moved
-    return residuals, padding, {name: Work(**values) for name, values in sums.items()}
-
-
-def _abstract_leaves(tree):
-    """(shapes and dtypes of the leaves, structure), hashable."""
-    leaves, structure = jax.tree.flatten(tree)
-    return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves), structure
-
-
-@functools.lru_cache(64)
-def _probe(graph, spec, shape, dtype: str, arguments, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a layer's residuals."""
-    from jaxtune.models.rope import rotary_table
-    from jaxtune.pallas.attention import PackedLayout, packed_layout
-
-    leaves, structure = arguments
-    trainable, frozen = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-
-    def run(trainable, frozen, x):
-        layout = packed_layout((1, tokens), None, 1)
-        tables = tuple(
-            rotary_table(rope, shape.head_dim, shape.max_position_embeddings, layout.positions())
-            for rope in shape.rotary
-        )
-        layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
-        # Not the jitted function: what it traces here must not be found again by a run on another device.
-        return layer_forward.__wrapped__(  # type: ignore[attr-defined]
-            graph, spec, RESIDUALS, trainable, frozen, x, layout, None
-        )[1]
-
-    return jax.eval_shape(run, trainable, frozen, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
@@ -437,7 +335,7 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     link = hosted / (device.link or device.copy)
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
     forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
-    in_place = parts.gated_in_place and device.hopper
+    in_place = parts.gated_in_place and device.hopper and parts.devices == 1
     # What is offloaded is there too: this layer's, of which gate and up are used first, and then the next one's.
     arrived = 2 * hosted - sum(size[name] for name in ("gate", "up", "gate_up") if name in plan.named("offload"))
     work = backward_bytes(plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes) + arrived

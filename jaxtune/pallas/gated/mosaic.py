@@ -54,15 +54,23 @@ def refusal(dtype, size: int, activation: str) -> str | None:
     """Why the kernel cannot serve arrays of this dtype and size, or None."""
     if _interpret is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
+    reason = unsupported(dtype, size, activation)
+    if reason is not None:
+        return reason
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
+        return "a mesh of several devices: the kernel cannot be divided"
+    return None
+
+
+def unsupported(dtype, size: int, activation: str) -> str | None:
+    """Why it cannot on any GPU, or None."""
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:
         return f"dtype {jnp.dtype(dtype)}"
     if size % CHUNK:
         return f"{size} elements, no multiple of {CHUNK}"
-    mesh = jax.sharding.get_abstract_mesh()
-    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
-        return "a mesh of several devices: the kernel cannot be divided"
     return None
 
 
