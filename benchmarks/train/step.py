@@ -137,8 +137,9 @@ def measure(options) -> dict:
         first_seconds.append(time.perf_counter() - begun)
     waiting = None
     trace = jax.profiler.trace(options.profile) if options.profile else contextlib.nullcontext()
+    jax.block_until_ready((state, sums))
     with trace:
-        begun = time.perf_counter()
+        started = begun = time.perf_counter()
         for number in range(options.steps):
             state, sums, latest = step(number, state, sums)
             if waiting is not None:  # as the loop does: a step late
@@ -147,12 +148,9 @@ def measure(options) -> dict:
                 seconds.append(now - begun)
                 begun = now
             waiting = latest["loss"]
-        float(waiting)
-        seconds.append(time.perf_counter() - begun)
-    # The last step's loss was already on its way when the one before it arrived: its time is no step's.
-    seconds = seconds[1:-1]
-    # Not the median: with several programs a step the host sees losses early and late in turns.
-    step_seconds = statistics.mean(seconds)
+        jax.block_until_ready((state, sums))
+        # Of all of them together: the host sees single losses early and late in turns.
+        step_seconds = (time.perf_counter() - started) / options.steps
     counts = [c for _, c in loaded]
     flops = statistics.mean(trainer._flops(c["tokens"], c["sum_squared"]) for c in counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)
@@ -186,7 +184,7 @@ def measure(options) -> dict:
         "transfers": options.transfers,
         "host_gb": programs.accumulate.memory_analysis().host_temp_size_in_bytes / 1e9,  # of residuals
         "first_steps_seconds": [round(s, 4) for s in first_seconds],  # host memory is pinned in the first
-        "steps_timed": len(seconds),
+        "steps_timed": options.steps,
         "step_seconds": step_seconds,
         "step_seconds_all": [round(s, 5) for s in seconds],
         "tokens_per_second": slots / step_seconds,
@@ -222,7 +220,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--optim-offload", action="store_true", help="optimizer states in host memory")
     parser.add_argument("--transfers", choices=["overlapped", "serial"], default="overlapped", help="of residuals")
-    parser.add_argument("--steps", type=int, default=12, help="the first and the last of them are not timed")
+    parser.add_argument("--steps", type=int, default=12, help="that are timed")
     parser.add_argument(
         "--cache", help="folder of compiled programs; default: an empty one, filled by a process of its own"
     )

@@ -151,7 +151,8 @@ def backward_bytes(
     """
     dropped = {name: size[name] for name in plan.named("recompute")}
     if in_place:
-        return max(_at_the_mlp(dropped, size), _at_the_attention(dropped, size, tiles))
+        around = (1.6 if tiles == 1 else 2.0) * size["layer_input"]
+        return max(_at_the_mlp(dropped, size) + around, _at_the_attention(dropped, size, tiles))
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
     # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
@@ -167,7 +168,7 @@ def backward_bytes(
 
 def _at_the_mlp(dropped: Mapping[str, float], size: Mapping[str, float]) -> float:
     """Gate, up and the activation's gradient, which are replaced."""
-    work = sum(dropped.values()) + (size["gate"] + size["up"]) / 2 + 1.6 * size["layer_input"]
+    work = sum(dropped.values()) + (size["gate"] + size["up"]) / 2
     if "attention_out" not in dropped and "lse" not in dropped:  # then query, key and value are not made before
         work -= sum(dropped.get(name, 0.0) for name in ("query", "key", "value"))
     return work

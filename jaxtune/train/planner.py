@@ -65,7 +65,7 @@ class Planner:
         print_line(f"the plan does not fit{room}: {problem}; planning once more")
         smaller = peak / _MORE
         if need_bytes is not None and self.budget_bytes is not None:
-            smaller = self.budget_bytes * peak / need_bytes
+            smaller = 0.99 * self.budget_bytes * peak / need_bytes  # another plan is as wrong to within so much
         self.forecast = self._choose(smaller)
         for line in self.lines():
             print_line(line)
