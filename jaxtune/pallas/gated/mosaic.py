@@ -10,7 +10,6 @@ memory busy is how many warps a multiprocessor holds, for a lane needs few regis
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from typing import Any
 
@@ -18,22 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
-CHUNK = 128 * _VECTOR  # of a warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """warpgroups: of a program. resident: programs of a multiprocessor that go from chunk to chunk, and read the next
-    one before they compute; 0: a program for so many chunks as it has warpgroups."""
-
-    warpgroups: int = 2
-    resident: int = 0
+CHUNK = 128 * _VECTOR  # of a warpgroup, which is a program
 
 
 _interpret: Any = None
@@ -99,50 +88,26 @@ def _results(values, activation: str):
     return active * up, dgated * up * (share + gate * slope), dgated * active
 
 
-def _kernel(gate_ref, up_ref, dgated_ref, *, activation, form):
+def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
     """Replaces gate, up, dgated, bfloat16[chunks, CHUNK], by gated, dgate, dup. A row has one index, so that offsets
     beyond 32 bits are made in 64."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
-    worker = lax.axis_index("program") * form.warpgroups + lax.axis_index("wg")
-    workers = lax.axis_size("program") * form.warpgroups
-    chunks = gate_ref.shape[0]
-
-    def load(number):
-        return tuple(plgpu.load(ref.at[number], layout=layout, optimized=False) for ref in refs)
-
-    def store(number, values):
-        for ref, value in zip(refs, _results(values, activation), strict=True):
-            ref[number] = value.astype(ref.dtype)
-
-    if not form.resident:
-        pl.when(worker < chunks)(lambda: store(worker, load(worker)))
-        return
-
-    def one(index, held):
-        number = worker + index * workers
-        ahead = load(jnp.minimum(number + workers, chunks - 1))
-        store(number, held)
-        return ahead
-
-    count = lax.div(chunks - worker + (workers - 1), workers)
-    lax.fori_loop(0, count, one, load(jnp.minimum(worker, chunks - 1)))
+    number = lax.axis_index("chunk")
+    values = [plgpu.load(ref.at[number], layout=layout, optimized=False) for ref in refs]
+    for ref, value in zip(refs, _results(values, activation), strict=True):
+        ref[number] = value.astype(ref.dtype)
 
 
-def gated_backward(gate, up, dgated, activation: str, form: Form = Form()):
+def gated_backward(gate, up, dgated, activation: str):
     """See api.gated_backward, and `refusal`."""
     refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
-    programs = -(-gate.size // (CHUNK * form.warpgroups))
-    if form.resident:
-        programs = min(programs, form.resident * dispatch.multiprocessors())
     gpu_kernel.kernel(
-        functools.partial(_kernel, activation=activation, form=form),
+        functools.partial(_kernel, activation=activation),
         _interpret,
         out_type=(),
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=form.warpgroups,
-        thread_name="wg",
+        grid=(gate.size // CHUNK,),
+        grid_names=("chunk",),
         # A warpgroup reads and writes elements of its own: nothing waits for another.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*refs)
