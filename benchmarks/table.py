@@ -276,7 +276,9 @@ def memory_table(record: dict) -> list[str]:
         lines.append(f"| {row['what']} | {value}{missed} | {bounds[0]} | {bounds[1]} |")
     failed = [f"{name} ({case['failed'].split(' | ')[-1][:80]})" for name, case in record["cases"].items()
               if "failed" in case]  # fmt: skip
-    note = f"{_versions(record)}. `python benchmarks/train/memory.py --list`."
+    commits = ", ".join(sorted({case["commit"][:7] for case in record["cases"].values() if "commit" in case}))
+    where = _versions(record).rsplit(", commit", 1)[0]
+    note = f"{where}, commits {commits}. `python benchmarks/train/memory.py --list`."
     return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -109,6 +110,12 @@ def parts_of(trace: str) -> dict:
     }
 
 
+def rate(arrivals: list[float]) -> float:
+    """Seconds between losses, the median slope of all pairs (Theil-Sen): the host sees single ones early or late."""
+    pairs = itertools.combinations(enumerate(arrivals), 2)
+    return statistics.median((late - early) / (j - i) for (i, early), (j, late) in pairs)
+
+
 def measure(options) -> dict:
     shape = SHAPES[options.shape]
     started = time.perf_counter()
@@ -128,7 +135,7 @@ def measure(options) -> dict:
     def step(number, state, sums):
         return programs.update(state, trainer._accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
 
-    losses, norms, seconds, first_seconds = [], [], [], []
+    losses, norms, arrivals, first_seconds = [], [], [], []
     for number in range(3):
         begun = time.perf_counter()
         state, sums, latest = step(number, state, sums)
@@ -137,20 +144,16 @@ def measure(options) -> dict:
         first_seconds.append(time.perf_counter() - begun)
     waiting = None
     trace = jax.profiler.trace(options.profile) if options.profile else contextlib.nullcontext()
-    jax.block_until_ready((state, sums))
     with trace:
-        started = begun = time.perf_counter()
+        begun = time.perf_counter()
         for number in range(options.steps):
             state, sums, latest = step(number, state, sums)
             if waiting is not None:  # as the loop does: a step late
                 float(waiting)
-                now = time.perf_counter()
-                seconds.append(now - begun)
-                begun = now
+                arrivals.append(time.perf_counter() - begun)
             waiting = latest["loss"]
-        jax.block_until_ready((state, sums))
-        # Of all of them together: the host sees single losses early and late in turns.
-        step_seconds = (time.perf_counter() - started) / options.steps
+        float(waiting)
+    step_seconds = rate(arrivals)
     counts = [c for _, c in loaded]
     flops = statistics.mean(trainer._flops(c["tokens"], c["sum_squared"]) for c in counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)
@@ -184,9 +187,9 @@ def measure(options) -> dict:
         "transfers": options.transfers,
         "host_gb": programs.accumulate.memory_analysis().host_temp_size_in_bytes / 1e9,  # of residuals
         "first_steps_seconds": [round(s, 4) for s in first_seconds],  # host memory is pinned in the first
-        "steps_timed": options.steps,
+        "steps_timed": len(arrivals) - 1,
         "step_seconds": step_seconds,
-        "step_seconds_all": [round(s, 5) for s in seconds],
+        "step_seconds_all": [round(b - a, 5) for a, b in itertools.pairwise(arrivals)],
         "tokens_per_second": slots / step_seconds,
         "mfu": None if peak_flops is None else flops / step_seconds / peak_flops,
         "peak_memory_gb": memory_peak_bytes() / 1e9,
@@ -220,7 +223,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--optim-offload", action="store_true", help="optimizer states in host memory")
     parser.add_argument("--transfers", choices=["overlapped", "serial"], default="overlapped", help="of residuals")
-    parser.add_argument("--steps", type=int, default=12, help="that are timed")
+    parser.add_argument("--steps", type=int, default=12, help="but for the first and the last, they are timed")
     parser.add_argument(
         "--cache", help="folder of compiled programs; default: an empty one, filled by a process of its own"
     )

@@ -359,8 +359,8 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, begun):
         # The backward begins with the last layer: its residuals would come back at once.
         names = tuple(name for name in plan.named("offload") if name in residuals) if index < last else ()
         block = nnx.merge(graph, trainables[index], frozens[index])
-        longest = max(_work(segment, block, x) for segment in segments_of(block))
-        leaving = tuple(cut(residuals[name], longest) for name in names)
+        stages = [_work(segment, block, x) for segment in segments_of(block)]
+        leaving = cut([residuals[name] for name in names], stages)
         kept.append({name: value for name, value in residuals.items() if name not in names})
     return (x, _total(sums)), (trainables, frozens, kept, [*hosted, {}], layout, keys, begun)
 

@@ -221,7 +221,7 @@ _ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
 _ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
 # Of a layer's time, one direction, that transfers can hide under (models/ferry.py); and of theirs, what is lost then.
-_COVER, _CARRY_LOSS = 0.8, 0.03
+_COVER, _CARRY_LOSS = 0.765, 0.03
 _LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
 _MICRO_BATCH_SECONDS = 6e-3
 
@@ -336,8 +336,11 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
     forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
     in_place = parts.gated_in_place and device.hopper and parts.devices == 1
-    # What is offloaded is there too: this layer's, of which gate and up are used first, and then the next one's.
-    arrived = 2 * hosted - sum(size[name] for name in ("gate", "up", "gate_up") if name in plan.named("offload"))
+    # What is offloaded is there too: this layer's and the next one's; gate and up, used first, come under an attention
+    # that takes longer than all else.
+    arrived = 2 * hosted
+    if seconds["attend"][1] > 0.5 * backward:
+        arrived -= sum(size[name] for name in ("gate", "up") if name in plan.named("offload"))
     work = backward_bytes(plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes) + arrived
     return LayerForecast(kept, hosted, work, forward, backward, recompute, sum(waits))
 

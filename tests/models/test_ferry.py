@@ -46,11 +46,13 @@ def test_no_copies_need_no_window():
 
 
 def test_pieces_are_as_large_as_the_longest_stage_allows():
-    array = jax.ShapeDtypeStruct((8, 1 << 22, 64), jnp.bfloat16)  # 4 GiB
+    array = jax.ShapeDtypeStruct((64, 1 << 25), jnp.bfloat16)  # 4 GiB
 
-    def pieces(longest_stage_bytes):
-        return len(jax.eval_shape(lambda a: cut(a, longest_stage_bytes * _MULTIPLICATIONS_PER_BYTE), array).arrays)
+    def pieces(*stages_bytes):
+        stages = [count * _MULTIPLICATIONS_PER_BYTE for count in stages_bytes]
+        return len(jax.eval_shape(lambda a: cut([a], stages), array)[0].arrays)
 
-    assert pieces(1e6) == 8  # of 512 MiB
-    assert pieces(4 << 30) == 2  # two are in flight together
+    assert pieces(4 << 30, 1e9) == 2  # two are in flight together
     assert pieces(8 << 30) == 1
+    assert pieces(*[1e9] * 9) == 8  # of 512 MiB
+    assert pieces(*[1e8] * 9) == 32  # of 128 MiB: the link takes longer than all stages

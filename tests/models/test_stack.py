@@ -289,6 +289,6 @@ def test_a_plan_of_another_depth():
 def test_pieces_make_the_whole(monkeypatch, shape):
     monkeypatch.setattr(ferry, "PIECE_BYTES", 32)
     array = jnp.arange(np.prod(shape)).reshape(shape)
-    pieces = ferry.cut(array, 1.0)
+    (pieces,) = ferry.cut([array], [1.0])
     assert len(pieces.arrays) > 1 or max(shape[:2]) == 1
     np.testing.assert_array_equal(ferry.join(pieces), array)
