@@ -140,7 +140,7 @@ def kernels(capsys) -> list[str]:
 
 
 def test_info_on_kernels(capsys):
-    whole, packed, wide, matmul, four_bits, grouped, grouped_four_bits, sort, routing, loss = kernels(capsys)
+    whole, packed, wide, matmul, four_bits, gated, grouped, grouped_four_bits, sort, routing, loss = kernels(capsys)
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -163,7 +163,7 @@ def test_info_on_kernels(capsys):
         assert f"{name} refuses: not measured on a GPU yet" in " ".join(text.split())
     assert sort.startswith("routing sort: ") and "reference chosen" in " ".join(routing.split())
     shown = (("quant_matmul", matmul), ("quant_matmul", four_bits), ("grouped_matmul", grouped))
-    for op, text in (*shown, ("linear_cross_entropy", loss)):
+    for op, text in (*shown, ("gated_backward", gated), ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
 
 
