@@ -442,11 +442,19 @@ def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
 
 
-def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: float | None) -> Forecast:
+def choose(
+    parts: Anatomy,
+    config: TrainConfig,
+    device: Device,
+    budget_bytes: float | None,
+    chunk_logits: Sequence[int] = _CHUNK_LOGITS,
+) -> Forecast:
     """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast ones that with the lower peak.
 
     What config.memory.plan and config.micro_batches fix stays as they say.
 
+    Args:
+      chunk_logits: numbers of logits at a time to choose from.
     Raises:
       PlanError: nothing fits.
       ValueError: the host cannot hold the optimizer's states.
@@ -464,7 +472,7 @@ def choose(parts: Anatomy, config: TrainConfig, device: Device, budget_bytes: fl
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
         tokens = parts.rows / micro / parts.devices * parts.length
         # No more logits at a time than there are tokens, and no more sizes than make a difference.
-        chunks = sorted({max(1, min(int(tokens), count // parts.vocab_size)) for count in _CHUNK_LOGITS})
+        chunks = sorted({max(1, min(int(tokens), count // parts.vocab_size)) for count in chunk_logits})
         if fixed is not None:
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
@@ -526,8 +534,9 @@ def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerFore
     """The layer plans that no other beats in memory kept, memory at work and time at once."""
     of = _layer_forecasts(parts, tokens, device, tile)
     table = [(plan, of(plan)) for plan in _layer_plans(device.link > 0)]
-    figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table])
-    no_more = (figures[:, None] <= figures[None, :]).all(-1)  # the first is no worse than the second in anything
+    figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]).T
+    # [i, j]: i is no worse than j in anything.
+    no_more = functools.reduce(np.logical_and, (figure[:, None] <= figure[None, :] for figure in figures))
     beaten = (no_more & ~no_more.T).any(0)
     return [entry for entry, worse in zip(table, beaten, strict=True) if not worse]
 
@@ -616,7 +625,7 @@ def longest_row(parts: Anatomy, config: TrainConfig, device: Device, budget_byte
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
         one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
         try:
-            choose(row, one, device, budget_bytes)
+            choose(row, one, device, budget_bytes, _CHUNK_LOGITS[-1:])  # the fewest logits at a time
         except PlanError:
             return False
         return True
