@@ -27,12 +27,13 @@ def kernel(body, interpret=None, **options):
 def _name_modules_alike() -> None:
     """Gives every module of this process the same name for dumps, unless dumps are asked for."""
     numbered = getattr(mgpu.dialect, "get_or_set_dump_options", None)
-    if numbered is None or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+    if numbered is None:
         return
 
     def named(module):
         attributes = module.operation.attributes
-        if _DUMP_NAME not in attributes:
+        dumped = any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ)
+        if _DUMP_NAME not in attributes and not dumped:
             attributes[_DUMP_NAME] = ir.StringAttr.get("kernel", module.context)
         return numbered(module)
 

@@ -27,6 +27,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan
+from jaxtune.pallas.gated.mosaic import MOST as MOST_GATED
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.train import hosted
 from jaxtune.train.config import TrainConfig
@@ -334,15 +335,15 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
     link = hosted / (device.link or device.copy)
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
-    forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
+    carried = [s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True)]
     in_place = parts.gated_in_place and device.hopper and parts.devices == 1
-    # What is offloaded is there too: this layer's and the next one's; gate and up, used first, come under an attention
-    # that takes longer than all else.
-    arrived = 2 * hosted
-    if seconds["attend"][1] > 0.5 * backward:
-        arrived -= sum(size[name] for name in ("gate", "up") if name in plan.named("offload"))
+    in_place = in_place and size["gate"] / parts.itemsize < MOST_GATED
+    # What is offloaded is there too: this layer's and the next one's. But gate and up, used first, come later under an
+    # attention that takes longer than all else, and half of them if in small pieces (models/ferry.py).
+    later = 1.0 if seconds["attend"][1] > 0.5 * backward else 0.5 if link > forward else 0.0
+    arrived = 2 * hosted - later * sum(size[name] for name in ("gate", "up") if name in plan.named("offload"))
     work = backward_bytes(plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes) + arrived
-    return LayerForecast(kept, hosted, work, forward, backward, recompute, sum(waits))
+    return LayerForecast(kept, hosted, work, *carried, recompute, sum(waits))
 
 
 def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:

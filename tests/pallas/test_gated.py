@@ -68,6 +68,8 @@ def test_what_the_kernel_leaves_to_the_reference():
         assert refused(jnp.bfloat16, size, "silu") is None
         assert refused(jnp.bfloat16, size, "gelu") == "activation gelu: Mosaic has no erf"
         assert refused(jnp.float16, size, "silu") == "dtype float16"
+        assert refused(jnp.bfloat16, 2**32, "silu") == "4294967296 elements: their numbers have 32 bits"
+        assert refused(jnp.bfloat16, 2**32 - mosaic.CHUNK, "silu") is None
         assert refused(jnp.bfloat16, size + 8, "silu") == f"{size + 8} elements, no multiple of {mosaic.CHUNK}"
 
 

@@ -23,6 +23,7 @@ from jaxtune.pallas import dispatch, gpu_kernel
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
 CHUNK = 128 * _VECTOR  # of a warpgroup, which is a program
+MOST = 2**32  # elements
 
 
 _interpret: Any = None
@@ -46,6 +47,8 @@ def refusal(dtype, size: int, activation: str) -> str | None:
     reason = unsupported(dtype, size, activation)
     if reason is not None:
         return reason
+    if size >= MOST:
+        return f"{size} elements: their numbers have 32 bits"
     mesh = jax.sharding.get_abstract_mesh()
     if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
         return "a mesh of several devices: the kernel cannot be divided"
@@ -53,7 +56,7 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:
-    """Why it cannot on any GPU, or None."""
+    """Why it cannot on any GPU, or None; but for what is too large."""
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:
@@ -89,8 +92,7 @@ def _results(values, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """Replaces gate, up, dgated, bfloat16[chunks, CHUNK], by gated, dgate, dup. A row has one index, so that offsets
-    beyond 32 bits are made in 64."""
+    """Replaces gate, up, dgated, bfloat16[chunks, CHUNK], by gated, dgate, dup."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")

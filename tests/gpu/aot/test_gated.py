@@ -19,7 +19,8 @@ KERNEL = 'custom_call_target="mosaic_gpu_v2"'
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("tokens", [TOKENS, 16 * TOKENS])
 def test_the_kernel_writes_over_its_arguments(activation, tokens, monkeypatch, capfd):
-    """16 bytes a lane and access, from 64-bit addresses (the larger size has more elements than 2^31); no copies."""
+    """16 bytes a lane and access; no copies. The larger size has more elements than 2^31: their numbers are unsigned
+    (mosaic.refusal: fewer than 2^32), and bytes are counted in 64 bits."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     array = jax.ShapeDtypeStruct((tokens, INNER), jnp.bfloat16, sharding=H200.sharding())
@@ -35,7 +36,7 @@ def test_the_kernel_writes_over_its_arguments(activation, tokens, monkeypatch, c
     assert analysis.alias_size_in_bytes == 3 * tokens * INNER * 2 and analysis.temp_size_in_bytes < 1000
     text = "".join(capfd.readouterr())
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) == len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 3
-    assert len(re.findall(r"(?:ld|st)\.global", text)) == 6 and "mul.wide.s32" in text
+    assert len(re.findall(r"(?:ld|st)\.global", text)) == 6 and "mul.wide.u32" in text and "mul.wide.s32" not in text
     assert not any(int(size) for size in re.findall(r"(\d+) bytes spill", text))
     assert int(re.findall(r"Used (\d+) registers", text)[0]) <= 48  # 1,280 lanes of a multiprocessor
 
