@@ -335,7 +335,6 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     backward = sum(b for _, b in seconds.values()) + recompute + 2 * _LAYER_PASS_SECONDS
     link = hosted / (device.link or device.copy)
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
-    carried = [s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True)]
     in_place = parts.gated_in_place and device.hopper and parts.devices == 1
     in_place = in_place and size["gate"] / parts.itemsize < MOST_GATED
     # What is offloaded is there too: this layer's and the next one's. But gate and up, used first, come later under an
@@ -343,7 +342,8 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     later = 1.0 if seconds["attend"][1] > 0.5 * backward else 0.5 if link > forward else 0.0
     arrived = 2 * hosted - later * sum(size[name] for name in ("gate", "up") if name in plan.named("offload"))
     work = backward_bytes(plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes) + arrived
-    return LayerForecast(kept, hosted, work, *carried, recompute, sum(waits))
+    forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
+    return LayerForecast(kept, hosted, work, forward, backward, recompute, sum(waits))
 
 
 def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:
