@@ -141,18 +141,27 @@ def gated_in_place(shape: DecoderConfig, dtype, length: int) -> bool:
 
 
 def backward_bytes(
-    plan: LayerPlan, size: Mapping[str, float], tiles: int, in_place: bool, expert_rows: float, expert_bytes: float
+    plan: LayerPlan,
+    size: Mapping[str, float],
+    tiles: int,
+    in_place: bool,
+    expert_rows: float,
+    expert_bytes: float,
+    arrived: float,
+    arrived_last: float,
 ) -> float:
-    """Bytes of what a layer recomputes and makes, but for what is offloaded.
+    """Bytes of what a layer recomputes and makes, and of what was offloaded.
 
     Args:
       size: {residual: bytes}, of gate and up those of a tile. tiles: that the MLP runs over.
       in_place: as gated_in_place says. expert_rows, expert_bytes: as in memory.Anatomy.
+      arrived, arrived_last: bytes that have come from the host at the MLP's backward, and at the attention's.
     """
     dropped = {name: size[name] for name in plan.named("recompute")}
     if in_place:
         around = (1.6 if tiles == 1 else 2.0) * size["layer_input"]
-        return max(_at_the_mlp(dropped, size) + around, _at_the_attention(dropped, size, tiles))
+        at_the_mlp = _at_the_mlp(dropped, size) + around + arrived
+        return max(at_the_mlp, _at_the_attention(dropped, size, tiles) + arrived_last)
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
     # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
@@ -163,7 +172,7 @@ def backward_bytes(
         work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * expert_bytes)
     if tiles > 1:
         work += 0.2 * size["layer_input"]
-    return work + sum(dropped.values())
+    return work + sum(dropped.values()) + arrived_last
 
 
 def _at_the_mlp(dropped: Mapping[str, float], size: Mapping[str, float]) -> float:

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.ferry import IN_FLIGHT
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
 from jaxtune.profile import capture
@@ -117,7 +118,7 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"xla_allow_excess_precision": False} if deterministic else {}
     if platform != "gpu":
         return options
-    options["xla_gpu_enable_triton_gemm"] = False
+    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
     return options

@@ -222,7 +222,8 @@ _ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
 _ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
 # Of a layer's time, one direction, that transfers can hide under (models/ferry.py); and of theirs, what is lost then.
-_COVER, _CARRY_LOSS = 0.765, 0.03
+_COVER, _CARRY_LOSS = 0.9, 0.03
+_GAPS = 1.4  # what leaves takes with the gaps that it leaves
 _LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
 _MICRO_BATCH_SECONDS = 6e-3
 
@@ -231,12 +232,17 @@ _MICRO_BATCH_SECONDS = 6e-3
 class LayerForecast:
     """A layer under a LayerPlan for one micro-batch, in bytes and seconds.
 
-    kept, hosted: from forward to backward. work: on the device in its own backward, beyond what is kept.
+    kept, hosted: from forward to backward. work: on the device in its own backward, beyond what is kept, where the next
+    layer is like it; work_forward: at the end of its forward. leaving, arriving: of the hosted bytes, those that are on
+    their way at the MLP of the layer above.
     lost: seconds of recomputation and of waits for the link, part of forward + backward.
     """
 
     kept: float
     hosted: float
+    leaving: float
+    arriving: float
+    work_forward: float
     work: float
     forward: float
     backward: float
@@ -321,7 +327,7 @@ def _layer_forecasts(
 def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     """size: {residual: bytes}; seconds: {segment: (forward, backward)}."""
     kept, hosted = (sum(size[name] for name in plan.named(fate)) for fate in ("keep", "offload"))
-    size = size | {name: size[name] / tiles for name in ("gate", "up")}
+    whole, size = size, size | {name: size[name] / tiles for name in ("gate", "up")}
     dropped = plan.named("recompute")
     recompute = 0.0
     for segment in (*SEGMENTS[:-1], *MOE_SEGMENTS[3:-1]):  # those of layers without experts, then of layers with them
@@ -337,13 +343,24 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
     in_place = parts.gated_in_place and device.hopper and parts.devices == 1
     in_place = in_place and size["gate"] / parts.itemsize < MOST_GATED
-    # What is offloaded is there too: this layer's and the next one's. But gate and up, used first, come later under an
-    # attention that takes longer than all else, and half of them if in small pieces (models/ferry.py).
-    later = 1.0 if seconds["attend"][1] > 0.5 * backward else 0.5 if link > forward else 0.0
-    arrived = 2 * hosted - later * sum(size[name] for name in ("gate", "up") if name in plan.named("offload"))
-    work = backward_bytes(plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes) + arrived
+    # Of what is offloaded, the largest leave first and come last: under what is before or after the MLP, if they can.
+    travelling = [hosted, hosted]
+    for direction, stages in enumerate((("project", "attend", "mix"), ("attend", "mix"))):
+        room = _COVER * sum(seconds[stage][direction] for stage in stages) * (device.link or device.copy)
+        for name in sorted(plan.named("offload"), key=lambda name: whole[name], reverse=True):
+            if whole[name] > room:
+                break
+            room -= whole[name]
+            travelling[direction] -= whole[name]
+    leaving, arriving = travelling
+    work = backward_bytes(
+        plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes, hosted + arriving, 2 * hosted
+    )
+    # The activation and what is not kept of gate and up.
+    work_forward = size["gate"] + sum(size[name] for name in ("gate", "up") if name in dropped)
+    work_forward += 2.9 * size["layer_input"]
     forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
-    return LayerForecast(kept, hosted, work, forward, backward, recompute, sum(waits))
+    return LayerForecast(kept, hosted, leaving, arriving, work_forward, work, forward, backward, recompute, sum(waits))
 
 
 def forecast(parts: Anatomy, plan: StepPlan, device: Device) -> Forecast:
@@ -381,11 +398,17 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
     head_bytes, head_seconds = head
     kept = sum(layer.kept * count for layer, count in groups)
     # What the last layer should offload stays: the backward begins with it.
-    moments = [("the loss: logits of a chunk, hidden states", kept, head_bytes + groups[-1][0].hosted)]
-    below = 0.0
+    last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
+    moments = [
+        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted),
+        ("the forward of a layer", kept, last.hosted + last.work_forward + _GAPS * before.leaving),
+    ]
+    below = arriving = 0.0
     for layer, count in groups:
         below += layer.kept * count
-        moments.append(("the backward of a layer", below, layer.work))
+        more = max(arriving - layer.arriving, 0.0)  # under the lowest of these layers comes what another plan has
+        moments.append(("the backward of a layer", below, layer.work + more))
+        arriving = layer.arriving
     what, residuals, work = max(moments, key=lambda moment: moment[1] + moment[2])
     bytes_ = {"kept residuals": residuals, what: work}
     if parts.cast_bytes:
@@ -501,24 +524,30 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     count = parts.num_layers
     tokens = parts.rows / micro / parts.devices * parts.length
     head = _head(parts, chunk_tokens, tokens, device)
-    kept, work, seconds, hosted = (
-        np.array([value(f) for _, f in table])
-        for value in (lambda f: f.kept, lambda f: f.work + parts.head_gradient_bytes, lambda f: f.forward + f.backward,
-                      lambda f: f.hosted)
-    )  # fmt: skip
+    kept, hosted, leaving, arriving, work_forward, work, seconds = np.array(
+        [
+            (f.kept, f.hosted, _GAPS * f.leaving, f.arriving, f.work_forward, f.work, f.forward + f.backward)
+            for _, f in table
+        ]
+    ).T
+    work, forward = work + parts.head_gradient_bytes, hosted + work_forward
     budget -= parts.fixed_bytes + parts.cast_bytes
     # Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
-    over = count * kept + np.maximum(head[0] + hosted, work) - budget
+    last_work = work + np.maximum(arriving[:, None] - arriving[None, :], 0.0)
+    over = count * kept + np.maximum(np.maximum(head[0] + hosted, forward + leaving), last_work) - budget
     saved = kept[None, :] - kept[:, None]  # by one layer more under the first plan
     with np.errstate(divide="ignore", invalid="ignore"):
-        number = np.where(over[None, :] > 0, np.where(saved > 0, np.ceil(over[None, :] / saved), count), 0)
+        number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
     number = np.clip(number, 0, count)
     rest = count - number
     residuals = number * kept[:, None] + rest * kept[None, :]
-    last_work = np.where(rest > 0, work[None, :], 0.0)
+    last_work = np.where(rest > 0, last_work, 0.0)
     last_hosted = np.where(rest > 0, hosted[None, :], hosted[:, None])
     first_peak = np.where(number > 0, number * kept[:, None] + work[:, None], 0.0)
-    peak = np.maximum(residuals + np.maximum(head[0] + last_hosted, last_work), first_peak)
+    last_forward = np.where(rest > 0, forward[None, :], forward[:, None])
+    last_forward += np.where(rest > 1, leaving[None, :], leaving[:, None])  # of the layer before the last
+    last_moments = np.maximum(np.maximum(head[0] + last_hosted, last_forward), last_work)
+    peak = np.maximum(residuals + last_moments, first_peak)
     time = number * seconds[:, None] + rest * seconds[None, :]
     fits = (peak <= budget) & (number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes)
     order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf)
