@@ -97,52 +97,44 @@ limit[memory_longest]=600
 part_ablation() { $python benchmarks/train/ablation.py --output "$1/ablation.json" --seconds 560; }
 limit[ablation]=600
 
-# Models of experts, each under the peak memory that Unsloth takes for it (50.9, 24.2, 75.1 and 30.7 GB), less 3 %, by a
-# plan that a compile for an H200 without one proved to fit; then packed, at 4,096 and 65,536 tokens a step.
-gpt_oss_plan="0-17: attention_out=recompute, lse=recompute, gate=recompute, up=recompute; \
-18-23: attention_out=recompute, lse=recompute"
-gpt_oss_nf4_plan="recompute, attention_out=keep, lse=keep, mid=keep"
-experts() { # FILE SHAPE ROWS MICRO-BATCHES more options of step.py
-    local file=$1 shape=$2 rows=$3 parts=$4
-    shift 4
-    $python benchmarks/train/step.py --shape "$shape" --rows "$rows" --micro-batches "$parts" --steps 6 \
-        --cache "$(mktemp -d)" --output "$file" "$@"
+# Models of experts, each under the peak memory that Unsloth takes for it (50.9, 24.2, 75.1 and 30.7 GB); then packed, at
+# 4,096 and 65,536 tokens a step. The planner chooses plan and micro-batches.
+experts() { # FILE SHAPE ROWS more options of step.py
+    local file=$1 shape=$2 rows=$3
+    shift 3
+    $python benchmarks/train/step.py --shape "$shape" --rows "$rows" --plan auto --steps 6 --cache "$(mktemp -d)" \
+        --output "$file" "$@"
 }
-gpt_oss() { experts "$1" gpt-oss-20b "$2" "$3" --budget-gb 50.9 --plan "$gpt_oss_plan" "${@:4}"; }
-gpt_oss_nf4() { experts "$1" gpt-oss-20b "$2" "$3" --budget-gb 24.2 --load-in nf4 --plan "$gpt_oss_nf4_plan" "${@:4}"; }
-qwen3_moe() {
-    experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 75.1 --optim adamw_8bit --plan "recompute, mid=keep" "${@:4}"
-}
-qwen3_moe_nf4() {
-    experts "$1" qwen3-30b-a3b "$2" "$3" --budget-gb 30.7 --optim adamw_8bit --load-in nf4 \
-        --plan "recompute, layer_input=offload" "${@:4}"
-}
-part_gpt_oss() { gpt_oss "$1/step_gpt_oss_20b_50.9gb.json" 8 4; }
+gpt_oss() { experts "$1" gpt-oss-20b "$2" --budget-gb 50.9 "${@:3}"; }
+gpt_oss_nf4() { experts "$1" gpt-oss-20b "$2" --budget-gb 24.2 --load-in nf4 "${@:3}"; }
+qwen3_moe() { experts "$1" qwen3-30b-a3b "$2" --budget-gb 75.1 --optim adamw_8bit "${@:3}"; }
+qwen3_moe_nf4() { experts "$1" qwen3-30b-a3b "$2" --budget-gb 30.7 --optim adamw_8bit --load-in nf4 "${@:3}"; }
+part_gpt_oss() { gpt_oss "$1/step_gpt_oss_20b_50.9gb.json" 8; }
 limit[gpt_oss]=240
-part_gpt_oss_nf4() { gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_24.2gb.json" 8 2; }
+part_gpt_oss_nf4() { gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_24.2gb.json" 8; }
 limit[gpt_oss_nf4]=240
-part_qwen3_moe() { qwen3_moe "$1/step_qwen3_30b_a3b_75.1gb.json" 8 2; }
+part_qwen3_moe() { qwen3_moe "$1/step_qwen3_30b_a3b_75.1gb.json" 8; }
 limit[qwen3_moe]=300
-part_qwen3_moe_nf4() { qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_30.7gb.json" 8 1; }
+part_qwen3_moe_nf4() { qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_30.7gb.json" 8; }
 limit[qwen3_moe_nf4]=300
 part_gpt_oss_packed() {
-    gpt_oss "$1/step_gpt_oss_20b_packed_4k.json" 2 1 --documents packed
-    gpt_oss "$1/step_gpt_oss_20b_packed_65k.json" 32 16 --documents packed
+    gpt_oss "$1/step_gpt_oss_20b_packed_4k.json" 2 --documents packed
+    gpt_oss "$1/step_gpt_oss_20b_packed_65k.json" 32 --documents packed
 }
 limit[gpt_oss_packed]=330
 part_gpt_oss_nf4_packed() {
-    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_4k.json" 2 1 --documents packed
-    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_65k.json" 32 8 --documents packed
+    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_4k.json" 2 --documents packed
+    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_65k.json" 32 --documents packed
 }
 limit[gpt_oss_nf4_packed]=360
 part_qwen3_moe_packed() {
-    qwen3_moe "$1/step_qwen3_30b_a3b_packed_4k.json" 2 1 --documents packed
-    qwen3_moe "$1/step_qwen3_30b_a3b_packed_65k.json" 32 8 --documents packed
+    qwen3_moe "$1/step_qwen3_30b_a3b_packed_4k.json" 2 --documents packed
+    qwen3_moe "$1/step_qwen3_30b_a3b_packed_65k.json" 32 --documents packed
 }
 limit[qwen3_moe_packed]=540
 part_qwen3_moe_nf4_packed() {
-    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_4k.json" 2 1 --documents packed
-    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_65k.json" 32 4 --documents packed
+    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_4k.json" 2 --documents packed
+    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_65k.json" 32 --documents packed
 }
 limit[qwen3_moe_nf4_packed]=540
 
