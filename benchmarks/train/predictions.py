@@ -144,7 +144,7 @@ def compiled_step(target: Any, *case: Any) -> Compiled:
     found = [one.compile(compiler_options=options).memory_analysis() for one in lowered]
     needs = [m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found]
     on_host = max(m.host_temp_size_in_bytes + m.host_argument_size_in_bytes for m in found)
-    return Compiled(*needs, parts.fixed_bytes, predicted.peak_bytes, on_host)
+    return Compiled(*needs, parts.fixed_bytes(1), predicted.peak_bytes, on_host)
 
 
 def main() -> int:

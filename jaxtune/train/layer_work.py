@@ -187,4 +187,8 @@ def _at_the_attention(dropped: Mapping[str, float], size: Mapping[str, float], t
     """Later, with nothing left of the MLP: the attention's gradients."""
     work = sum(dropped.values()) - dropped.get("gate", 0.0) - dropped.get("up", 0.0)
     work += 2 * size["query"] + size["key"] + size["value"] + 2.2 * size["layer_input"]
-    return work if tiles == 1 else work - dropped.get("mid", 0.0) - size["layer_input"]
+    if tiles == 1:
+        return work
+    # cuDNN's work space, which counts where nothing is larger: gradients of query in float32, and of key and value for
+    # each of its heads. By one step of 350,208 tokens on an H200, 3.5 to 3.9 times the query.
+    return work - dropped.get("mid", 0.0) - size["layer_input"] + 4 * size["query"]

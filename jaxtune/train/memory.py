@@ -57,7 +57,7 @@ class Anatomy:
 
     residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever
     the tokens (empty rows of experts). work: {segment: Work}, likewise.
-    fixed: {part: bytes} of what is always there. cast_bytes: trained weights of the layers in the compute dtype, which
+    fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained weights of the layers in the compute dtype, which
     live from forward to backward. head_bytes: of a trained head's gradient, and what lies beside it at the loss: the
     head in the compute dtype, or, of a bf16 head, a chunk's share in float32. head_gradient_bytes: later, of it alone.
     expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
@@ -87,10 +87,11 @@ class Anatomy:
     hosted_bytes: float = 0.0
     update_bytes: float = 0.0
     gated_in_place: bool = False
+    less_sums: float = 0.0
 
-    @property
-    def fixed_bytes(self) -> float:
-        return sum(self.fixed.values())
+    def fixed_bytes(self, micro_batches: int) -> float:
+        """Of a step of so many."""
+        return sum(self.fixed.values()) - (self.less_sums if micro_batches == 1 else 0.0)
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Of one layer, for `tokens` tokens on a device."""
@@ -172,6 +173,7 @@ def anatomy(model: Decoder, config: TrainConfig, length: int | None = None, keep
         hosted_bytes=on_host * config.mesh.data,
         update_bytes=_update_bytes(masters, config),
         gated_in_place=gated_in_place(shape, dtype, length),
+        less_sums=0.0 if config.micro_batches == 1 else float(nbytes(masters) - nbytes(kept)),
     )
 
 
@@ -419,6 +421,8 @@ def _forecast(parts, plan, groups: list[tuple[LayerForecast, int]], head, tokens
         bytes_ = {"the update of the largest tensor": parts.update_bytes}
     bytes_ = {**parts.fixed, **bytes_}
     micro = plan.micro_batches
+    if micro == 1 and parts.less_sums:
+        bytes_["gradient sums"] -= parts.less_sums
     step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
     update = max(parts.trained * 4.0 * 9 / device.copy, state_seconds(parts, device))
     return Forecast(
@@ -531,7 +535,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
         ]
     ).T
     work, forward = work + parts.head_gradient_bytes, hosted + work_forward
-    budget -= parts.fixed_bytes + parts.cast_bytes
+    budget -= parts.fixed_bytes(micro) + parts.cast_bytes
     # Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
     last_work = work + np.maximum(arriving[:, None] - arriving[None, :], 0.0)
     over = count * kept + np.maximum(np.maximum(head[0] + hosted, forward + leaving), last_work) - budget

@@ -97,4 +97,4 @@ class Planner:
             analysis = program.memory_analysis()
             added = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             needs.append(analysis.temp_size_in_bytes + max(added, 0))
-        return self.anatomy.fixed_bytes + max(needs)
+        return self.anatomy.fixed_bytes(self.plan.micro_batches) + max(needs)

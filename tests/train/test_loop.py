@@ -505,7 +505,7 @@ def test_a_model_that_nobody_keeps_is_let_go_and_trained_as_another(tmp_path):
         trained.append(trainer.train())
         gc.collect()
         assert {start() is not None for start in starts} == {keeps_model}
-        planned.append(trainer.planner.anatomy.fixed_bytes)
+        planned.append(trainer.planner.anatomy.fixed_bytes(1))
     assert_same(*trained)
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(trained[0], nnx.Param)))
     assert planned[0] - planned[1] == adapter

@@ -19,12 +19,16 @@ CONFIGS = [
     # One document of 350,208 tokens: gate and up would have 5e9 elements each, more than 32-bit offsets reach.
     ("llama-3.1-8b", 2, 1, 350_208, 32, "nf4", "recompute, layer_input=offload; tile=14592"),
 ]
+# Of cuDNN's attention backward over that document (layer_work.py): chosen at run time, so not in an absent device's
+# program.
+WORK_SPACE = 4 * 350_208 * 4096 * 2
 
 
 @pytest.mark.parametrize(("shape", "layers", "rows", "length", "rank", "load_in", "plan"), CONFIGS)
 def test_predicted_peak_beside_the_compilers(shape, layers, rows, length, rank, load_in, plan):
     step = compiled_step(H200, shape, layers, rows, length, rank, load_in, plan)
-    assert 0.97 * step.peak <= step.predicted <= 1.07 * step.peak
+    predicted = step.predicted - (WORK_SPACE if "tile" in plan else 0)
+    assert 0.97 * step.peak <= predicted <= 1.07 * step.peak
 
 
 @pytest.mark.parametrize(("rows", "length"), [(4, 2048), (1, 8192)])
