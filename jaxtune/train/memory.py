@@ -57,9 +57,10 @@ class Anatomy:
 
     residuals: {name: bytes a token} of a layer, the mean of all layers; padding: {name: bytes} beside that, whatever
     the tokens (empty rows of experts). work: {segment: Work}, likewise.
-    fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained weights of the layers in the compute dtype, which
-    live from forward to backward. head_bytes: of a trained head's gradient, and what lies beside it at the loss: the
-    head in the compute dtype, or, of a bf16 head, a chunk's share in float32. head_gradient_bytes: later, of it alone.
+    fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained
+    weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
+    gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
+    float32. head_gradient_bytes: later, of it alone.
     expert_rows: bytes of the rows that go into a layer's experts, as a multiple of gate_up's; 0 without experts.
     expert_bytes: of its largest expert matrices in the compute dtype, where they are decoded for each product.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
