@@ -11,7 +11,7 @@ kernels of a layer with cargo count as nothing (`starting_at_once`), which makes
 and the step's compiler options let more be in flight (`IN_FLIGHT`).
 
 What did not help, by programs compiled for an H200: without that scheduler every copy is waited for; with its
-analytical estimator of latencies, twice as much as with its own; pieces of 128 MiB; an order within windows.
+analytical estimator of latencies, twice as much as with its own; and, before copies started at once, pieces of 128 MiB.
 """
 
 from __future__ import annotations

@@ -188,14 +188,14 @@ def transfers(plan: str) -> list[tuple[str, int, int]]:
 
 
 def test_transfers_run_under_the_whole_layer():
-    """Not under the few products before their end only, where XLA's scheduler would put a single copy's start."""
+    """Not under the few products before their end only, where XLA's scheduler would put a copy's start: 0.39, 0.64."""
     for direction in ("to host", "to device"):
         covered = set()
         for way, first, last in transfers("offload"):
             if way == direction:
                 covered.update(range(first, last))
         # Three layers of four send, and three receive, under 19 products of a layer's forward, 33 of its backward.
-        assert len(covered) > 0.7 * 3 * (19 if direction == "to host" else 33), direction
+        assert len(covered) > 0.9 * 3 * (19 if direction == "to host" else 33), direction
 
 
 def products(plan: str, where: str) -> list[tuple[str, float]]:
