@@ -334,8 +334,8 @@ def measured_cases() -> dict[str, dict]:
 
 
 def equal_plans_record(not_bit_for_bit: int, gradient: float) -> dict:
-    plan = dict(tensors_not_bit_for_bit=not_bit_for_bit, not_deterministic=dict(loss=0.0, gradient=gradient))
-    return dict(plans=dict(keep=plan), two_models_in_turn=dict(tensors_that_changed_between_turns=0))
+    plan = dict(tensors_not_bit_for_bit=not_bit_for_bit, not_deterministic=dict(loss=0.0, any_tensor=gradient))
+    return dict(plans=dict(keep=plan), cudnn={}, two_models_in_turn=dict(tensors_that_changed_between_turns=0))
 
 
 FALLS_SHORT = [

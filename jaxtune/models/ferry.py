@@ -6,7 +6,8 @@ is there when its last stage ends. Windows follow one another and are chosen by 
 places.
 
 Left alone, XLA's scheduler starts a copy five kernels before its end, thin ones and wide ones alike, whatever the
-copy's size, and lets two be in flight: an 8B step in 24 GB waited for 91 ms, a row of 65,536 tokens for 1.1 s. So the
+copy's size, and lets two be in flight: by their compiled schedules, not by a trace, an 8B step in 24 GB waited for 91 ms
+and one row of 65,536 tokens for 1.1 s. So the
 kernels of a layer with cargo count as nothing (`starting_at_once`), which makes a copy start where its window begins,
 and the step's compiler options let more be in flight (`IN_FLIGHT`).
 
