@@ -25,7 +25,7 @@ from jax.lax import optimization_barrier
 
 from jaxtune.models.block import MoEBlock
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.ferry import Ferry, cut, join, starting_at_once
+from jaxtune.models.ferry import Ferry, copies_start_at_once, cut, join
 from jaxtune.pallas.attention import PackedLayout, attention_backward, attention_forward
 from jaxtune.pallas.routing import RouterSums
 
@@ -218,7 +218,7 @@ def layer_forward(
 ):
     """(layer_output, {name: residual} for the wanted names, `leaving` on the host) of one layer; tile: tokens of each
     row that its MLP runs over at a time. `wanted` may have router_sums, which is no residual."""
-    with jax.named_scope("layer"), starting_at_once(leaving):
+    with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
         segments = segments_of(block, tile is not None, balance="router_sums" in wanted)
         keys = _segment_keys(key, segments_of(block))
@@ -258,7 +258,7 @@ def layer_backward(
     # A layer with experts keeps what the derivative needs of a segment that runs again anyway, such as sorted rows: to
     # make them twice takes longer than all that other layers would make twice, and they are there for this layer only.
     pullbacks = {}
-    with jax.named_scope("layer"), starting_at_once(coming):
+    with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
                 inputs = ferry.depart(stage, [env[name] for name in segment.inputs])

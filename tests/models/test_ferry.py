@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.models.ferry import _MULTIPLICATIONS_PER_BYTE, _ROOM, cut, starting_at_once, windows
+from jaxtune.models.ferry import _MULTIPLICATIONS_PER_BYTE, _ROOM, cut, windows
 
 LAYER = [1.0, 0.7, 0.8, 5.6, 3.0]  # project, attend, mix, expand, contract
 
@@ -63,12 +63,3 @@ def test_pieces_are_as_large_as_the_longest_stage_allows():
     assert pieces(4 << 30, 1e9) == 1
     assert pieces(2 << 30, 1e9) == 2
     assert pieces(1e8, 1e8) == 8  # of 512 MiB
-
-
-def test_kernels_count_for_nothing_only_beside_cargo():
-    def doubled(cargo):
-        with starting_at_once(cargo):
-            return jax.jit(lambda x: jnp.dot(x, x)).lower(jnp.ones((4, 4))).as_text()
-
-    assert 'latency_metadata = "1000"' in doubled([jnp.ones(3)])
-    assert "latency_metadata" not in doubled([])

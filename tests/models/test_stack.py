@@ -102,6 +102,22 @@ def test_serial_transfers_give_the_same_bits(kept):
         assert_same(loss_and_gradients(model, PLANS["offload"], jax.random.key(9)), want)
 
 
+@pytest.mark.parametrize("plan", ["keep", "recompute", "offload"])
+def test_products_are_the_same_instructions_under_every_plan(plan):
+    """XLA chooses a product's algorithm by its text: an attribute that only some plans set would make them differ."""
+    graph, trainable, frozen = nnx.split(make_model(target_modules=TARGETS), nnx.Param, ...)
+
+    def total(trainable):
+        model = nnx.merge(graph, trainable, frozen)
+        x, layout = jnp.ones((*SEGMENTS.shape, model.config.hidden_size)), model.layout(SEGMENTS.shape)
+        return run_stack(model.layers, model.config.layers, x, layout, PLANS[plan]).sum()
+
+    text = jax.jit(jax.grad(total)).lower(trainable).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 20
+    assert [line for line in products if 'latency_metadata = "1000"' not in line] == []
+
+
 def test_equals_plain_differentiation():
     model = make_model(use_dora=True, target_modules=TARGETS)
     loss, (trainable, x) = loss_and_gradients(model)

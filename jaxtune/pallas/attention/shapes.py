@@ -49,6 +49,7 @@ def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed:
 
 CASES = (
     Case("dense 2,048", 16, 2048),
+    Case("dense 4,096", 8, 4096),
     Case("dense 8,192", 4, 8192),
     Case("dense 32,768", 1, 32768),
     Case("packed, log-normal mean 512", 4, 8192, documents="log-normal"),
@@ -59,6 +60,7 @@ CASES = (
     Case("soft cap", 4, 8192, soft_cap=30.0),
     Case("sinks", 4, 8192, sinks=True),
     Case("head dim 64", 4, 8192, dim=64),
+    Case("head dim 64, 2,048", 16, 2048, dim=64),
     Case("head dim 256", 4, 8192, heads=16, dim=256),
     Case("head dim 256, packed, soft cap", 4, 8192, heads=16, dim=256, documents="log-normal", soft_cap=50.0),
 )
