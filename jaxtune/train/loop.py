@@ -111,11 +111,12 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
     """XLA options of the step.
 
     Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
-    8B LoRA step on an H200 (benchmarks/results). Under `deterministic` the vendor libraries' first algorithm is
-    taken instead of the fastest timed one, so that another process makes the same choice; and 16-bit values are rounded
-    wherever they are made, not only where a fusion ends, so that another plan gives the same bits.
+    8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made, not only where a
+    fusion ends, so that another plan of residuals gives the same bits; the programs have as many kernels either way.
+    Under `deterministic` the vendor libraries' first algorithm is taken instead of the fastest timed one, so that
+    another process makes the same choice.
     """
-    options: dict[str, Any] = {"xla_allow_excess_precision": False} if deterministic else {}
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
         return options
     options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}

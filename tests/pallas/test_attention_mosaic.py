@@ -191,19 +191,21 @@ def test_no_bit_of_one_document_reaches_another(form):
         assert (a[:, inside] != b[:, inside]).any()
 
 
-def test_packed_rows_go_to_the_kernels_and_whole_rows_to_cudnn():
-    query = jnp.zeros((1, 128, 4, 64), jnp.bfloat16)
-    packed, whole = packed_layout((1, 128), jnp.ones((1, 128), jnp.int32)), packed_layout((1, 128))
-
-    def chosen(layout, **features):
+def test_packed_and_short_rows_go_to_the_kernels_and_long_whole_rows_to_cudnn():
+    def chosen(length, packed, dim=64, **features):
+        query = jax.ShapeDtypeStruct((1, length, 4, dim), jnp.bfloat16)
+        layout = packed_layout((1, length), jnp.ones((1, length), jnp.int32) if packed else None)
         options = dict(scale=1.0, **features)
         with dispatch.compile_for((9, 0)):
             jax.eval_shape(lambda q: attention_forward(q, q, q, layout, **options), query)
         return dispatch.record["attention"]
 
-    assert chosen(packed)[0] == "mosaic"
-    assert chosen(whole)[0] == "cudnn"
-    assert chosen(whole, soft_cap=5.0) == ("mosaic", {"cudnn": "soft cap"})
+    assert chosen(4096, packed=True)[0] == "mosaic"
+    assert chosen(2048, packed=False)[0] == "mosaic"
+    assert chosen(4096, packed=False)[0] == "cudnn"
+    assert chosen(2048, packed=False, dim=96)[0] == "cudnn"  # padded to 128 in ours
+    assert chosen(2048, packed=False, dim=256)[0] == "cudnn"  # 0.89 of its speed
+    assert chosen(4096, packed=False, soft_cap=5.0) == ("mosaic", {"cudnn": "soft cap"})
 
 
 @pytest.mark.parametrize(

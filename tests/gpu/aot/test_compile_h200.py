@@ -60,7 +60,7 @@ def make_model(layers: int, four_bit: bool = False):
 
 
 @functools.cache
-def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False):
+def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False, length: int = LENGTH):
     """(lowered accumulate, lowered update, bytes of accumulate's arguments) for one H200."""
     graph, trainable, frozen = nnx.split(make_model(layers, four_bit), nnx.Param, ...)
     schedule = optax.constant_schedule(1e-4)
@@ -73,7 +73,7 @@ def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool 
 
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, trainable))
-    batch = placed(Batch.empty(ROWS, LENGTH))
+    batch = placed(Batch.empty(TOKENS // length, length))
     index = placed(jax.ShapeDtypeStruct((), jnp.int32))
     arguments = (sums, state, placed(frozen), batch, index)
     dispatch.record.pop("attention", None)
@@ -85,8 +85,8 @@ def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool 
 
 
 @functools.cache
-def compiled(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False):
-    accumulate, *_ = programs(plan, layers, max_documents, four_bit)
+def compiled(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False, length: int = LENGTH):
+    accumulate, *_ = programs(plan, layers, max_documents, four_bit, length)
     return accumulate.compile(compiler_options=compiler_options("gpu", deterministic=False))
 
 
@@ -99,10 +99,12 @@ def per_layer_bytes(plan: str) -> float:
     return (memory(plan, 4).temp_size_in_bytes - memory(plan, 2).temp_size_in_bytes) / 2
 
 
-@pytest.mark.parametrize(("max_documents", "chosen"), [(1, "cudnn"), (16, "mosaic")])
-def test_the_attention_that_is_chosen(max_documents, chosen):
+@pytest.mark.parametrize(
+    ("max_documents", "length", "chosen"), [(1, 2048, "mosaic"), (1, 4096, "cudnn"), (16, 4096, "mosaic")]
+)
+def test_the_attention_that_is_chosen(max_documents, length, chosen):
     programs.cache_clear()
-    programs("keep", 2, max_documents)
+    programs("keep", 2, max_documents, length=length)
     assert dispatch.record["attention"] == (chosen, {})
 
 
@@ -116,7 +118,7 @@ def test_a_program_with_our_kernels_is_the_same_whatever_was_lowered_before():
 
 
 def test_each_layer_calls_cudnn_forward_and_backward_once():
-    text = compiled("keep", 2).as_text()
+    text = compiled("keep", 2, length=4096).as_text()
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 2
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmaxBackward"', text)) == 2
 
@@ -177,7 +179,7 @@ def transfers(plan: str) -> list[tuple[str, int, int]]:
         name = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line)
         if name is None:
             continue
-        count += "__cublas$lt$matmul" in name[2] or "__cudnn$fmha" in name[2]
+        count += "__cublas$lt$matmul" in name[2] or "mosaic_gpu" in name[2]
         if " copy-start(" in name[2]:
             begun[name[1]] = count
         done = re.search(r" copy-done\((?:.* )?%?([\w.-]+)\)", name[2])
@@ -194,8 +196,8 @@ def test_transfers_run_under_the_whole_layer():
         for way, first, last in transfers("offload"):
             if way == direction:
                 covered.update(range(first, last))
-        # Three layers of four send, and three receive, under 19 products of a layer's forward, 33 of its backward.
-        assert len(covered) > 0.9 * 3 * (19 if direction == "to host" else 33), direction
+        # Three layers of four send, and three receive, under 19 products of a layer's forward, 34 of its backward.
+        assert len(covered) > 0.9 * 3 * (19 if direction == "to host" else 34), direction
 
 
 def products(plan: str, where: str) -> list[tuple[str, float]]:
