@@ -249,7 +249,7 @@ def test_the_ways_to_compute_experts_are_numerically_equal(gpt_oss):
 def test_the_arms_of_the_ablation_train_one_model():
     """On against everything off at once, of a tiny gpt-oss: one loss, one gradient."""
     options = types.SimpleNamespace(layers=2, rows=2, length=64, steps=1, tiny=True)
-    found = {name: ablation.measure("gpt-oss-20b", name, options) for name in ("on", "all_off")}
+    found = dict(ablation.measure("gpt-oss-20b", ["on", "all_off"], options))
     for key in ("loss", "gradient_norm"):
         np.testing.assert_allclose(found["all_off"][key], found["on"][key], rtol=0.02, err_msg=key)  # in bfloat16
     assert all(len(entry["forward_backward_ms"]) == ablation.RUNS for entry in found.values())
@@ -260,14 +260,18 @@ def test_the_arms_of_the_ablation_train_one_model():
 
 
 def test_the_ablation_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    """Every arm once; one that ran out of its own time is written down, one that ran out of the call's is not."""
+    """Every arm once; one that failed is written down, one that there was no time for is not."""
     calls = []
 
-    def child(model, name, options, seconds):
-        calls.append(name)
-        if name == "layout_kept":
-            return {"error": ablation._OUT_OF_TIME, "seconds": seconds}
-        return {"forward_ms": [1.0, 2.0], "forward_backward_ms": [4.0, 6.0 if name == "serial" else 5.0], "loss": 1.0}
+    def child(model, names, options, seconds):
+        calls.extend(names)
+        measured = {"forward_ms": [1.0, 2.0], "loss": 1.0}
+        found = {name: measured | {"forward_backward_ms": [4.0, 6.0 if name == "serial" else 5.0]} for name in names}
+        if seconds < 100:
+            del found["all_off"]
+        if "layout_kept" in found:
+            found["layout_kept"] = {"error": "out of memory"}
+        return found
 
     monkeypatch.setattr(ablation, "_child", child)
     output = tmp_path / "out.json"
@@ -281,7 +285,8 @@ def test_the_ablation_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
     assert call("--arms", "on,layout_kept,serial") == ["on", "layout_kept", "serial"]
     assert call("--seconds", "1") == []
-    assert call() == ["layout_host", "offload", "all_off"]
+    assert call("--seconds", "95") == ["layout_host", "offload", "all_off"]
+    assert call() == ["all_off"]
     assert call() == []
     assert call("--again") == ["layout_kept"]
     record = json.loads(output.read_text())

@@ -15,8 +15,9 @@ what is off over that of what is on, less one; five runs of some steps each, and
 median. `--layers` cuts the models short, because every arm compiles a program of its own: a layer's share is the same
 in a deeper model, that of embedding and head is larger here than there.
 
-Each (model, arm) is a process of its own with a time limit, and is written to the file as it ends; what stands there is
-not run again. So several calls finish what one cannot: call it until it says that nothing is left.
+Each model is a process of its own with a time limit: it compiles the programs of its arms side by side, then times one
+arm after the other. What was measured stands in the file and is not run again, so several calls finish what one cannot:
+call it until it says that nothing is left.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -89,6 +91,7 @@ CLAIMS: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("all together", "all_off", "offload", _ALL, dict.fromkeys(_ALL, "25 %")),
 )
 RUNS = 5
+COMPILERS = 6
 
 
 # ---- the arms
@@ -223,23 +226,24 @@ def build(name: str, layers: int, tiny: bool):
     return jaxtune.get_peft_model(model, r=16, lora_alpha=16, target_parameters=names)
 
 
-def measure(name: str, arm_name: str, options) -> dict:
-    started = time.perf_counter()
-    model = build(name, options.layers, options.tiny)
+def measure(model_name: str, arms: list[str], options) -> Iterator[tuple[str, dict]]:
+    """(arm, its record, or {"error": why there is none}) of one model."""
+    model = build(model_name, options.layers, options.tiny)
     batch = packing_metadata.build_batch(options.rows, options.length, model.config.vocab_size)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    plan = parse_residuals(ARMS[arm_name][3], len(model.layers))
-
-    def loss(trainable, frozen, batch):
-        total, count = loss_sum_and_count(nnx.merge(graph, trainable, frozen), batch, plan=plan)
-        return total / count
-
-    settings = compiler_options("gpu" if jax.default_backend() == "gpu" else "cpu", deterministic=False)
     arguments = (trainable, frozen, batch)
-    with arm(arm_name, model):
-        forward = jax.jit(loss).lower(*arguments).compile(compiler_options=settings)
-        step = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile(compiler_options=settings)
-    compile_seconds = time.perf_counter() - started
+    settings = compiler_options("gpu" if jax.default_backend() == "gpu" else "cpu", deterministic=False)
+
+    def lowered(name: str) -> list:
+        """[the forward, forward and backward]"""
+        plan = parse_residuals(ARMS[name][3], len(model.layers))
+
+        def loss(trainable, frozen, batch):
+            total, count = loss_sum_and_count(nnx.merge(graph, trainable, frozen), batch, plan=plan)
+            return total / count
+
+        with arm(name, model):
+            return [jax.jit(what).lower(*arguments) for what in (loss, jax.value_and_grad(loss))]
 
     def runs(program) -> list[float]:
         for _ in range(2):
@@ -252,22 +256,34 @@ def measure(name: str, arm_name: str, options) -> dict:
             found.append((time.perf_counter() - begun) / options.steps * 1e3)
         return found
 
-    value, gradient = step(*arguments)
-    return {
-        "model": name,
-        "arm": arm_name,
-        **environment(),
-        "layers": len(model.layers),
-        "layers_of_the_model": SHAPES[name]["num_hidden_layers"],
-        "frozen_weights": MODELS[name] or "bfloat16",
-        "plan": ARMS[arm_name][3],
-        "attention": dispatch.record["attention"][0],
-        "loss": float(value),
-        "gradient_norm": float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradient)))),
-        "forward_ms": runs(forward),
-        "forward_backward_ms": runs(step),
-        "start_seconds": compile_seconds,
-    }
+    def record(name: str, programs) -> dict:
+        forward, step = (program.result() for program in programs)
+        value, gradient = step(*arguments)
+        return {
+            "model": model_name,
+            "arm": name,
+            **environment(),
+            "layers": len(model.layers),
+            "layers_of_the_model": SHAPES[model_name]["num_hidden_layers"],
+            "frozen_weights": MODELS[model_name] or "bfloat16",
+            "plan": ARMS[name][3],
+            "attention": dispatch.record["attention"][0],
+            "loss": float(value),
+            "gradient_norm": float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradient)))),
+            "forward_ms": runs(forward),
+            "forward_backward_ms": runs(step),
+        }
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        compiled = {
+            name: [pool.submit(program.compile, compiler_options=settings) for program in lowered(name)]
+            for name in arms
+        }
+    for name, programs in compiled.items():  # the pool is done: nothing compiles while something is timed
+        try:
+            yield name, record(name, programs)
+        except Exception as error:  # a limit of the library or of the GPU: it belongs in the record
+            yield name, {"error": f"{type(error).__name__}: {str(error)[:800]}"}
 
 
 # ---- all of them
@@ -312,8 +328,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5, help="steps of each of the five runs")
-    parser.add_argument("--seconds", type=float, default=560, help="no arm is begun after this, nor goes on")
-    parser.add_argument("--limit", type=float, default=200, help="seconds that one arm may take")
+    parser.add_argument("--seconds", type=float, default=560, help="no model is begun after this, nor goes on")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that one model may take")
     parser.add_argument("--again", action="store_true", help="arms that failed, once more")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -323,7 +339,10 @@ def main() -> int:
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not of {', '.join(known)}")
     if options.child:
-        write(options.child, measure(models[0], arms[0], options))
+        entries: dict[str, dict] = {}
+        for name, entry in measure(models[0], arms, options):
+            entries[name] = entry
+            write(options.child, entries)
         return 0
 
     started, output = time.monotonic(), Path(options.output)
@@ -332,48 +351,51 @@ def main() -> int:
     if record and record["settings"] != settings:
         parser.error(f"{output} is of {record['settings']}: name another file")
     record = {"benchmark": "train/ablation", "settings": settings, "entries": record.get("entries", {})}
-    left = []
+    left: dict[str, list[str]] = {}
     for model, name in pairs(models, arms):
         done = record["entries"].get(f"{model} {name}")
         if done is None or ("error" in done and options.again):
-            left.append((model, name))
-    for position, (model, name) in enumerate(left):
+            left.setdefault(model, []).append(name)
+    for model, names in left.items():
         room = min(options.limit, options.seconds - (time.monotonic() - started))
-        if room < min(options.limit, 60):
-            print(f"{len(left) - position} arms are left: call it again")
+        if room < min(options.limit, 90):
             break
-        entry = _child(model, name, options, room)
-        if entry.get("error") == _OUT_OF_TIME and room < options.limit:
-            print(f"{model} {name}: {room:.0f} s were too few; call it again")
-            break
-        record["entries"][f"{model} {name}"] = entry
+        found = _child(model, names, options, room)
+        for name in names:
+            if name not in found:
+                continue
+            entry = record["entries"][f"{model} {name}"] = found[name]
+            times = [statistics.median(entry[key]) for key in ("forward_ms", "forward_backward_ms") if key in entry]
+            print(model, name, [round(ms, 2) for ms in times] or entry["error"], flush=True)
         record["claims"] = gains(record["entries"])
         write(output, record)
-        times = [statistics.median(entry[key]) for key in ("forward_ms", "forward_backward_ms") if key in entry]
-        print(model, name, [round(ms, 2) for ms in times] or entry["error"], flush=True)
-    else:
-        print("nothing is left")
+    missing = [f"{model} {name}" for model, name in pairs(models, arms) if f"{model} {name}" not in record["entries"]]
+    print(f"call it again: left are {', '.join(missing)}" if missing else "nothing is left")
     return 0
 
 
-_OUT_OF_TIME = "out of time"
+def _child(model: str, names: list[str], options, seconds: float) -> dict[str, dict]:
+    """{arm: its record, or {"error": why there is none}} of a model, as far as its process came.
 
-
-def _child(model: str, name: str, options, seconds: float) -> dict:
-    """The record of one arm, measured in a process of its own, or {"error": why there is none}."""
+    An arm in which the process died has an error; one that there was no time for is not there, unless the first of them
+    took all that a model may.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "arm.json"
+        file = Path(folder) / "arms.json"
         keys = ("layers", "rows", "length", "steps")
-        command = [sys.executable, __file__, "--output", options.output, "--models", model, "--arms", name]
+        command = [sys.executable, __file__, "--output", options.output, "--models", model, "--arms", ",".join(names)]
         command += [text for key in keys for text in (f"--{key}", str(getattr(options, key)))]
         command += ["--child", str(file), *(["--tiny"] if options.tiny else [])]
+        problem = None
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+            if done.returncode:
+                problem = f"exit {done.returncode}: {done.stderr[-800:]}"
         except subprocess.TimeoutExpired:
-            return {"error": _OUT_OF_TIME, "seconds": seconds}
-        if done.returncode or not file.exists():
-            return {"error": f"exit {done.returncode}: {done.stderr[-800:]}"}
-        return json.loads(file.read_text(encoding="utf-8"))
+            problem = "out of time" if seconds >= options.limit else None
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        missing = [name for name in names if name not in found]
+        return found | ({missing[0]: {"error": problem}} if problem and missing else {})
 
 
 if __name__ == "__main__":
