@@ -98,45 +98,41 @@ part_ablation() { $python benchmarks/train/ablation.py --output "$1/ablation.jso
 limit[ablation]=600
 
 # Models of experts, each under the peak memory that Unsloth takes for it (50.9, 24.2, 75.1 and 30.7 GB); then packed, at
-# 4,096 and 65,536 tokens a step. The planner chooses plan and micro-batches.
-experts() { # FILE SHAPE ROWS more options of step.py
-    local file=$1 shape=$2 rows=$3
-    shift 3
-    $python benchmarks/train/step.py --shape "$shape" --rows "$rows" --plan auto --steps 6 --cache "$(mktemp -d)" \
-        --output "$file" "$@"
+# 4,096 and 65,536 tokens a step. The planner chooses plan and micro-batches. Programs are compiled side by side.
+declare -A experts=(
+    [gpt_oss]="--shape gpt-oss-20b --budget-gb 50.9"
+    [gpt_oss_nf4]="--shape gpt-oss-20b --budget-gb 24.2 --load-in nf4"
+    [qwen3_moe]="--shape qwen3-30b-a3b --budget-gb 75.1 --optim adamw_8bit"
+    [qwen3_moe_nf4]="--shape qwen3-30b-a3b --budget-gb 30.7 --optim adamw_8bit --load-in nf4"
+)
+declare -A file=(
+    [gpt_oss]=step_gpt_oss_20b [gpt_oss_nf4]=step_gpt_oss_20b_nf4
+    [qwen3_moe]=step_qwen3_30b_a3b [qwen3_moe_nf4]=step_qwen3_30b_a3b_nf4
+)
+declare -A shapes=([_8x2048]="--rows 8" [_packed_4k]="--rows 2 --documents packed" [_packed_65k]="--rows 32 --documents packed")
+steps() { # FOLDER "MODEL ..." "SHAPE ..."
+    local folder=$1 model shape cache cases=()
+    cache=$(mktemp -d)
+    for model in $2; do
+        for shape in $3; do cases+=("${experts[$model]} ${shapes[$shape]} --plan auto --steps 6"); done
+    done
+    $python benchmarks/train/compile_ahead.py "$cache" "${cases[@]}"
+    for model in $2; do
+        for shape in $3; do
+            # shellcheck disable=SC2086 - arguments
+            $python benchmarks/train/step.py ${experts[$model]} ${shapes[$shape]} --plan auto --steps 6 \
+                --cache "$cache" --output "$folder/${file[$model]}$shape.json"
+        done
+    done
 }
-gpt_oss() { experts "$1" gpt-oss-20b "$2" --budget-gb 50.9 "${@:3}"; }
-gpt_oss_nf4() { experts "$1" gpt-oss-20b "$2" --budget-gb 24.2 --load-in nf4 "${@:3}"; }
-qwen3_moe() { experts "$1" qwen3-30b-a3b "$2" --budget-gb 75.1 --optim adamw_8bit "${@:3}"; }
-qwen3_moe_nf4() { experts "$1" qwen3-30b-a3b "$2" --budget-gb 30.7 --optim adamw_8bit --load-in nf4 "${@:3}"; }
-part_gpt_oss() { gpt_oss "$1/step_gpt_oss_20b_50.9gb.json" 8; }
-limit[gpt_oss]=240
-part_gpt_oss_nf4() { gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_24.2gb.json" 8; }
-limit[gpt_oss_nf4]=240
-part_qwen3_moe() { qwen3_moe "$1/step_qwen3_30b_a3b_75.1gb.json" 8; }
-limit[qwen3_moe]=300
-part_qwen3_moe_nf4() { qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_30.7gb.json" 8; }
-limit[qwen3_moe_nf4]=300
-part_gpt_oss_packed() {
-    gpt_oss "$1/step_gpt_oss_20b_packed_4k.json" 2 --documents packed
-    gpt_oss "$1/step_gpt_oss_20b_packed_65k.json" 32 --documents packed
-}
-limit[gpt_oss_packed]=330
-part_gpt_oss_nf4_packed() {
-    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_4k.json" 2 --documents packed
-    gpt_oss_nf4 "$1/step_gpt_oss_20b_nf4_packed_65k.json" 32 --documents packed
-}
-limit[gpt_oss_nf4_packed]=360
-part_qwen3_moe_packed() {
-    qwen3_moe "$1/step_qwen3_30b_a3b_packed_4k.json" 2 --documents packed
-    qwen3_moe "$1/step_qwen3_30b_a3b_packed_65k.json" 32 --documents packed
-}
-limit[qwen3_moe_packed]=540
-part_qwen3_moe_nf4_packed() {
-    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_4k.json" 2 --documents packed
-    qwen3_moe_nf4 "$1/step_qwen3_30b_a3b_nf4_packed_65k.json" 32 --documents packed
-}
-limit[qwen3_moe_nf4_packed]=540
+part_gpt_oss() { steps "$1" "gpt_oss gpt_oss_nf4" _8x2048; }
+limit[gpt_oss]=300
+part_qwen3_moe() { steps "$1" "qwen3_moe qwen3_moe_nf4" _8x2048; }
+limit[qwen3_moe]=500
+part_gpt_oss_packed() { steps "$1" "gpt_oss gpt_oss_nf4" "_packed_4k _packed_65k"; }
+limit[gpt_oss_packed]=590
+part_qwen3_moe_packed() { steps "$1" "qwen3_moe qwen3_moe_nf4" "_packed_4k _packed_65k"; }
+limit[qwen3_moe_packed]=590
 
 if [ "${1:-}" = --list ]; then
     for part in "${!limit[@]}"; do echo "$part (at most ${limit[$part]} s)"; done | sort

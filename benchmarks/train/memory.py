@@ -15,7 +15,6 @@ smaller.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import os
 import shutil
@@ -120,41 +119,6 @@ def arguments_of(name: str, options) -> list[str]:
 def compiled_beforehand(name: str) -> bool:
     """Not what is compiled in another way (a patch of the process), in a cache of its own, or by another script."""
     return not CASES[name].keys() & {"script", "cold", "transfers"}
-
-
-def compile_all(cases: list[str], options, cache: str) -> None:
-    """Compiles the programs of every case into `cache`, side by side, from shapes alone."""
-    import jax
-    import numpy as np
-    from jax.sharding import SingleDeviceSharding
-
-    from benchmarks.shapes import SHAPES
-    from benchmarks.train.step import arguments, make_trainer, train_config
-    from jaxtune.models.registry import config_from_hf
-    from jaxtune.train.memory import abstract_model
-
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    where = SingleDeviceSharding(jax.devices()[0])
-
-    def one(name: str) -> None:
-        wanted = arguments().parse_args(arguments_of(name, options))
-        trainer = make_trainer(wanted, abstract_model(config_from_hf(SHAPES[wanted.shape]), train_config(wanted)))
-
-        def placed(tree):
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=trainer._replicated), tree)
-
-        state = placed(jax.eval_shape(lambda t: trainer.program.init(t, 0), trainer._trainable))
-        places = trainer.program.shardings(state, trainer._replicated)
-        state = jax.tree.map(lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), state, places)
-        sums = placed(jax.eval_shape(trainer.program.zero_sums, state.trainable))
-        trainer.compile(state, sums, placed(trainer._frozen))
-
-    np.asarray(jax.device_put(0, where))  # the backend starts once, before the threads
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for name, future in {name: pool.submit(one, name) for name in cases}.items():
-            if future.exception() is not None:  # its own run will say why
-                print(f"{name}: not compiled beforehand: {str(future.exception()).splitlines()[0][:300]}", flush=True)
 
 
 def device_memory_bytes() -> float | None:
@@ -294,7 +258,10 @@ def main() -> int:
     if options.output is None:
         parser.error("--output is missing")
     if options.compile:
-        compile_all(options.compile.split(","), options, options.cache)
+        from benchmarks.train.compile_ahead import compile_ahead
+
+        names = options.compile.split(",")
+        compile_ahead({name: arguments_of(name, options) for name in names}, options.cache, options.threads)
         return 0
     names = options.cases.split(",")
     unknown = [name for name in names if name not in CASES]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -38,7 +39,7 @@ from benchmarks.random_model import random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
 from benchmarks.transfers import transfers
-from jaxtune.models.lora import experts
+from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
@@ -59,12 +60,23 @@ def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Docu
     return Documents.gather([rng.integers(0, vocab_size, n) for n in lengths])
 
 
+def adapter_config(options) -> AdapterConfig | None:
+    """LoRA on all linears, and on the experts of a model that has them."""
+    if not options.rank:
+        return None
+    has_experts = config_from_hf(SHAPES[options.shape]).moe is not None
+    return AdapterConfig(
+        r=options.rank,
+        lora_alpha=options.rank,
+        target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if has_experts else None,
+    )
+
+
 def train_config(options) -> TrainConfig:
-    adapter = AdapterConfig(r=options.rank, lora_alpha=options.rank) if options.rank else None
     return TrainConfig(
         model=ModelConfig(path=options.shape, load_in=options.load_in),
         data=DataConfig(train="random tokens", length=options.length),
-        adapter=adapter,
+        adapter=adapter_config(options),
         steps=options.steps + 3,
         rows_per_step=options.rows,
         micro_batches=options.micro_batches,
@@ -94,10 +106,11 @@ def build(options) -> tuple[Trainer, int]:
     """The trainer of a random model, and the bytes of the model's weights."""
     model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in)
     model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
-    if options.rank:
-        model = jaxtune.get_peft_model(
-            model, r=options.rank, lora_alpha=options.rank, target_parameters=[name for name, _ in experts(model)]
-        )
+    adapter = adapter_config(options)
+    if adapter is not None:
+        settings = dataclasses.asdict(adapter)
+        settings.pop("path")
+        model = jaxtune.get_peft_model(model, **settings)
     return make_trainer(options, model), model_bytes
 
 
