@@ -25,6 +25,7 @@ from benchmarks.table import Rejected, ablation_table, attention_pair_text, load
 from benchmarks.train import (
     ablation,
     attention_pair,
+    compile_ahead,
     equal_plans,
     longest,
     memory,
@@ -300,6 +301,31 @@ def test_the_ablation_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert table[-1].endswith("Without a result: llama-3.2-1b layout_kept.")
     with pytest.raises(SystemExit):
         call("--layers", "3")
+
+
+def test_programs_are_compiled_ahead_whatever_becomes_of_one(monkeypatch, capsys):
+    """From shapes alone, with adapters on experts where the model has them; one that does not fit says so."""
+    made = []
+
+    def make_trainer(options, model):
+        made.append((options.shape, options.rows, {type(leaf) for leaf in jax.tree.leaves(nnx.state(model))}))
+        problem = None if options.rows == 2 else "does not fit\nfor reasons"
+
+        def compile_to_fit(first_step, print_line):
+            if problem:
+                raise ValueError(problem)
+
+        return SimpleNamespace(_compile_to_fit=compile_to_fit)
+
+    monkeypatch.setattr(compile_ahead, "make_trainer", make_trainer)
+    monkeypatch.setattr(jax.config, "update", lambda key, value: None)
+    cases = {"small": ["--shape", "gpt-oss-20b", "--rows", "2"], "large": ["--shape", "qwen3-0.6b", "--rows", "32"]}
+    assert list(compile_ahead.compile_ahead(cases, "nowhere")) == ["small"]
+    assert capsys.readouterr().out == "large: not compiled ahead: does not fit\n"
+    assert sorted(made) == [("gpt-oss-20b", 2, {jax.ShapeDtypeStruct}), ("qwen3-0.6b", 32, {jax.ShapeDtypeStruct})]
+    adapter = step.adapter_config(SimpleNamespace(shape="gpt-oss-20b", rank=16))
+    assert adapter.target_parameters == ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    assert step.adapter_config(SimpleNamespace(shape="qwen3-0.6b", rank=16)).target_parameters is None
 
 
 # ---- memory
