@@ -320,6 +320,7 @@ def test_programs_are_compiled_ahead_whatever_becomes_of_one(monkeypatch, capsys
     monkeypatch.setattr(compile_ahead, "make_trainer", make_trainer)
     monkeypatch.setattr(jax.config, "update", lambda key, value: None)
     cases = {"small": ["--shape", "gpt-oss-20b", "--rows", "2"], "large": ["--shape", "qwen3-0.6b", "--rows", "32"]}
+    cases["large"] += ["--transfers", "serial"]
     assert list(compile_ahead.compile_ahead(cases, "nowhere")) == ["small"]
     assert capsys.readouterr().out == "large: not compiled ahead: does not fit\n"
     assert sorted(made) == [("gpt-oss-20b", 2, {jax.ShapeDtypeStruct}), ("qwen3-0.6b", 32, {jax.ShapeDtypeStruct})]

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.shapes import SHAPES
 from benchmarks.train.step import arguments, make_trainer, train_config
+from benchmarks.transfers import transfers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.devices import allow_pinned_memory
 from jaxtune.train.memory import abstract_model
@@ -38,16 +39,21 @@ def compile_ahead(cases: dict[str, list[str]], cache: str, threads: int = THREAD
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     began = time.perf_counter()
 
-    def one(texts: list[str]) -> float:
-        options = arguments().parse_args(texts)
+    def one(options) -> float:
         model = abstract_model(config_from_hf(SHAPES[options.shape]), train_config(options))
         make_trainer(options, model)._compile_to_fit(0, lambda line: None)
         return time.perf_counter() - began
 
     np.asarray(jax.device_put(0, jax.devices()[0]))  # the backend starts once, before the threads
+    wanted = {name: arguments().parse_args(texts) for name, texts in cases.items()}
     found = {}
-    with ThreadPoolExecutor(threads) as pool:
-        for name, future in {name: pool.submit(one, texts) for name, texts in cases.items()}.items():
+    for how in ("overlapped", "serial"):
+        pending = {}
+        with transfers(how), ThreadPoolExecutor(threads) as pool:  # a patch of the process: not both at once
+            for name, options in wanted.items():
+                if options.transfers == how:
+                    pending[name] = pool.submit(one, options)
+        for name, future in pending.items():
             try:
                 found[name] = future.result()
             except Exception as error:

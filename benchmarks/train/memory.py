@@ -5,7 +5,8 @@
 
 Each case is measured in a process of its own, most by benchmarks/train/step.py; with a budget its allocator
 holds no more, so that exceeding it fails, and fails alone. The programs of step.py's cases are compiled side by side
-beforehand, in one process, into one cache. 8B shape, NF4 + LoRA r=16, 8 x 2,048 tokens unless said.
+beforehand, in one process, into one cache: where XLA times algorithms in the measured process, its buffers can be the
+peak. 8B shape, NF4 + LoRA r=16, 8 x 2,048 tokens unless said.
 
 A FILE.json that is there is added to: cases that it holds without a failure are not run again, and the verdicts are
 made anew over all of them; so several calls of at most --seconds make one record. `--shape` and `--override` make it
@@ -117,8 +118,8 @@ def arguments_of(name: str, options) -> list[str]:
 
 
 def compiled_beforehand(name: str) -> bool:
-    """Not what is compiled in another way (a patch of the process), in a cache of its own, or by another script."""
-    return not CASES[name].keys() & {"script", "cold", "transfers"}
+    """Not what is compiled in a cache of its own, or by another script."""
+    return not CASES[name].keys() & {"script", "cold"}
 
 
 def device_memory_bytes() -> float | None:
