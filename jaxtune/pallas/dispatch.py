@@ -161,12 +161,14 @@ def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 
 
-def on_request(name: str, implementation: str | None, refusal: Callable[[], str | None]) -> Callable[[], str | None]:
-    """The refusal, for a Table, of an implementation that no GPU has measured: it serves only where `implementation`,
-    what was asked for, is its name."""
+def on_request(
+    name: str, implementation: str | None, why: str, refusal: Callable[[], str | None]
+) -> Callable[[], str | None]:
+    """The refusal, for a Table, of an implementation that serves only where `implementation`, what was asked for, is
+    its name; why: such as "not measured on a GPU yet"."""
     if implementation == name:
         return refusal
-    return lambda: "not measured on a GPU yet: runs where it is asked for by name"
+    return lambda: f"{why}: runs where it is asked for by name"
 
 
 def choose(op: str, table: Table, implementation: str | None) -> str:

@@ -318,15 +318,19 @@ def test_refusals_say_why(capability, dtype, columns, reason):
         grouped_matmul(x, weight, groups, implementation="mosaic")
 
 
-def test_what_has_not_been_measured_is_not_chosen():
+def test_what_is_chosen_is_what_was_measured_to_be_faster():
     groups = groups_of(jnp.array([4, 4], jnp.int32), 8)
     weight = NF4.encode(jnp.ones((2, OUT, IN)))
     with mosaic.interpreted():
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
         asked = api.implementations(jnp.bfloat16, IN, OUT, groups, weight, "mosaic_fourbit")
         assert dispatch.choose("grouped_matmul", table, None) == "mosaic"
-        assert "not measured on a GPU" in table["mosaic_fourbit"]()
+        assert "slower than decoding first" in table["mosaic_fourbit"]()
+        assert "not measured on a GPU" in table["triton"]()
         assert asked["mosaic_fourbit"]() is None
+        weight = MXFP4(jnp.zeros((2, OUT, IN // 2), jnp.uint8), jnp.zeros((2, OUT, IN // 32), jnp.uint8))
+        table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
+        assert dispatch.choose("grouped_matmul", table, None) == "mosaic_fourbit"
     x = jnp.zeros((groups.rows, IN), jnp.bfloat16)
     with mosaic.interpreted(), pytest.raises(ValueError, match="weights that are not in four bits"):
         grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_fourbit")

@@ -71,12 +71,15 @@ def implementations(
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
+    slower = "slower than decoding first"  # NF4, which our kernel decodes; XLA, which decodes MXFP4, is slower still
     table = {
         "mosaic": functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows),
-        "mosaic_fourbit": dispatch.on_request("mosaic_fourbit", implementation, four_bit_refusal),
-        "triton": dispatch.on_request("triton", implementation, triton_refusal),
+        "mosaic_fourbit": dispatch.on_request("mosaic_fourbit", implementation, slower, four_bit_refusal),
+        "triton": dispatch.on_request("triton", implementation, "not measured on a GPU yet", triton_refusal),
         "reference": lambda: None,
     }
+    if isinstance(weight, MXFP4):
+        return {"mosaic_fourbit": four_bit_refusal, **{name: table[name] for name in table if name != "mosaic_fourbit"}}
     if weight is None and implementation != "mosaic_fourbit":
         del table["mosaic_fourbit"]
     return table
