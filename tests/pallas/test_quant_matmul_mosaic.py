@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtune.pallas import dispatch, tuning
 from jaxtune.pallas.quant_matmul import (
     FP4,
+    MXFP4,
     NF4,
     LoraWeights,
     api,
@@ -64,6 +65,26 @@ def test_dequantising_is_decoding(shape, double_quant, dtype):
             got = mosaic.dequantize(each, dtype)
         assert got.dtype == dtype
         np.testing.assert_array_equal(np.asarray(got), np.asarray(each.decode(dtype)))
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (3, 80, 1024), (12, 512)])
+def test_dequantising_mxfp4_is_decoding(shape):
+    draw = np.random.default_rng(0)
+    codes, scales = (
+        draw.integers(0, 256, (*shape[:-1], shape[-1] // 2)),
+        draw.integers(1, 255, (*shape[:-1], shape[-1] // 32)),
+    )
+    weight = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+    with mosaic.interpreted():
+        got = mosaic.dequantize(weight, jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(weight.decode(jnp.bfloat16), np.float32))
+    assert np.isfinite(np.asarray(got, np.float32)).mean() > 0.99
+    with mosaic.interpreted():  # chosen where it can serve
+        array, _ = api.decoded(weight, jnp.ones(3, jnp.bfloat16))
+        assert dispatch.record["quant_matmul"][0] == "mosaic" and array.dtype == jnp.bfloat16
+        array, _ = api.decoded(weight, jnp.ones(3, jnp.float32))
+    refused = dispatch.record["quant_matmul"]
+    assert refused[0] == "reference" and refused[1]["mosaic"] == "dtype float32" and array.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

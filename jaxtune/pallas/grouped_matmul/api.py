@@ -71,7 +71,7 @@ def implementations(
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
-    slower = "slower than decoding first"  # NF4, which our kernel decodes; XLA, which decodes MXFP4, is slower still
+    slower = "slower than decoding first"  # of NF4; of MXFP4, when XLA decoded it, it was faster
     table = {
         "mosaic": functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows),
         "mosaic_fourbit": dispatch.on_request("mosaic_fourbit", implementation, slower, four_bit_refusal),
@@ -94,16 +94,8 @@ def _product(x, weight, groups, contract, extra, implementation):
     if implementation in _FOUR_BIT_PRODUCTS:
         weight, x = jax.lax.optimization_barrier((weight, x))
         return _FOUR_BIT_PRODUCTS[implementation](x, weight, groups, contract, extra)
-    array, x = _decoded(weight, x)
+    array, x = decoded(weight, x)
     return _PRODUCTS[implementation](x, array.astype(x.dtype), groups, contract, extra)
-
-
-def _decoded(weight, x):
-    """(weight as an array, x)"""
-    if isinstance(weight, MXFP4):
-        weight, x = jax.lax.optimization_barrier((weight, x))
-        return weight.decode(x.dtype), x
-    return decoded(weight, x)
 
 
 def _contracted(thin, wide, groups, rank, implementation):
@@ -193,7 +185,7 @@ def grouped_matmul(
     chosen = dispatch.choose("grouped_matmul", table, implementation)
     static = _Static(transposed, 1.0 if lora is None else lora.scale, chosen, derivative_follows)
     if derivative_follows and packed is not None and chosen not in _FOUR_BIT_PRODUCTS:
-        array, x = _decoded(packed, x)
+        array, x = decoded(packed, x)
         weight = jax.lax.stop_gradient(array)
     return _grouped(x, weight, None if lora is None else (lora.a, lora.b), groups, static)
 

@@ -112,8 +112,24 @@ def block_scales(codes, nested, offset, map_ref, layout):
     return scales(codes, nested, offset, map_ref)
 
 
-def table_values(codes, scales, table_ref, codes_layout, scales_layout, out_layout, dtype):
-    """`dtype`[2 x codes]: table entries times scales. codes: uint8, four a register; scales: one a register of codes.
+def powers_of_two(codes, layout):
+    """float32 2^(codes - 127), in `layout` as the uint8 codes, of which none is 255."""
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
+    def powers(_, codes):
+        found = np.empty_like(codes.registers)
+        for place, register in np.ndenumerate(codes.registers):
+            bits = arith.shli(arith.extui(_i32(), _item(register, 0)), _const(23))
+            bits = arith.maxui(bits, _const(1 << 22))  # 2^-127, which has no exponent
+            found[place] = _vector([arith.bitcast(ir.F32Type.get(), bits)])
+        return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
+
+    return powers(codes)
+
+
+def table_values(codes, scales, table_ref, codes_layout, scales_layout, out_layout, dtype, low_first=False):
+    """`dtype`[2 x codes]: table entries times scales. codes: uint8, four a register; scales: one a register of codes;
+    low_first: whether a byte's first number is in its low bits.
 
     The table lies across a warp's lanes, entry i in lanes i and i + 16, and a shuffle fetches an entry: of an index it
     reads the low four bits, and ignores the others.
@@ -134,7 +150,7 @@ def table_values(codes, scales, table_ref, codes_layout, scales_layout, out_layo
             pairs = []
             for byte in range(4):
                 both = []
-                for shift in (8 * byte + 4, 8 * byte):
+                for shift in (8 * byte, 8 * byte + 4) if low_first else (8 * byte + 4, 8 * byte):
                     index = _shift_right(word, shift)
                     value = nvvm.shfl_sync(_const(-1), entry, index, _const(0x101F), nvvm.ShflKind.idx)
                     both.append(_product(value, scale))

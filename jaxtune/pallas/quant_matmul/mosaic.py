@@ -26,8 +26,9 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, tuning
-from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul
+from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul, mxfp4
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, NF4, FourBit
+from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
 MAX_TOKENS = 16  # of small_matmul
 _LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at once: four a lane
@@ -49,7 +50,7 @@ def interpreted():
         _interpret = before
 
 
-def refusal(weight: FourBit, dtype) -> str | None:
+def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
     if _interpret is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -57,7 +58,19 @@ def refusal(weight: FourBit, dtype) -> str | None:
         return f"dtype {jnp.dtype(dtype)}"
     if weight.size % (2 * _LINE):
         return f"{weight.size} elements, no multiple of {2 * _LINE}"
-    return None
+    return _mxfp4_first_use(jnp.dtype(dtype)) if isinstance(weight, MXFP4) else None
+
+
+def _mxfp4_first_use(dtype) -> str | None:
+    """Why this GPU must not run the kernel that decodes MXFP4, or None."""
+
+    def compare():
+        draw = np.random.default_rng(0)
+        codes, scales = draw.integers(0, 256, (48, 512)), draw.integers(110, 131, (48, 32))
+        weight = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+        return [dequantize(weight, dtype)], [weight.decode(jnp.float32)]
+
+    return dispatch.first_use("quant_matmul", "mosaic", f"MXFP4 to {dtype.name}", compare)
 
 
 def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
@@ -85,6 +98,8 @@ def _absmax_operands(weight: FourBit) -> list[jax.Array]:
 
 # [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup hold number i of a line.
 _SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
+# MXFP4's [lines x 32] scales: lanes 4 i to 4 i + 3 hold number i.
+_POWERS = plgpu.Layout.TILED(Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
 
 
 def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, interpreted):
@@ -111,25 +126,47 @@ def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, in
     out_ref.at[at][...] = values
 
 
-def dequantize(weight: FourBit, dtype) -> jax.Array:
-    """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`."""
+def _dequantize_mxfp4_kernel(codes_ref, scales_ref, table_ref, out_ref, *, lines, dtype, interpreted):
+    """As _dequantize_kernel, with a power of two for each 32 numbers."""
+    at = lax.axis_index("chunk")
+    codes_layout = plgpu.Layout.WG_STRIDED((lines * _LINE,), 4)
+    out_layout = plgpu.Layout.WG_STRIDED((2 * lines * _LINE,), 8)
+    codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
+    scales = plgpu.load(scales_ref.at[at], layout=_POWERS, optimized=False)
+    if interpreted:
+        nibbles = jnp.stack([codes & 15, codes >> 4], axis=1).reshape(-1)
+        powers = jnp.repeat(lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32), mxfp4.BLOCK)
+        values = (table_ref[...][nibbles] * powers).astype(dtype)
+    else:
+        powers = lanes.powers_of_two(scales, _POWERS)
+        values = lanes.table_values(codes, powers, table_ref, codes_layout, _POWERS, out_layout, dtype, low_first=True)
+    out_ref.at[at][...] = values
+
+
+def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
+    """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`. Of MXFP4, numbers
+    under 2^-126 are not zero."""
     return _dequantize(weight, jnp.dtype(dtype), _interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
-def _dequantize(weight: FourBit, dtype, interpret) -> jax.Array:
+def _dequantize(weight: FourBit | MXFP4, dtype, interpret) -> jax.Array:
     # A power of two, so that the blocks of a program lie within one nested block.
     lines = next(n for n in (_LINES, _LINES // 2, _LINES // 4, 1) if weight.size % (2 * n * _LINE) == 0)
     chunks = weight.size // (2 * lines * _LINE)
-    with jax.named_scope("dequantise"):
+    if isinstance(weight, MXFP4):
+        body, operands = _dequantize_mxfp4_kernel, [weight.scales.reshape(chunks, -1), jnp.asarray(mxfp4.TABLE)]
+    else:
         absmax, *nested = _absmax_operands(weight)
+        body, operands = _dequantize_kernel, [absmax.reshape(chunks, -1), jnp.asarray(weight.table), *nested]
+    with jax.named_scope("dequantise"):
         values = _kernel(
-            functools.partial(_dequantize_kernel, lines=lines, dtype=dtype),
+            functools.partial(body, lines=lines, dtype=dtype),
             interpret,
             out_type=jax.ShapeDtypeStruct((chunks, 2 * lines * _LINE), dtype),
             grid=(chunks,),
             grid_names=("chunk",),
-        )(weight.codes.reshape(chunks, -1), absmax.reshape(chunks, -1), jnp.asarray(weight.table), *nested)
+        )(weight.codes.reshape(chunks, -1), *operands)
         return values.reshape(weight.shape)
 
 

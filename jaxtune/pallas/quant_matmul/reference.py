@@ -19,15 +19,16 @@ from jax.lax import optimization_barrier
 from jax.sharding import PartitionSpec
 
 from jaxtune.pallas.quant_matmul.formats import FourBit
+from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
 
-def refusal(weight: FourBit, dtype) -> str | None:
+def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
     del weight, dtype
     return None
 
 
-def dequantize(weight: FourBit, dtype) -> jax.Array:
+def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
     """The tensor in `dtype`."""
     return weight.decode(dtype)
 
@@ -81,7 +82,7 @@ def decoded(weight, x, kernels: ModuleType):
     Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
     or takes it out of a loop over tokens.
     """
-    if isinstance(weight, FourBit):
+    if isinstance(weight, FourBit | MXFP4):
         weight, x = optimization_barrier((weight, x))
         weight = _on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
     return weight, x

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat
 from jaxtune.pallas.quant_matmul.formats import BLOCK, FourBit
+from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul.reference import fused_product, fused_tile
 
 __all__ = ["dequantize", "fused_product", "fused_tile", "refusal", "small_matmul", "small_refusal"]
@@ -27,11 +28,13 @@ _DEQUANTISE_BLOCKS, _DEQUANTISE_WARPS = 64, 4
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def refusal(weight: FourBit, dtype) -> str | None:
+def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
+    if isinstance(weight, MXFP4):
+        return "a weight in MXFP4"
     if dtype not in (*_DTYPES, jnp.float32):
         return f"dtype {jnp.dtype(dtype).name}"
     return None

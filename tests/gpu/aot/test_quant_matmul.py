@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import NF4, LoraWeights, adam8, fused_matmul, line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import MXFP4, NF4, LoraWeights, adam8, fused_matmul, line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from tests.gpu.aot.target import H200
 
@@ -53,6 +53,14 @@ def test_dequantising(dtype, double_quant, ptxas):
     program = compiled(lambda w: mosaic.dequantize(w, dtype), packed(1024, 4096, double_quant))
     assert program.as_text().count(KERNEL) == 1
     assert program.memory_analysis().temp_size_in_bytes == 0  # nothing beside the codes and the result
+    assert not any(ptxas())
+
+
+def test_dequantising_mxfp4(ptxas):
+    weight = MXFP4(array(3, 1024, 2048, dtype=jnp.uint8), array(3, 1024, 128, dtype=jnp.uint8))
+    program = compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weight)
+    assert program.as_text().count(KERNEL) == 1
+    assert program.memory_analysis().temp_size_in_bytes == 0
     assert not any(ptxas())
 
 
