@@ -274,16 +274,23 @@ def measure(model_name: str, arms: list[str], options) -> Iterator[tuple[str, di
             "forward_backward_ms": runs(step),
         }
 
+    def why_not(error: Exception) -> dict:  # a limit of the library or of the GPU: it belongs in the record
+        return {"error": f"{type(error).__name__}: {str(error)[:800]}"}
+
+    compiled = {}
     with ThreadPoolExecutor(COMPILERS) as pool:
-        compiled = {
-            name: [pool.submit(program.compile, compiler_options=settings) for program in lowered(name)]
-            for name in arms
-        }
+        for name in arms:
+            try:
+                programs = lowered(name)
+            except Exception as error:
+                yield name, why_not(error)
+                continue
+            compiled[name] = [pool.submit(program.compile, compiler_options=settings) for program in programs]
     for name, programs in compiled.items():  # the pool is done: nothing compiles while something is timed
         try:
             yield name, record(name, programs)
-        except Exception as error:  # a limit of the library or of the GPU: it belongs in the record
-            yield name, {"error": f"{type(error).__name__}: {str(error)[:800]}"}
+        except Exception as error:
+            yield name, why_not(error)
 
 
 # ---- all of them

@@ -57,8 +57,8 @@ def implementations(
         "triton": kernel("triton"),
         "reference": lambda: None,
     }
-    short = query.shape[1] <= SHORT_ROWS and query.shape[-1] in (64, 128)
-    if layout.max_documents != 1 or short:
+    hopper = dispatch.compute_capability() == (9, 0)
+    if layout.max_documents != 1 or (hopper and query.shape[1] <= SHORT_ROWS and query.shape[-1] in (64, 128)):
         # On packed rows our kernels win by the blocks they skip. On short whole rows a step is as fast with either
         # (1.10 of cuDNN's speed alone, 0.999 in an 8B step of 8 x 2,048 on an H200), and ours sum in one order. On
         # longer ones the vendor's are faster: 4,096 tokens 0.97 and 0.994, 8,192 0.90.

@@ -71,7 +71,7 @@ def implementations(
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
-    slower = "slower than decoding first"  # of NF4; of MXFP4, when XLA decoded it, it was faster
+    slower = "slower than decoding first"  # of NF4; than decoding MXFP4 by XLA it was faster
     table = {
         "mosaic": functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows),
         "mosaic_fourbit": dispatch.on_request("mosaic_fourbit", implementation, slower, four_bit_refusal),
