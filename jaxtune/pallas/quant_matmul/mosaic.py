@@ -102,44 +102,36 @@ _SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_
 _POWERS = plgpu.Layout.TILED(Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
 
 
-def _dequantize_kernel(codes_ref, absmax_ref, table_ref, *refs, lines, dtype, interpreted):
-    """One program: `lines` lines of codes. refs: map, nested absmax and offset, if absmax is quantised; the output."""
+def _dequantize_kernel(codes_ref, scales_ref, table_ref, *refs, lines, dtype, powers, interpreted):
+    """One program: `lines` lines of codes. scales_ref: absmax, refs: map, nested absmax and offset, if absmax is
+    quantised; or, `powers`, MXFP4's scales. Last of refs is the output."""
     *nested_refs, out_ref = refs
     at = lax.axis_index("chunk")
     codes_layout = plgpu.Layout.WG_STRIDED((lines * _LINE,), 4)
     out_layout = plgpu.Layout.WG_STRIDED((2 * lines * _LINE,), 8)
+    scales_layout = _POWERS if powers else _SCALES
     codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
-    scales = plgpu.load(absmax_ref.at[at], layout=_SCALES, optimized=False)
-    if nested_refs:
+    scales = plgpu.load(scales_ref.at[at], layout=scales_layout, optimized=False)
+    if powers and interpreted:
+        scales = lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+    elif powers:
+        scales = lanes.powers_of_two(scales, scales_layout)
+    elif nested_refs:
         map_ref, nested_ref, offset_ref = nested_refs
         # The blocks of a program lie within one nested block.
         nested, offset = nested_ref[lax.div(at * (scales.shape[0]), jnp.int32(NESTED_BLOCK))], offset_ref[0]
         if interpreted:
             scales = map_ref[...][scales] * nested + offset
         else:
-            scales = lanes.block_scales(scales, nested, offset, map_ref, _SCALES)
+            scales = lanes.block_scales(scales, nested, offset, map_ref, scales_layout)
     if interpreted:
-        nibbles = jnp.stack([codes >> 4, codes & 15], axis=1).reshape(-1)
-        values = (table_ref[...][nibbles] * jnp.repeat(scales, BLOCK)).astype(dtype)
+        halves = [codes & 15, codes >> 4] if powers else [codes >> 4, codes & 15]
+        nibbles = jnp.stack(halves, axis=1).reshape(-1)
+        values = (table_ref[...][nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(dtype)
     else:
-        values = lanes.table_values(codes, scales, table_ref, codes_layout, _SCALES, out_layout, dtype)
-    out_ref.at[at][...] = values
-
-
-def _dequantize_mxfp4_kernel(codes_ref, scales_ref, table_ref, out_ref, *, lines, dtype, interpreted):
-    """As _dequantize_kernel, with a power of two for each 32 numbers."""
-    at = lax.axis_index("chunk")
-    codes_layout = plgpu.Layout.WG_STRIDED((lines * _LINE,), 4)
-    out_layout = plgpu.Layout.WG_STRIDED((2 * lines * _LINE,), 8)
-    codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
-    scales = plgpu.load(scales_ref.at[at], layout=_POWERS, optimized=False)
-    if interpreted:
-        nibbles = jnp.stack([codes & 15, codes >> 4], axis=1).reshape(-1)
-        powers = jnp.repeat(lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32), mxfp4.BLOCK)
-        values = (table_ref[...][nibbles] * powers).astype(dtype)
-    else:
-        powers = lanes.powers_of_two(scales, _POWERS)
-        values = lanes.table_values(codes, powers, table_ref, codes_layout, _POWERS, out_layout, dtype, low_first=True)
+        values = lanes.table_values(
+            codes, scales, table_ref, codes_layout, scales_layout, out_layout, dtype, low_first=powers
+        )
     out_ref.at[at][...] = values
 
 
@@ -154,19 +146,17 @@ def _dequantize(weight: FourBit | MXFP4, dtype, interpret) -> jax.Array:
     # A power of two, so that the blocks of a program lie within one nested block.
     lines = next(n for n in (_LINES, _LINES // 2, _LINES // 4, 1) if weight.size % (2 * n * _LINE) == 0)
     chunks = weight.size // (2 * lines * _LINE)
-    if isinstance(weight, MXFP4):
-        body, operands = _dequantize_mxfp4_kernel, [weight.scales.reshape(chunks, -1), jnp.asarray(mxfp4.TABLE)]
-    else:
-        absmax, *nested = _absmax_operands(weight)
-        body, operands = _dequantize_kernel, [absmax.reshape(chunks, -1), jnp.asarray(weight.table), *nested]
+    powers = isinstance(weight, MXFP4)
+    scales, *nested = [weight.scales] if powers else _absmax_operands(weight)
+    table = jnp.asarray(mxfp4.TABLE if powers else weight.table)
     with jax.named_scope("dequantise"):
         values = _kernel(
-            functools.partial(body, lines=lines, dtype=dtype),
+            functools.partial(_dequantize_kernel, lines=lines, dtype=dtype, powers=powers),
             interpret,
             out_type=jax.ShapeDtypeStruct((chunks, 2 * lines * _LINE), dtype),
             grid=(chunks,),
             grid_names=("chunk",),
-        )(weight.codes.reshape(chunks, -1), *operands)
+        )(weight.codes.reshape(chunks, -1), scales.reshape(chunks, -1), table, *nested)
         return values.reshape(weight.shape)
 
 
