@@ -146,7 +146,7 @@ def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
 
     class Wrong:
-        rows_of = staticmethod(lambda x, index: reference.rows_of(x, index).at[5].add(3))
+        spread = staticmethod(lambda x, slots, source: reference.spread(x, slots, source).at[5].add(3))
         summed = staticmethod(reference.summed)
 
     own = api._SORTS["reference"]

@@ -17,14 +17,16 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
-# Each has rows_of and summed.
+# Each has spread and summed.
 IMPLEMENTATIONS = {"reference": reference, "mosaic": mosaic}
 _SORTS = {
     "reference": reference.Passes(reference.BLOCK, reference.histogram, reference.slots),
     "mosaic": reference.Passes(mosaic_sort.BLOCK, mosaic_sort.histogram, mosaic_sort.slots),
 }
-# On an H200 (benchmarks/results/moe.json): all but the sort for 128 experts, by 7 to 25 us of a layer's 6,600.
-_SLOWER = "mostly slower than XLA's"
+# Why not by default; on an H200 (benchmarks/results/moe.json) the sort is faster for 128 experts, by 7 to 25 us of a
+# layer's 6,600, and slower for 32.
+_SORT_REASON = "mostly slower than XLA's"
+_ROWS_REASON = "permute not measured on a GPU yet, unpermute slower than XLA's"
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +93,7 @@ def implementations(dtype, hidden: int, k: int, implementation: str | None = Non
     def refusal():
         return mosaic.refusal(dtype, hidden, k) or first_use.refusal("mosaic", mosaic)
 
-    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _SLOWER, refusal)}
+    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _ROWS_REASON, refusal)}
 
 
 def sort_implementations(implementation: str | None = None) -> dispatch.Table:
@@ -100,7 +102,7 @@ def sort_implementations(implementation: str | None = None) -> dispatch.Table:
     def refusal():
         return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
 
-    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _SLOWER, refusal)}
+    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _SORT_REASON, refusal)}
 
 
 def _chosen(rows, routing, implementation) -> str:
@@ -108,15 +110,9 @@ def _chosen(rows, routing, implementation) -> str:
     return dispatch.choose("routing", table, implementation)
 
 
-def _gathered(x, routing, implementation):
-    tokens, k = routing.slots.shape
-    index = jnp.where(routing.source < tokens * k, routing.source // k, tokens)
-    return IMPLEMENTATIONS[implementation].rows_of(x, index)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
-    return _gathered(x, routing, implementation)
+    return IMPLEMENTATIONS[implementation].spread(x, routing.slots, routing.source)
 
 
 def _permute_fwd(x, routing, implementation):
@@ -151,7 +147,7 @@ def _unpermute_fwd(rows, routing, implementation):
 
 
 def _unpermute_bwd(implementation, routing, dx):
-    return _gathered(dx, routing, implementation), None
+    return IMPLEMENTATIONS[implementation].spread(dx, routing.slots, routing.source), None
 
 
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)

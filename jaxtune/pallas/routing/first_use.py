@@ -20,16 +20,20 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
     def compare():
         draw = np.random.default_rng(0)
         x = jnp.asarray(draw.standard_normal((_TOKENS, _HIDDEN)), jnp.bfloat16)
-        index = jnp.asarray(draw.integers(0, _TOKENS + 30, 1024), jnp.int32).at[-200:].set(_TOKENS)
-        index = jnp.minimum(index, _TOKENS)
-        slots = jnp.minimum(jnp.asarray(draw.integers(0, 1100, (_TOKENS, _K)), jnp.int32), 1024)
+        # Pairs in rows of any order, with empty rows between; some are nowhere.
+        pairs, rows = _TOKENS * _K, 1024
+        places = draw.permutation(rows)[:pairs].astype(np.int32)
+        places[draw.permutation(pairs)[:40]] = rows
+        source = np.full(rows, pairs, np.int32)
+        source[places[places < rows]] = np.flatnonzero(places < rows)
+        slots = places.reshape(_TOKENS, _K)
 
-        def run(module, x, index, slots):
-            rows = module.rows_of(x, index)
-            return rows, module.summed(rows, slots)
+        def run(module, x, slots, source):
+            spread = module.spread(x, slots, source)
+            return spread, module.summed(spread * 2, slots[::-1])
 
-        got = jax.jit(lambda *arrays: run(kernels, *arrays))(x, index, slots)
-        return got, run(reference, x.astype(jnp.float32), index, slots)
+        got = jax.jit(lambda *arrays: run(kernels, *arrays))(x, slots, source)
+        return got, run(reference, x.astype(jnp.float32), jnp.asarray(slots), jnp.asarray(source))
 
     return dispatch.first_use("routing", name, "rows", compare)
 

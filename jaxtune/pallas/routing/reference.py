@@ -72,6 +72,12 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
     return rows, source, groups
 
 
+def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
+    """x [T, H], slots int32[T, k], source int32[rows] -> [rows, H]: each pair's token in its row, zeros elsewhere."""
+    tokens, k = slots.shape
+    return rows_of(x, jnp.where(source < tokens * k, source // k, tokens))
+
+
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index]; zero where index is past the end.
 
