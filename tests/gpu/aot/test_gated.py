@@ -44,8 +44,9 @@ def test_the_kernel_writes_over_its_arguments(activation, tokens, monkeypatch, c
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
 def test_a_layer_s_backward_has_three_wide_arrays_and_copies_none(plan):
     text = compiled(plan).as_text()
-    kernels = [line for line in text.splitlines() if KERNEL in line]
-    assert len(kernels) == 4 and all("output_to_operand_aliasing" in line for line in kernels)
+    ours = [line for line in text.splitlines() if KERNEL in line]
+    kernels = [line for line in ours if "/attend/" not in line]  # attention's are others
+    assert len(ours) > len(kernels) == 4 and all("output_to_operand_aliasing" in line for line in kernels)
     wide = rf"bf16\[(?:8,2048|{TOKENS}|\d+),(?:{INNER}|1024)\]"
     assert not re.search(rf"= {wide}\S* copy\(", text)
 
