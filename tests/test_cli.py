@@ -154,9 +154,9 @@ def test_info_on_kernels(capsys):
     assert "head dim 256" in wide and wide.split()[-2:] == ["reference", "chosen"]
     assert "weights in NF4" in four_bits and "mosaic refuses: needs a Hopper" in " ".join(four_bits.split())
     assert "experts" in grouped and "weights in NF4" in grouped_four_bits
+    assert "mosaic_ahead refuses: needs a Hopper" in " ".join(grouped_four_bits.split())
     for text, reason in (
         (grouped, "triton refuses: not measured on a GPU yet"),
-        (grouped_four_bits, "mosaic_fourbit refuses: slower than decoding first"),
         (sort, "mosaic refuses: mostly slower than XLA's"),
         (routing, "mosaic refuses: permute not measured on a GPU yet, unpermute slower than XLA's"),
     ):

@@ -15,18 +15,15 @@ from jaxtune.pallas.grouped_matmul import (
     GroupedLora,
     api,
     first_use,
-    fragments,
     grouped_bias,
     grouped_matmul,
     mosaic,
     mosaic_contract,
-    mosaic_fourbit,
     mosaic_sums,
     reference,
 )
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.quant_matmul import MXFP4, NF4
-from jaxtune.pallas.quant_matmul.mxfp4 import TABLE
 
 IN, OUT, RANK, SCALE = 128, 192, 8, 0.5
 SIZES = {
@@ -209,48 +206,6 @@ def test_weights_in_four_bits_are_their_decoded_values(kind):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def lane_order(contract):
-    """Which column of a warpgroup's 64 each row of its accumulator is."""
-    order = np.zeros(64, int)
-    for w, g, h in np.ndindex(4, 8, 2):
-        fast, slow = 16 * w + 2 * g + h, 32 * (w // 2) + 4 * g + 2 * (w % 2) + h
-        order[16 * w + 8 * h + g] = fast if contract == 2 else slow
-    return order
-
-
-@pytest.mark.parametrize("warpgroups", [1, 2, 3])
-@pytest.mark.parametrize("contract", [1, 2])
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
-def test_lanes_decode_every_code_in_its_place(kind, contract, warpgroups):
-    """The code that a lane runs on a GPU, run for all lanes: bit for bit table entry times scale, in bfloat16."""
-    form = {
-        "nf4": fragments.Format(NF4.table.tobytes(), 64, True),
-        "mxfp4": fragments.Format(TABLE.tobytes(), 32, False),
-    }
-    form = form[kind]
-    columns = 64 * warpgroups
-    rows, fast = (columns, 64) if contract == 2 else (64, columns)
-    draw = np.random.default_rng(0)
-    codes = draw.integers(0, 256, (rows, fast // 2)).astype(np.uint8)
-    scales = draw.standard_normal((fast // form.block, rows)).astype(jnp.bfloat16)
-    nibbles = [codes >> 4, codes & 15] if form.high_first else [codes & 15, codes >> 4]
-    entries = np.frombuffer(form.table, np.float32).astype(jnp.bfloat16)[np.stack(nibbles, -1).reshape(rows, fast)]
-    weight = entries * np.repeat(scales.T, form.block, axis=1)
-    weight = weight if contract == 2 else weight.T
-    for wg in range(warpgroups):
-        got = fragments.written_fragment(form, codes, scales, columns, contract, np.uint32(wg))
-        want = weight[64 * wg : 64 * wg + 64][lane_order(contract)]
-        np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
-
-
-@pytest.mark.parametrize("contract", [1, 2])
-def test_lanes_store_every_sum_in_its_place(contract):
-    acc = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
-    want = np.zeros((128, 64), jnp.bfloat16)
-    want[:, lane_order(contract)] = acc.T.astype(jnp.bfloat16)
-    np.testing.assert_array_equal(fragments.written_rows(jnp.asarray(acc), contract), want)
-
-
 @pytest.mark.parametrize(("kind", "transposed"), [("nf4", True), ("mxfp4", False)])
 def test_products_over_four_bits_in_the_interpreter(kind, transposed):
     """Forward and dx, with an adapter: both directions of both formats; an error as of a bf16 product."""
@@ -263,7 +218,7 @@ def test_products_over_four_bits_in_the_interpreter(kind, transposed):
     x, _, a, b, dout = (jnp.asarray(array, jnp.bfloat16) for array in arrays)
 
     def run(x):
-        options = dict(transposed=transposed, implementation="mosaic_fourbit")
+        options = dict(transposed=transposed, implementation="mosaic_ahead")
         return grouped_matmul(x, stored, groups, GroupedLora(a, b, SCALE), **options)
 
     with mosaic.interpreted():
@@ -281,7 +236,7 @@ def test_groups_of_any_size_over_four_bits(case):
     stored = packed("nf4", weight[:, :64])
     x = jnp.asarray(x, jnp.bfloat16)
     with mosaic.interpreted():
-        got = mosaic_fourbit.product(x, stored, groups, 2)
+        got = mosaic.product(x, stored, groups, 2)
     want = np.zeros(got.shape)
     values = np.asarray(stored.decode(jnp.float32), np.float64)
     for e, (start, size) in enumerate(zip(np.asarray(groups.starts()), sizes, strict=True)):
@@ -323,17 +278,16 @@ def test_what_is_chosen_is_what_was_measured_to_be_faster():
     weight = NF4.encode(jnp.ones((2, OUT, IN)))
     with mosaic.interpreted():
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
-        asked = api.implementations(jnp.bfloat16, IN, OUT, groups, weight, "mosaic_fourbit")
-        assert dispatch.choose("grouped_matmul", table, None) == "mosaic"
-        assert "slower than decoding first" in table["mosaic_fourbit"]()
+        assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"
         assert "not measured on a GPU" in table["triton"]()
-        assert asked["mosaic_fourbit"]() is None
         weight = MXFP4(jnp.zeros((2, OUT, IN // 2), jnp.uint8), jnp.zeros((2, OUT, IN // 32), jnp.uint8))
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
-        assert dispatch.choose("grouped_matmul", table, None) == "mosaic_fourbit"
+        assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"
+        uneven = NF4.encode(jnp.ones((2, 65, 64)))
+        assert "4160 numbers an expert" in api.implementations(jnp.bfloat16, 64, 64, groups, uneven)["mosaic_ahead"]()
     x = jnp.zeros((groups.rows, IN), jnp.bfloat16)
-    with mosaic.interpreted(), pytest.raises(ValueError, match="weights that are not in four bits"):
-        grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_fourbit")
+    with mosaic.interpreted(), pytest.raises(ValueError, match="no weight in four bits"):
+        grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_ahead")
 
 
 def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):

@@ -13,8 +13,8 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import (
     first_use,
     mosaic,
+    mosaic_ahead,
     mosaic_contract,
-    mosaic_fourbit,
     mosaic_sums,
     reference,
     triton,
@@ -22,13 +22,11 @@ from jaxtune.pallas.grouped_matmul import (
 from jaxtune.pallas.grouped_matmul.layout import Groups
 from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
 
-# By an array; and by a weight in four bits as it is stored.
-_PRODUCTS = {"mosaic": mosaic.product, "triton": triton.product, "reference": reference.product}
-_FOUR_BIT_PRODUCTS = {"mosaic_fourbit": mosaic_fourbit.product}
-# Who multiplies by an adapter's A and B, if not the reference; columns past the rank are zero.
-_THIN = {"mosaic": mosaic.thin}
-# Who adds up the tiles of adapters' gradients, where they are made tile by tile, if not the reference.
-_SUMS = {"mosaic": mosaic_sums.per_expert, "mosaic_fourbit": mosaic_sums.per_expert}
+_PRODUCTS = {
+    "mosaic": mosaic.product, "mosaic_ahead": mosaic.product, "triton": triton.product, "reference": reference.product
+}  # fmt: skip
+_AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; others, decoded before
+_MOSAIC = ("mosaic", _AHEAD)  # whose kernels multiply by an adapter's A and B, and make the adapters' gradients, too
 
 
 @jax.tree_util.register_dataclass
@@ -64,24 +62,26 @@ def implementations(
       implementation: the name that was asked for, or None: what has not been measured then refuses.
     """
 
-    def four_bit_refusal():
-        reason = mosaic_fourbit.refusal(weight, dtype, groups.tile_rows)
-        return reason or first_use.refusal("mosaic_fourbit", mosaic_fourbit.product, weight)
+    def mosaic_refusal():
+        return mosaic.refusal(dtype, in_size, out_size, groups.tile_rows)
+
+    def ahead_refusal():
+        if weight is None:
+            return "no weight in four bits"
+        reason = mosaic_refusal() or mosaic_ahead.refusal(weight)
+        return reason or first_use.refusal(_AHEAD, mosaic.product, weight)
 
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
-    slower = "slower than decoding first"  # of NF4; than decoding MXFP4 by XLA it was faster
     table = {
-        "mosaic": functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows),
-        "mosaic_fourbit": dispatch.on_request("mosaic_fourbit", implementation, slower, four_bit_refusal),
+        _AHEAD: ahead_refusal,
+        "mosaic": mosaic_refusal,
         "triton": dispatch.on_request("triton", implementation, "not measured on a GPU yet", triton_refusal),
         "reference": lambda: None,
     }
-    if isinstance(weight, MXFP4):
-        return {"mosaic_fourbit": four_bit_refusal, **{name: table[name] for name in table if name != "mosaic_fourbit"}}
-    if weight is None and implementation != "mosaic_fourbit":
-        del table["mosaic_fourbit"]
+    if weight is None and implementation != _AHEAD:
+        del table[_AHEAD]
     return table
 
 
@@ -90,20 +90,25 @@ def _scaled(rows, scale):
 
 
 def _product(x, weight, groups, contract, extra, implementation):
-    """A weight in four bits is read, or decoded, when x is there and not before."""
-    if implementation in _FOUR_BIT_PRODUCTS:
-        weight, x = jax.lax.optimization_barrier((weight, x))
-        return _FOUR_BIT_PRODUCTS[implementation](x, weight, groups, contract, extra)
-    array, x = decoded(weight, x)
-    return _PRODUCTS[implementation](x, array.astype(x.dtype), groups, contract, extra)
+    """A weight in four bits is decoded when x is there and not before."""
+    if implementation != _AHEAD:
+        weight, x = decoded(weight, x)
+        weight = weight.astype(x.dtype)
+    return _PRODUCTS[implementation](x, weight, groups, contract, extra)
+
+
+def _thin(x, weight, groups, contract, implementation):
+    """By an adapter's A or B; columns past the rank are zero."""
+    return (mosaic if implementation in _MOSAIC else reference).thin(x, weight, groups, contract)
 
 
 def _contracted(thin, wide, groups, rank, implementation):
     """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert."""
-    if implementation == "mosaic" and mosaic_contract.refusal(wide.dtype) is None:
+    if implementation not in _MOSAIC:
+        return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32)
+    if mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(thin, wide, groups, rank)
-    sums = _SUMS.get(implementation, reference.per_expert)
-    return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32, sums)
+    return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32, mosaic_sums.per_expert)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -116,7 +121,7 @@ def _grouped_fwd(x, weight, lora, groups, static: _Static):
     inner = extra = None
     if lora is not None:
         a, b = lora
-        inner = _THIN.get(static.implementation, reference.thin)(x, a, groups, 2)
+        inner = _thin(x, a, groups, 2, static.implementation)
         extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
     out = _product(x, weight, groups, contract, extra, static.implementation)
     return out, (x, weight, lora, groups, inner)
@@ -128,7 +133,7 @@ def _grouped_bwd(static: _Static, residuals, dout):
     extra = dlora = None
     if lora is not None:
         a, b = lora
-        dinner = _scaled(_THIN.get(static.implementation, reference.thin)(dout, b, groups, 1), static.scale)
+        dinner = _scaled(_thin(dout, b, groups, 1, static.implementation), static.scale)
         extra = (dinner, a.mT if static.transposed else a)
         da = _contracted(dinner, x, groups, a.shape[1], static.implementation)
         db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation)
@@ -167,10 +172,10 @@ def grouped_matmul(
     Args:
       x: [rows, in], sorted as `groups` says; the compute dtype. Weights in another dtype are cast to it.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits (decoded for each product, by
-        "mosaic_fourbit" in the product itself).
-      derivative_follows: the derivative is taken soon, and x serves nothing else. A weight is then decoded once for
-        both, and the adapter's gradients are made before x's, whose product needs no x beside it.
-      implementation: "mosaic", "mosaic_fourbit", "triton", "reference", or None for the first that supports the call
+        "mosaic_ahead" while it multiplies).
+      derivative_follows: the derivative is taken soon, and x serves nothing else. A weight that is decoded first is
+        then decoded once for both; the adapter's gradients are made before x's, whose product needs no x beside it.
+      implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call
         and has been measured.
     Returns:
       [rows, out] in x's dtype.
@@ -184,7 +189,7 @@ def grouped_matmul(
     table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
     chosen = dispatch.choose("grouped_matmul", table, implementation)
     static = _Static(transposed, 1.0 if lora is None else lora.scale, chosen, derivative_follows)
-    if derivative_follows and packed is not None and chosen not in _FOUR_BIT_PRODUCTS:
+    if derivative_follows and packed is not None and chosen != _AHEAD:
         array, x = decoded(packed, x)
         weight = jax.lax.stop_gradient(array)
     return _grouped(x, weight, None if lora is None else (lora.a, lora.b), groups, static)

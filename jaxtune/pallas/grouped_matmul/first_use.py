@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4
+from jaxtune.pallas.quant_matmul import MXFP4, NF4, FourBit
 
 _SIZES = (200, 0, 1, 128)  # rows of each expert
 _SHAPE = (len(_SIZES), 384, 256)
@@ -21,7 +22,7 @@ _RANK = 8
 
 def refusal(name: str, product: Callable, weight) -> str | None:
     """Why this GPU must not run `product` (an implementation of reference.product), or None; weight: as stored."""
-    kind = type(weight) if isinstance(weight, MXFP4 | NF4) else None
+    kind = None if weight is None else type(weight)
 
     def compare():
         draw = np.random.default_rng(0)
@@ -35,8 +36,9 @@ def refusal(name: str, product: Callable, weight) -> str | None:
 
         stored: Any
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
-        if kind is NF4:
-            stored = NF4.encode(values)
+        if isinstance(weight, FourBit):
+            like = NF4.encode(values, weight.nested_absmax is not None)  # FP4 has other entries for the same codes
+            stored = type(weight)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
         elif kind is MXFP4:
             codes = draw.integers(0, 256, (*_SHAPE[:-1], _SHAPE[-1] // 2))
             scales = draw.integers(120, 124, (*_SHAPE[:-1], _SHAPE[-1] // 32))
@@ -56,4 +58,7 @@ def refusal(name: str, product: Callable, weight) -> str | None:
             want.append(reference.product(*wide, (u.astype(jnp.float32), side.astype(jnp.float32))))
         return got, want
 
-    return dispatch.first_use("grouped_matmul", name, "arrays" if kind is None else kind.__name__, compare)
+    call = "arrays" if kind is None else kind.__name__
+    if isinstance(weight, FourBit) and weight.nested_absmax is None:
+        call += ", float32 absmax"
+    return dispatch.first_use("grouped_matmul", name, call, compare)

@@ -23,12 +23,14 @@ class Groups:
     Attributes:
       tile_expert: int32[tiles], rising; the experts' number E for the tiles at the end that hold nothing.
       count: int32[], tiles that hold something.
+      tile_sizes: int32[tiles], rows of each tile that hold something, the first of it.
       sizes: int32[E], rows of each expert.
       tile_rows: rows of a tile.
     """
 
     tile_expert: jax.Array
     count: jax.Array
+    tile_sizes: jax.Array
     sizes: jax.Array
     tile_rows: int = dataclasses.field(metadata=dict(static=True))
 
@@ -63,4 +65,7 @@ def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Gr
     ends = jnp.cumsum(-(-sizes // tile_rows))
     index = jnp.arange(tiles, dtype=jnp.int32)
     tile_expert = (index[:, None] >= ends).sum(1, dtype=jnp.int32)  # how many experts end before this tile
-    return Groups(tile_expert, ends[-1].astype(jnp.int32), sizes.astype(jnp.int32), tile_rows)
+    sizes = sizes.astype(jnp.int32)
+    lasts = (ends * tile_rows - (-sizes % tile_rows)).astype(jnp.int32)  # the row after each expert's last
+    left = lasts.at[tile_expert].get(mode="fill", fill_value=0) - index * tile_rows
+    return Groups(tile_expert, ends[-1].astype(jnp.int32), jnp.clip(left, 0, tile_rows), sizes, tile_rows)

@@ -25,11 +25,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
+from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
+from jaxtune.pallas.quant_matmul import MXFP4, FourBit
 
 _WARPGROUPS = 2  # that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
 _STEP = 64  # along K: 128 bytes, a row of the swizzle
-MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+# Of each thread of a warpgroup, by what it does; of all together 65,536.
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+_DECODE_REGISTERS, _COMPUTE_REGISTERS_BESIDE = 96, 184
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +53,14 @@ class Blocks:
 # The first whose columns divide the output's, in the order measured on an H200; stages are what shared memory holds
 # beside the tile that is stored.
 BLOCKS = (Blocks(192, 4), Blocks(256, 3), Blocks(128, 5), Blocks(64, 6))
+_MOST_COLUMNS_BESIDE = 192  # a decoder; the accumulator of more needs registers that four warpgroups have not
 
 # What the tuner measures (tune.py): those, and the warpgroups apart, which may help where K or N is short. A `lead` has
 # not been measured yet.
 CANDIDATES = (
-    *BLOCKS[:3], Blocks(192, 4, 8), Blocks(192, 4, 16, 1), Blocks(192, 4, 16, 2), Blocks(256, 3, 16, 1),
-    Blocks(128, 5, 16, 2),
+    *BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(256, 3, 32), Blocks(128, 6), Blocks(192, 4, 16, 1),
+    Blocks(192, 4, 16, 2), Blocks(192, 4, 16, 3), Blocks(192, 4, 8, 3), Blocks(256, 3, 16, 1), Blocks(256, 3, 16, 2),
+    Blocks(256, 3, 8, 2), Blocks(128, 6, 16, 3), Blocks(128, 6, 8, 4),
 )  # fmt: skip
 
 _interpret: Any = None
@@ -100,17 +106,24 @@ def cores() -> int:
     return device.num_cores if device is not None else jax.local_devices()[0].core_count
 
 
-def bucket(in_size: int, out_size: int, contract: int) -> str:
+def candidates(out_size: int, ahead: bool) -> list[Blocks]:
+    """The blocks that the tuner measures; ahead: for weights in four bits."""
+    most = _MOST_COLUMNS_BESIDE if ahead else out_size
+    return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0 and blocks.columns <= most]
+
+
+def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
     """What of a call its blocks depend on, for tuning.py."""
-    return f"in={in_size}, out={out_size}, contract={contract}"
+    return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
-def blocks_for(in_size: int, out_size: int, contract: int, dtype) -> Blocks:
+def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
     """The blocks measured for a product, or the first that divide it."""
-    measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract), dtype)
+    measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype)
     if measured is not None:
         return Blocks(**measured)
-    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0)
+    most = _MOST_COLUMNS_BESIDE if ahead else out_size
+    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most)
 
 
 def place(item, row_tiles: int, column_tiles: int, band: int):
@@ -123,12 +136,23 @@ def place(item, row_tiles: int, column_tiles: int, band: int):
 
 
 def _kernel(
-    x_ref, w_ref, expert_ref, count_ref, *rest, blocks: Blocks, contract: int, programs: int, with_extra: bool
+    x_ref, expert_ref, sizes_ref, count_ref, *rest,
+    blocks: Blocks, contract: int, programs: int, with_extra: bool, decoder: Decoder | None, packed: int,
 ):  # fmt: skip
-    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N]."""
+    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N].
+
+    rest: u and L, if `with_extra`; W, or the `packed` operands from which `decoder` makes it; out, and of a decoder the
+    buffer for W; scratch.
+    """
     if with_extra:
         u_ref, l_ref, *rest = rest
-    out_ref, x_smem, w_smem, out_smem, full, free, *rest = rest
+    if decoder is None:
+        w_ref, out_ref, *rest = rest
+    else:
+        out_ref, w_ref, *scratch = rest[packed:]
+        packed_refs, rest = rest[:packed], scratch
+        ready = decoder.semaphores() if _interpret is None else rest.pop()
+    x_smem, w_smem, out_smem, full, free, *rest = rest
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     row_tiles, column_tiles = x_ref.shape[0] // TILE_ROWS, out_ref.shape[1] // columns
@@ -143,17 +167,27 @@ def _kernel(
     def item_place(index):
         return place(program + index * programs, row_tiles, column_tiles, blocks.band)
 
+    def ahead(tiles_ref, index):
+        """What tiles_ref has for an item's tile of rows: read an item early, for it takes as long as two steps."""
+        return tiles_ref[jnp.minimum(item_place(jnp.minimum(index, mine - 1))[0], row_tiles - 1)]
+
     def steps(row_tile):
         """Tiles that hold nothing take no step, and are stored as zeros."""
         return jnp.where(row_tile < count, all_steps, 0)
 
     def bring():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+        if decoder is not None and _interpret is not None:
+            plgpu.barrier_wait(ready)
 
-        def item(index, at):
+        def item(index, carry):
+            at, expert = carry
             row_tile, column_tile = item_place(index)
-            expert = expert_ref[row_tile]
+            following = ahead(expert_ref, index + 1)
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
+
+            if decoder is not None and _interpret is None:
+                pl.when(row_tile < count)(lambda: decoder.wait(ready, expert))
 
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
@@ -171,15 +205,16 @@ def _kernel(
                     copy(slot, x_ref, w_ref, number)
                 return at + 1
 
-            return lax.fori_loop(0, steps(row_tile), step, at)
+            return lax.fori_loop(0, steps(row_tile), step, at), following
 
-        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        total, _ = lax.fori_loop(0, mine, item, (jnp.int32(0), ahead(expert_ref, jnp.int32(0))))
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[lax.rem(at, jnp.int32(stages))]), None)
 
     def compute():
-        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        registers = _COMPUTE_REGISTERS if decoder is None else _COMPUTE_REGISTERS_BESIDE
+        plgpu.set_max_registers(registers, action="increase")
 
         def release(at):
             plgpu.barrier_arrive(free.at[lax.rem(at, jnp.int32(stages))])
@@ -192,9 +227,12 @@ def _kernel(
         if lead:
             pl.when((mine > 0) & (wg == 1))(lambda: plgpu.barrier_wait(rest[0]))
 
-        def item(index, at):
+        def item(index, carry):
+            at, size = carry
             row_tile, column_tile = item_place(index)
+            following = ahead(sizes_ref, index + 1)
             own = steps(row_tile)
+            multiplied = jnp.where(size > wg * _OWN, own, 0)  # none where this warpgroup's rows hold nothing
 
             def accumulate(acc):
                 def step(number, at):
@@ -212,24 +250,41 @@ def _kernel(
 
                 if lead:
                     let_start((index == 0) & (own == 0))
-                lax.fori_loop(0, own, step, at)
+                lax.fori_loop(0, multiplied, step, at)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
+            def pass_on(_, at):
+                plgpu.barrier_wait(full.at[lax.rem(at, jnp.int32(stages))])
+                release(at)
+                return at + 1
+
             total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
+            pl.when(multiplied > 0)(lambda: release(at + own - 1))
+            lax.fori_loop(multiplied, own, pass_on, at)
             at = at + own
-            pl.when(own > 0)(lambda: release(at - 1))
             rows = pl.ds(row_tile * TILE_ROWS + wg * _OWN, _OWN)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item has left
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, pl.ds(column_tile * columns, columns)])
-            return at
+            return at, following
 
-        lax.fori_loop(0, mine, item, jnp.int32(0))
+        lax.fori_loop(0, mine, item, (jnp.int32(0), ahead(sizes_ref, jnp.int32(0))))
         plgpu.wait_smem_to_gmem(0)
 
-    lax.cond(wg < _WARPGROUPS, compute, bring)
+    def decode():
+        plgpu.set_max_registers(_DECODE_REGISTERS, action="decrease")
+        if _interpret is None:
+            decoder.decode(packed_refs, w_ref, ready, program, programs)
+        else:
+            decoder.written_out(packed_refs, w_ref)
+            plgpu.barrier_arrive(ready)
+
+    def others():
+        lax.cond(wg == _WARPGROUPS, bring, decode)
+
+    lax.cond(wg < _WARPGROUPS, compute, bring if decoder is None else others)
 
 
 def _smem(shape, dtype):
@@ -252,24 +307,31 @@ def thin(x, weight, groups: Groups, contract: int):
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blocks | None = None):
-    """See reference.product; weight in x's dtype."""
-    columns = weight.shape[3 - contract]
-    blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype)
-    operands = [x, weight, groups.tile_expert, groups.count[None]]
+    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it."""
+    columns, ahead = weight.shape[3 - contract], isinstance(weight, FourBit | MXFP4)
+    blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype, ahead)
+    operands = [x, groups.tile_expert, groups.tile_sizes, groups.count[None]]
     if extra is not None:
         u, side = extra
         operands += [_filled(u, 1), _filled(side.astype(x.dtype), contract)]
+    decoder, packed = None, [weight]
+    out_type = [jax.ShapeDtypeStruct((groups.rows, columns), x.dtype)]
+    if ahead:
+        decoder = Decoder.of(weight, x.dtype)
+        packed = decoder.chunks.operands(weight)
+        out_type.append(jax.ShapeDtypeStruct(weight.shape, x.dtype))
     programs = cores()
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
-    return gpu_kernel.kernel(
+    out, *_ = gpu_kernel.kernel(
         functools.partial(
-            _kernel, blocks=blocks, contract=contract, programs=programs, with_extra=extra is not None
+            _kernel, blocks=blocks, contract=contract, programs=programs, with_extra=extra is not None,
+            decoder=decoder, packed=len(packed),
         ),
         _interpret,
-        out_type=jax.ShapeDtypeStruct((groups.rows, columns), x.dtype),
+        out_type=out_type,
         grid=(programs,),
         grid_names=("sm",),
-        num_threads=_WARPGROUPS + 1,
+        num_threads=_WARPGROUPS + (1 if decoder is None else 2),
         thread_name="wg",
         scratch_types=[
             _smem((blocks.stages, TILE_ROWS, _STEP), x.dtype),
@@ -278,5 +340,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
+            *([plgpu.Barrier(num_arrivals=1)] if decoder is not None and _interpret is not None else []),
         ],
-    )(*operands)  # fmt: skip
+    )(*operands, *packed)  # fmt: skip
+    return out

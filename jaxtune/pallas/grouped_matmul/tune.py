@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import tuning
 from jaxtune.pallas.grouped_matmul import mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of
+from jaxtune.pallas.quant_matmul import NF4
 
 # (experts, pairs, in, out, whether weights are [E, in, out]) of gpt-oss-20b and Qwen3-30B-A3B at 16,384 tokens: gate
 # with up, and down.
@@ -25,7 +27,8 @@ SHAPES = (
 def tune(
     dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times the blocks on balanced groups, forward and dx, and keeps the fastest (tuning.py).
+    """Times the blocks on balanced groups, forward and dx, of weights in `dtype` and in NF4, and keeps the fastest
+    (tuning.py).
 
     Args:
       say, path: see tuning.measure.
@@ -33,7 +36,7 @@ def tune(
       product -> its entry, see tuning.measure.
     """
     entries = {}
-    for experts, pairs, in_size, out_size, transposed in SHAPES:
+    for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):
         sizes = jnp.full(experts, pairs // experts, jnp.int32)
         groups = groups_of(sizes, pairs)
         for size, other, contract in (
@@ -42,15 +45,16 @@ def tune(
             x = jax.random.normal(jax.random.key(0), (groups.rows, size), dtype)
             pair = (size, other) if contract == 1 else (other, size)
             weight = jax.random.normal(jax.random.key(1), (experts, *pair), dtype)
+            weight = NF4.encode(weight) if ahead else weight
 
             def prepare(x=x, weight=weight, groups=groups, contract=contract):
                 run = jax.jit(lambda x, weight: mosaic.product(x, weight, groups, contract))
                 return lambda: run(x, weight)
 
-            bucket = mosaic.bucket(size, other, contract)
+            bucket = mosaic.bucket(size, other, contract, ahead)
             if bucket in entries:
                 continue
-            candidates = [dataclasses.asdict(b) for b in mosaic.CANDIDATES if other % b.columns == 0]
+            candidates = [dataclasses.asdict(blocks) for blocks in mosaic.candidates(other, ahead)]
             entries[bucket] = tuning.measure(
                 "grouped_matmul", bucket, dtype, candidates, prepare, wrong=tuning.as_the_first(), say=say, path=path
             )

@@ -454,3 +454,29 @@ def warpgroup_barrier():
         utils.warpgroup_barrier()
 
     wait()
+
+
+def store_chunk(values, out_ref, chunk, layout):
+    """Stores 16-bit values [n], in `layout` (WG_STRIDED by 8), as chunk number `chunk` of n numbers of out_ref, in
+    memory and of any shape. Who waits for a semaphore that is signalled after it may bring them by TMA."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
+    def store(_, values, chunk, out_ref):
+        registers = list(values.registers.flat)
+        first = _add(_mul(_scalar(chunk), 128 * len(registers)), _thread())
+        for number, register in enumerate(registers):
+            place = _add(first, _const(128 * number))
+            llvm.store(register, _address(out_ref, place, register.type))
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+    store(values, chunk, out_ref)
+
+
+def copies_see_stores():
+    """What other warpgroups stored, and this thread knows of, is what its copies by TMA read from now on."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+    fence()

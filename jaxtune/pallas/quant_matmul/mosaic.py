@@ -22,17 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, tuning
-from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul, mxfp4
+from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, NF4, FourBit
+from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
 MAX_TOKENS = 16  # of small_matmul
-_LINE = 512  # bytes of codes that a warpgroup of the dequantising pass takes at once: four a lane
-_LINES = 8  # that a program has on their way
 _AHEAD = 1  # chunks that are on their way while one is multiplied; more cost registers, and with them programs
 _ROWS = lanes.ROWS_OF_A_WARP
 
@@ -56,8 +55,8 @@ def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
-    if weight.size % (2 * _LINE):
-        return f"{weight.size} elements, no multiple of {2 * _LINE}"
+    if weight.size % SMALLEST:
+        return f"{weight.size} elements, no multiple of {SMALLEST}"
     return _mxfp4_first_use(jnp.dtype(dtype)) if isinstance(weight, MXFP4) else None
 
 
@@ -87,52 +86,14 @@ def _kernel(body, interpret, **options):
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), interpret, **options)
 
 
-def _absmax_operands(weight: FourBit) -> list[jax.Array]:
-    """absmax, or its codes, map, nested absmax and offset."""
-    if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
-        return [weight.absmax]
-    return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
-
-
 # ---- the dequantising pass
 
-# [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup hold number i of a line.
-_SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
-# MXFP4's [lines x 32] scales: lanes 4 i to 4 i + 3 hold number i.
-_POWERS = plgpu.Layout.TILED(Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
 
-
-def _dequantize_kernel(codes_ref, scales_ref, table_ref, *refs, lines, dtype, powers, interpreted):
-    """One program: `lines` lines of codes. scales_ref: absmax, refs: map, nested absmax and offset, if absmax is
-    quantised; or, `powers`, MXFP4's scales. Last of refs is the output."""
-    *nested_refs, out_ref = refs
+def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
+    """A program decodes a chunk. refs: its operands, and the output, by chunk."""
+    *operands, out_ref = refs
     at = lax.axis_index("chunk")
-    codes_layout = plgpu.Layout.WG_STRIDED((lines * _LINE,), 4)
-    out_layout = plgpu.Layout.WG_STRIDED((2 * lines * _LINE,), 8)
-    scales_layout = _POWERS if powers else _SCALES
-    codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
-    scales = plgpu.load(scales_ref.at[at], layout=scales_layout, optimized=False)
-    if powers and interpreted:
-        scales = lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
-    elif powers:
-        scales = lanes.powers_of_two(scales, scales_layout)
-    elif nested_refs:
-        map_ref, nested_ref, offset_ref = nested_refs
-        # The blocks of a program lie within one nested block.
-        nested, offset = nested_ref[lax.div(at * (scales.shape[0]), jnp.int32(NESTED_BLOCK))], offset_ref[0]
-        if interpreted:
-            scales = map_ref[...][scales] * nested + offset
-        else:
-            scales = lanes.block_scales(scales, nested, offset, map_ref, scales_layout)
-    if interpreted:
-        halves = [codes & 15, codes >> 4] if powers else [codes >> 4, codes & 15]
-        nibbles = jnp.stack(halves, axis=1).reshape(-1)
-        values = (table_ref[...][nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(dtype)
-    else:
-        values = lanes.table_values(
-            codes, scales, table_ref, codes_layout, scales_layout, out_layout, dtype, low_first=powers
-        )
-    out_ref.at[at][...] = values
+    out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
 
 
 def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
@@ -143,20 +104,15 @@ def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
 def _dequantize(weight: FourBit | MXFP4, dtype, interpret) -> jax.Array:
-    # A power of two, so that the blocks of a program lie within one nested block.
-    lines = next(n for n in (_LINES, _LINES // 2, _LINES // 4, 1) if weight.size % (2 * n * _LINE) == 0)
-    chunks = weight.size // (2 * lines * _LINE)
-    powers = isinstance(weight, MXFP4)
-    scales, *nested = [weight.scales] if powers else _absmax_operands(weight)
-    table = jnp.asarray(mxfp4.TABLE if powers else weight.table)
+    chunks = Chunks.of(weight, dtype, weight.size)
     with jax.named_scope("dequantise"):
         values = _kernel(
-            functools.partial(_dequantize_kernel, lines=lines, dtype=dtype, powers=powers),
+            functools.partial(_dequantize_kernel, chunks=chunks),
             interpret,
-            out_type=jax.ShapeDtypeStruct((chunks, 2 * lines * _LINE), dtype),
-            grid=(chunks,),
+            out_type=jax.ShapeDtypeStruct((chunks.count, chunks.numbers), dtype),
+            grid=(chunks.count,),
             grid_names=("chunk",),
-        )(weight.codes.reshape(chunks, -1), scales.reshape(chunks, -1), table, *nested)
+        )(*chunks.operands(weight))
         return values.reshape(weight.shape)
 
 
@@ -370,7 +326,7 @@ def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, 
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
-    absmax, *nested = _absmax_operands(weight)
+    absmax, *nested = absmax_operands(weight)
     if tile is not None:
         codes, absmax = weight.codes.reshape(rows, -1), absmax.reshape(rows, -1)
         with jax.named_scope("small_matmul"):
@@ -454,7 +410,7 @@ def fused_refusal(tile: fused_matmul.Tile, weight: FourBit, dtype, contract: int
 
 def fused_product(x: jax.Array, weight: FourBit, contract: int, tile: fused_matmul.Tile, extra=None, bias=None):
     """See fused_matmul.product; [T, N] in x's dtype."""
-    absmax, *nested = _absmax_operands(weight)
+    absmax, *nested = absmax_operands(weight)
     with jax.named_scope("fused_matmul"):
         return fused_matmul.product(
             x, weight, contract, tile, _kernel, _interpret, absmax=absmax, nested=nested, extra=extra, bias=bias

@@ -1,0 +1,82 @@
+"""Weights in four bits for the grouped product of mosaic.py: decoded in the same kernel, ahead of the products.
+
+A product of many rows leaves a GPU's memory and its lanes idle, which is all that decoding takes. A warpgroup more in
+every program decodes a share of each expert's weight, expert after expert, to the buffer that the product reads, and
+counts; who brings an expert's weight waits for the count. So a weight is decoded once, whatever the tiles that need
+it, and costs no time but at the start; inside the products it would be decoded for every tile of rows.
+"""
+
+# Pallas' annotations know neither its own barriers nor its refs.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.quant_matmul import FourBit, lanes
+from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
+from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
+
+
+def refusal(weight: FourBit | MXFP4) -> str | None:
+    """Why a weight [E, ., .] cannot be decoded ahead, or None."""
+    whole = weight.size // weight.shape[0]
+    return f"{whole} numbers an expert, no multiple of {SMALLEST}" if whole % SMALLEST else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Decodes a weight [E, ., .] by warpgroups of all programs, one of each."""
+
+    chunks: Chunks
+    experts: int
+
+    @staticmethod
+    def of(weight: FourBit | MXFP4, dtype) -> Decoder:
+        experts = weight.shape[0]
+        return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
+
+    @property
+    def share(self) -> int:
+        """Chunks of an expert."""
+        return self.chunks.count // self.experts
+
+    def semaphores(self):
+        """One for each expert, of all programs."""
+        return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
+
+    def decode(self, operands, weight_ref, ready, program, programs: int):
+        """What the warpgroup does: every so many-th chunk, whose codes are loaded while the one before is decoded."""
+        mine = lax.div(self.chunks.count - program + (programs - 1), jnp.int32(programs))
+
+        def chunk_of(number):
+            return program + jnp.minimum(number, mine - 1) * programs
+
+        def step(number, loaded):
+            chunk = chunk_of(number)
+            following = self.chunks.load(operands, chunk_of(number + 1))
+            values = self.chunks.values(operands, chunk, loaded, interpreted=False)
+            lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
+            expert = lax.div(chunk, jnp.int32(self.share))
+            plgpu.semaphore_signal(ready.at[expert], memory_scope="gpu")
+            return following
+
+        @pl.when(mine > 0)
+        def _():
+            lax.fori_loop(0, mine, step, self.chunks.load(operands, chunk_of(jnp.int32(0))))
+
+    def written_out(self, operands, weight_ref):
+        """What `decode` does, of all programs, for the interpreter, which knows no semaphores."""
+        chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
+        values = [self.chunks.values(operands, at, self.chunks.load(operands, at), interpreted=True) for at in chunks]
+        weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)
+
+    def wait(self, ready, expert):
+        """Until the expert's weight is decoded, and can be brought by TMA."""
+        plgpu.semaphore_wait(ready.at[expert], self.share, decrement=False, memory_scope="gpu")
+        lanes.copies_see_stores()

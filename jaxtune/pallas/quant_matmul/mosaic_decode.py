@@ -1,0 +1,109 @@
+"""What a warpgroup does to decode weights in four bits, chunk by chunk: for the dequantising pass (mosaic.py), and for
+products that decode ahead of themselves (grouped_matmul/mosaic_ahead.py).
+
+A chunk is `lines` lines of 512 bytes of codes, 1,024 numbers each, whatever rows of the weight they are.
+"""
+
+# Pallas' annotations know neither its own layouts nor its refs.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.quant_matmul import lanes, mxfp4
+from jaxtune.pallas.quant_matmul.formats import NESTED_BLOCK, FourBit
+from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
+
+_LINE = 512  # bytes of codes that a warpgroup takes at once: four a lane
+SMALLEST = 2 * _LINE  # numbers of a chunk of one line
+
+# [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup hold number i of a line.
+_SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
+# MXFP4's [lines x 32] scales: lanes 4 i to 4 i + 3 hold number i.
+_POWERS = plgpu.Layout.TILED(Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
+
+
+def absmax_operands(weight: FourBit) -> list[jax.Array]:
+    """absmax, or its codes, map, nested absmax and offset."""
+    if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
+        return [weight.absmax]
+    return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How a weight is decoded.
+
+    Attributes:
+      lines: of a chunk; a power of two, so that the blocks of a chunk lie within one nested block.
+      count: of chunks.
+      powers: whether scales are MXFP4's powers of two, or absmax.
+      dtype: of the result, bfloat16 or float16.
+    """
+
+    lines: int
+    count: int
+    powers: bool
+    dtype: np.dtype
+
+    @staticmethod
+    def of(weight: FourBit | MXFP4, dtype, whole: int) -> Chunks:
+        """whole: numbers that a chunk must divide, a multiple of SMALLEST, such as those of an expert."""
+        lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
+        return Chunks(lines, weight.size // (lines * SMALLEST), isinstance(weight, MXFP4), jnp.dtype(dtype))
+
+    @property
+    def numbers(self) -> int:
+        """Of a chunk."""
+        return self.lines * SMALLEST
+
+    @property
+    def out_layout(self):
+        return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
+
+    def operands(self, weight: FourBit | MXFP4) -> list[jax.Array]:
+        """What a kernel gets: codes and scales by chunk, the table, and of quantised absmax the rest."""
+        scales, *nested = [weight.scales] if isinstance(weight, MXFP4) else absmax_operands(weight)
+        table = mxfp4.TABLE if isinstance(weight, MXFP4) else weight.table
+        by_chunk = (array.reshape(self.count, -1) for array in (weight.codes, scales))
+        return [*by_chunk, jnp.asarray(table), *nested]
+
+    def load(self, refs, at):
+        """Of `operands`, what chunk `at` is decoded from, in registers."""
+        codes_ref, scales_ref, *_ = refs
+        codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)
+        codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
+        return codes, plgpu.load(scales_ref.at[at], layout=_POWERS if self.powers else _SCALES, optimized=False)
+
+    def values(self, refs, at, loaded, interpreted: bool):
+        """`dtype`[numbers] of a chunk that is loaded, in `out_layout`."""
+        _, _, table_ref, *nested_refs = refs
+        codes, scales = loaded
+        scales_layout = _POWERS if self.powers else _SCALES
+        if self.powers and interpreted:
+            scales = lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+        elif self.powers:
+            scales = lanes.powers_of_two(scales, scales_layout)
+        elif nested_refs:
+            map_ref, nested_ref, offset_ref = nested_refs
+            nested, offset = nested_ref[lax.div(at * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]
+            if interpreted:
+                scales = map_ref[...][scales] * nested + offset
+            else:
+                scales = lanes.block_scales(scales, nested, offset, map_ref, scales_layout)
+        if interpreted:
+            halves = [codes & 15, codes >> 4] if self.powers else [codes >> 4, codes & 15]
+            nibbles = jnp.stack(halves, axis=1).reshape(-1)
+            return (table_ref[...][nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(self.dtype)
+        codes_layout = plgpu.Layout.WG_STRIDED(codes.shape, 4)
+        return lanes.table_values(
+            codes, scales, table_ref, codes_layout, scales_layout, self.out_layout, self.dtype, low_first=self.powers
+        )
