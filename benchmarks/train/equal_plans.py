@@ -131,7 +131,7 @@ def main() -> int:
     kept, kept_fast = exact(KEEP, lengths[1]), fast(KEEP, lengths[1])
     record["tensors"] = len(kept)
     whole = Gradients(models[0], deterministic=False, max_documents=1)
-    for length in (lengths[1], lengths[3]):
+    for length in (lengths[1], lengths[3], 2 * lengths[3]):
         once = whole(KEEP, length)
         again = {"keep, run twice": apart(whole(KEEP, length), once)}
         again["everything offloaded"] = apart(whole(OFFLOAD, length), once)

@@ -201,11 +201,11 @@ def test_packed_and_short_rows_go_to_the_kernels_and_long_whole_rows_to_cudnn():
         return dispatch.record["attention"]
 
     assert chosen(4096, packed=True)[0] == "mosaic"
-    assert chosen(2048, packed=False)[0] == "mosaic"
-    assert chosen(4096, packed=False)[0] == "cudnn"
+    assert chosen(4096, packed=False)[0] == "mosaic"
+    assert chosen(4224, packed=False)[0] == "cudnn"
     assert chosen(2048, packed=False, dim=96)[0] == "cudnn"  # padded to 128 in ours
     assert chosen(2048, packed=False, dim=256)[0] == "cudnn"  # 0.89 of its speed
-    assert chosen(4096, packed=False, soft_cap=5.0) == ("mosaic", {"cudnn": "soft cap"})
+    assert chosen(8192, packed=False, soft_cap=5.0) == ("mosaic", {"cudnn": "soft cap"})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxtune.pallas.attention import cudnn, first_use, mosaic, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
 
 IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference}
-SHORT_ROWS = 2048
+SHORT_ROWS = 4096
 
 
 def implementations(
@@ -60,8 +60,8 @@ def implementations(
     hopper = dispatch.compute_capability() == (9, 0)
     if layout.max_documents != 1 or (hopper and query.shape[1] <= SHORT_ROWS and query.shape[-1] in (64, 128)):
         # On packed rows our kernels win by the blocks they skip. On short whole rows a step is as fast with either
-        # (1.10 of cuDNN's speed alone, 0.999 in an 8B step of 8 x 2,048 on an H200), and ours sum in one order. On
-        # longer ones the vendor's are faster: 4,096 tokens 0.97 and 0.994, 8,192 0.90.
+        # (8B on an H200: 0.999 of cuDNN's speed at 8 x 2,048, 0.994 at 4 x 4,096), and ours sum in one order: the same
+        # bits in every run and under every plan. On longer ones that would cost more: alone 0.90 at 8,192 tokens.
         return {"mosaic": table["mosaic"], **table}
     return table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,8 @@ import numpy as np
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4, FourBit
+from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.pallas.quant_matmul.mosaic import random_like
 
 _SIZES = (200, 0, 1, 128)  # rows of each expert
 _SHAPE = (len(_SIZES), 384, 256)
@@ -34,17 +34,8 @@ def refusal(name: str, product: Callable, weight) -> str | None:
         def rows(size):
             return jnp.asarray(draw.standard_normal((groups.rows, size)) * held, jnp.bfloat16)
 
-        stored: Any
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
-        if isinstance(weight, FourBit):
-            like = NF4.encode(values, weight.nested_absmax is not None)  # FP4 has other entries for the same codes
-            stored = type(weight)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
-        elif kind is MXFP4:
-            codes = draw.integers(0, 256, (*_SHAPE[:-1], _SHAPE[-1] // 2))
-            scales = draw.integers(120, 124, (*_SHAPE[:-1], _SHAPE[-1] // 32))
-            stored = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
-        else:
-            stored = values
+        stored: Any = values if kind is None else random_like(weight, _SHAPE, draw)
         exact = (values if kind is None else stored.decode(jnp.float32)).astype(jnp.float32)
         got, want = [], []
         for contract in (2, 1):

@@ -187,7 +187,7 @@ def _kernel(
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
 
             if decoder is not None and _interpret is None:
-                pl.when(row_tile < count)(lambda: decoder.wait(ready, expert))
+                pl.when(row_tile < count)(lambda: decoder.wait(ready, expert, programs))
 
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)

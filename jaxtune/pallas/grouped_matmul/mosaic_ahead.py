@@ -22,6 +22,8 @@ from jaxtune.pallas.quant_matmul import FourBit, lanes
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
+_AHEAD = 2  # chunks that are on their way while one is decoded
+
 
 def refusal(weight: FourBit | MXFP4) -> str | None:
     """Why a weight [E, ., .] cannot be decoded ahead, or None."""
@@ -51,24 +53,35 @@ class Decoder:
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
     def decode(self, operands, weight_ref, ready, program, programs: int):
-        """What the warpgroup does: every so many-th chunk, whose codes are loaded while the one before is decoded."""
+        """What the warpgroup does: every so many-th chunk."""
         mine = lax.div(self.chunks.count - program + (programs - 1), jnp.int32(programs))
 
         def chunk_of(number):
             return program + jnp.minimum(number, mine - 1) * programs
 
-        def step(number, loaded):
+        def load(number):
+            return self.chunks.load(operands, chunk_of(number))
+
+        def step(number, carry):
+            loaded, *coming = carry
             chunk = chunk_of(number)
-            following = self.chunks.load(operands, chunk_of(number + 1))
+            coming.append(load(number + _AHEAD))
             values = self.chunks.values(operands, chunk, loaded, interpreted=False)
             lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
             expert = lax.div(chunk, jnp.int32(self.share))
-            plgpu.semaphore_signal(ready.at[expert], memory_scope="gpu")
-            return following
+            # To tell of it costs more than to decode a chunk: once for all of an expert that are this program's.
+            last = (number == mine - 1) | (lax.div(chunk_of(number + 1), jnp.int32(self.share)) != expert)
+
+            @pl.when(last)
+            def _():
+                lanes.copies_see_stores()
+                plgpu.semaphore_signal(ready.at[expert], memory_scope="gpu")
+
+            return tuple(coming)
 
         @pl.when(mine > 0)
         def _():
-            lax.fori_loop(0, mine, step, self.chunks.load(operands, chunk_of(jnp.int32(0))))
+            lax.fori_loop(0, mine, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
     def written_out(self, operands, weight_ref):
         """What `decode` does, of all programs, for the interpreter, which knows no semaphores."""
@@ -76,7 +89,7 @@ class Decoder:
         values = [self.chunks.values(operands, at, self.chunks.load(operands, at), interpreted=True) for at in chunks]
         weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)
 
-    def wait(self, ready, expert):
+    def wait(self, ready, expert, programs: int):
         """Until the expert's weight is decoded, and can be brought by TMA."""
-        plgpu.semaphore_wait(ready.at[expert], self.share, decrement=False, memory_scope="gpu")
+        plgpu.semaphore_wait(ready.at[expert], min(self.share, programs), decrement=False, memory_scope="gpu")
         lanes.copies_see_stores()

@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 ROWS_OF_A_WARP = 16  # of the weight, in the small product: the M of mma.m16n8k16
@@ -127,38 +127,59 @@ def powers_of_two(codes, layout):
     return powers(codes)
 
 
-def table_values(codes, scales, table_ref, codes_layout, scales_layout, out_layout, dtype, low_first=False):
-    """`dtype`[2 x codes]: table entries times scales. codes: uint8, four a register; scales: one a register of codes;
-    low_first: whether a byte's first number is in its low bits.
+def _permute(low, high, selector):
+    return utils.prmt(*(_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
-    The table lies across a warp's lanes, entry i in lanes i and i + 16, and a shuffle fetches an entry: of an index it
-    reads the low four bits, and ignores the others.
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _entries(table: bytes, word):
+    """float32 entries of a table of 16 for the eight codes of a word, from the lowest bits up.
+
+    A byte permutation finds four bytes at once in a table of eight, here one for each byte of an entry; what shuffles
+    would need, and products that run beside it do, is shared memory's bandwidth.
     """
+    values = np.frombuffer(table, np.float32).view(np.uint32)
+    planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
+    index, upper = arith.andi(word, _const(0x77777777)), arith.andi(_shift_right(word, 3), _const(0x11111111))
+    found = []
+    for shift in (0, 16):
+        at, mask = _shift_right(index, shift), _permute(0x0000FF00, 0, _shift_right(upper, shift))
+        by_byte = []
+        for a, b, c, d in planes:
+            if a == b == c == d == 0:
+                by_byte.append(_const(0))
+                continue
+            below, above = _permute(a, b, at), _permute(c, d, at)
+            by_byte.append(arith.xori(below, arith.andi(arith.xori(below, above), mask)))
+        # Four words of four bytes, turned over.
+        pairs = [(_permute(by_byte[i], by_byte[i + 1], s)) for i in (0, 2) for s in (0x5140, 0x7362)]
+        found += [_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
+    return [arith.bitcast(ir.F32Type.get(), entry) for entry in found]
+
+
+def table_values(codes, scales, table: bytes, codes_layout, scales_layout, out_layout, dtype, low_first=False):
+    """`dtype`[2 x codes]: entries of the table, float32[16] as bytes, times scales. codes: uint8, four a register;
+    scales: one a register of codes; low_first: whether a byte's first number is in its low bits."""
 
     @plgpu.inline_mgpu(
-        arg_types=(codes_layout, scales_layout, plgpu.RefType()),
+        arg_types=(codes_layout, scales_layout),
         return_type=plgpu.ShapeDtypeStruct((2 * codes.shape[0],), dtype, out_layout),
     )
-    def values(_, codes, scales, table_ref):
-        f32 = ir.F32Type.get()
-        entry = _load(table_ref, arith.andi(_thread(), _const(15)), f32)
+    def values(_, codes, scales):
         found = np.empty_like(codes.registers)
         narrow = ir.VectorType.get((8,), utils.dtype_to_ir_type(dtype))
         for place, scale in zip(np.ndindex(codes.registers.shape), scales.registers.flat, strict=True):
             (word,) = _words(codes.registers[place], 1)
-            scale = _item(scale, 0)
-            pairs = []
-            for byte in range(4):
-                both = []
-                for shift in (8 * byte, 8 * byte + 4) if low_first else (8 * byte + 4, 8 * byte):
-                    index = _shift_right(word, shift)
-                    value = nvvm.shfl_sync(_const(-1), entry, index, _const(0x101F), nvvm.ShflKind.idx)
-                    both.append(_product(value, scale))
-                pairs.append(_narrow(*both, dtype))
-            found[place] = vector.bitcast(narrow, _vector(pairs))
+            scaled = [_product(entry, _item(scale, 0)) for entry in _entries(table, word)]
+            pairs = [scaled[2 * byte : 2 * byte + 2] for byte in range(4)]
+            words = [_narrow(*(pair if low_first else pair[::-1]), dtype) for pair in pairs]
+            found[place] = vector.bitcast(narrow, _vector(words))
         return mgpu.FragmentedArray(_registers=found, _layout=out_layout.to_mgpu(), _is_signed=None)
 
-    return values(codes, scales, table_ref)
+    return values(codes, scales)
 
 
 def fill_banks(table_ref, table_smem, warpgroups: int):
@@ -458,7 +479,7 @@ def warpgroup_barrier():
 
 def store_chunk(values, out_ref, chunk, layout):
     """Stores 16-bit values [n], in `layout` (WG_STRIDED by 8), as chunk number `chunk` of n numbers of out_ref, in
-    memory and of any shape. Who waits for a semaphore that is signalled after it may bring them by TMA."""
+    memory and of any shape."""
 
     @plgpu.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
@@ -467,13 +488,12 @@ def store_chunk(values, out_ref, chunk, layout):
         for number, register in enumerate(registers):
             place = _add(first, _const(128 * number))
             llvm.store(register, _address(out_ref, place, register.type))
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
     store(values, chunk, out_ref)
 
 
 def copies_see_stores():
-    """What other warpgroups stored, and this thread knows of, is what its copies by TMA read from now on."""
+    """Between stores and copies by TMA of what they stored, on both sides of what tells the one of the other."""
 
     @plgpu.inline_mgpu()
     def fence(_):

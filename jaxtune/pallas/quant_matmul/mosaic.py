@@ -57,19 +57,30 @@ def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
         return f"dtype {jnp.dtype(dtype)}"
     if weight.size % SMALLEST:
         return f"{weight.size} elements, no multiple of {SMALLEST}"
-    return _mxfp4_first_use(jnp.dtype(dtype)) if isinstance(weight, MXFP4) else None
+    return _first_use(weight, jnp.dtype(dtype))
 
 
-def _mxfp4_first_use(dtype) -> str | None:
-    """Why this GPU must not run the kernel that decodes MXFP4, or None."""
+def _first_use(weight: FourBit | MXFP4, dtype) -> str | None:
+    """Why this GPU must not run the kernel that decodes such weights, or None."""
 
     def compare():
         draw = np.random.default_rng(0)
-        codes, scales = draw.integers(0, 256, (48, 512)), draw.integers(110, 131, (48, 32))
-        weight = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
-        return [dequantize(weight, dtype)], [weight.decode(jnp.float32)]
+        small = random_like(weight, (48, 1024), draw)
+        return [dequantize(small, dtype)], [small.decode(jnp.float32)]
 
-    return dispatch.first_use("quant_matmul", "mosaic", f"MXFP4 to {dtype.name}", compare)
+    quantised = "" if isinstance(weight, MXFP4) or weight.nested_absmax is not None else ", float32 absmax"
+    return dispatch.first_use("quant_matmul", "mosaic", f"{type(weight).__name__} to {dtype.name}{quantised}", compare)
+
+
+def random_like(weight: FourBit | MXFP4, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit | MXFP4:
+    """Numbers of this shape, in the format of `weight`: for checks."""
+    if isinstance(weight, MXFP4):
+        codes, scales = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2)), draw.integers(110, 131, shape[-1] // 32)
+        scales = np.broadcast_to(scales, (*shape[:-1], shape[-1] // 32))
+        return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+    like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), weight.nested_absmax is not None)
+    # FP4 has other entries for the same codes.
+    return type(weight)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
 
 
 def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:

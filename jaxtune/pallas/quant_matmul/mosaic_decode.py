@@ -45,12 +45,14 @@ class Chunks:
     Attributes:
       lines: of a chunk; a power of two, so that the blocks of a chunk lie within one nested block.
       count: of chunks.
+      table: float32[16], as bytes.
       powers: whether scales are MXFP4's powers of two, or absmax.
       dtype: of the result, bfloat16 or float16.
     """
 
     lines: int
     count: int
+    table: bytes
     powers: bool
     dtype: np.dtype
 
@@ -58,7 +60,9 @@ class Chunks:
     def of(weight: FourBit | MXFP4, dtype, whole: int) -> Chunks:
         """whole: numbers that a chunk must divide, a multiple of SMALLEST, such as those of an expert."""
         lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
-        return Chunks(lines, weight.size // (lines * SMALLEST), isinstance(weight, MXFP4), jnp.dtype(dtype))
+        powers = isinstance(weight, MXFP4)
+        table = (mxfp4.TABLE if powers else weight.table).tobytes()
+        return Chunks(lines, weight.size // (lines * SMALLEST), table, powers, jnp.dtype(dtype))
 
     @property
     def numbers(self) -> int:
@@ -70,11 +74,9 @@ class Chunks:
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: FourBit | MXFP4) -> list[jax.Array]:
-        """What a kernel gets: codes and scales by chunk, the table, and of quantised absmax the rest."""
+        """What a kernel gets: codes and scales by chunk, and of quantised absmax the rest."""
         scales, *nested = [weight.scales] if isinstance(weight, MXFP4) else absmax_operands(weight)
-        table = mxfp4.TABLE if isinstance(weight, MXFP4) else weight.table
-        by_chunk = (array.reshape(self.count, -1) for array in (weight.codes, scales))
-        return [*by_chunk, jnp.asarray(table), *nested]
+        return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), *nested]
 
     def load(self, refs, at):
         """Of `operands`, what chunk `at` is decoded from, in registers."""
@@ -85,7 +87,7 @@ class Chunks:
 
     def values(self, refs, at, loaded, interpreted: bool):
         """`dtype`[numbers] of a chunk that is loaded, in `out_layout`."""
-        _, _, table_ref, *nested_refs = refs
+        _, _, *nested_refs = refs
         codes, scales = loaded
         scales_layout = _POWERS if self.powers else _SCALES
         if self.powers and interpreted:
@@ -102,8 +104,9 @@ class Chunks:
         if interpreted:
             halves = [codes & 15, codes >> 4] if self.powers else [codes >> 4, codes & 15]
             nibbles = jnp.stack(halves, axis=1).reshape(-1)
-            return (table_ref[...][nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(self.dtype)
+            table = jnp.asarray(np.frombuffer(self.table, np.float32))
+            return (table[nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(self.dtype)
         codes_layout = plgpu.Layout.WG_STRIDED(codes.shape, 4)
         return lanes.table_values(
-            codes, scales, table_ref, codes_layout, scales_layout, self.out_layout, self.dtype, low_first=self.powers
+            codes, scales, self.table, codes_layout, scales_layout, self.out_layout, self.dtype, low_first=self.powers
         )
