@@ -17,13 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.mlp import ACTIVATIONS
-from jaxtune.pallas.grouped_matmul import GroupedLora, Groups, grouped_bias, grouped_matmul
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.routing import (
     RouterSums,
+    Routing,
     choose_experts,
     expert_weights,
-    permute,
+    matmul_of_tokens,
+    matmul_to_tokens,
     route,
     router_sums,
     row_weights,
@@ -97,22 +99,22 @@ class ExpertLinear(nnx.Module):
     def adapter(self) -> GroupedLora | None:
         return None if self.lora is None else self.lora.weights()
 
-    def __call__(
-        self,
-        rows: jax.Array,
-        lora: GroupedLora | None,
-        groups: Groups,
-        weights: jax.Array | None = None,
-        *,
-        derivative_follows: bool = False,
-    ) -> jax.Array:
-        """[rows, in] -> [rows, out]; weights float32[rows] multiply the bias, where there is one; derivative_follows:
-        see grouped_matmul."""
-        options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=derivative_follows)
-        out = grouped_matmul(rows, self.stored_weight, groups, lora, **options)
+    def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
+        """x [T, in] -> [rows, out], whose derivative follows soon; see matmul_of_tokens."""
+        options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True)
+        out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
         if self.bias is None:
             return out
-        return grouped_bias(out, self.bias[...], jnp.ones(groups.rows) if weights is None else weights, groups)
+        return grouped_bias(out, self.bias[...], jnp.ones(routing.groups.rows), routing.groups)
+
+    def to_tokens(self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, weights: jax.Array) -> jax.Array:
+        """rows [rows, in] -> [T, out], sums of each token's rows; weights float32[rows] multiply the bias, if there is
+        one."""
+        weight = self.stored_weight
+        if self.bias is None:
+            return matmul_to_tokens(rows, weight, routing, lora, transposed=self.transposed)
+        out = grouped_matmul(rows, weight, routing.groups, lora, transposed=self.transposed)
+        return unpermute(grouped_bias(out, self.bias[...], weights, routing.groups), routing)
 
 
 class Experts(nnx.Module):
@@ -203,9 +205,8 @@ class MoE(nnx.Module):
     @_on_each_device
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """-> [rows, 2 * expert_size], rows sorted by expert."""
-        routing, linear = route(choice, self.moe.num_experts), self.experts.gate_up_proj
-        rows = permute(x.reshape(-1, x.shape[-1]), routing)
-        return linear(rows, linear.adapter(), routing.groups, derivative_follows=True)
+        routing = route(choice, self.moe.num_experts)
+        return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
     @_on_each_device
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
@@ -215,7 +216,7 @@ class MoE(nnx.Module):
         weights, linear = row_weights(weights, routing), self.experts.down_proj
         gate_up, lora = _gradients_together((gate_up, linear.adapter()))
         inner = (self._activated(gate_up) * weights[:, None]).astype(x.dtype)
-        return unpermute(linear(inner, lora, routing.groups, weights), routing).reshape(x.shape)
+        return linear.to_tokens(inner, lora, routing, weights).reshape(x.shape)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
         """float32[rows, expert_size]"""

@@ -22,9 +22,7 @@ from jaxtune.pallas.grouped_matmul import (
 from jaxtune.pallas.grouped_matmul.layout import Groups
 from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
 
-_PRODUCTS = {
-    "mosaic": mosaic.product, "mosaic_ahead": mosaic.product, "triton": triton.product, "reference": reference.product
-}  # fmt: skip
+_PRODUCTS = {"triton": triton.product, "reference": reference.product}
 _AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; others, decoded before
 _MOSAIC = ("mosaic", _AHEAD)  # whose kernels multiply by an adapter's A and B, and make the adapters' gradients, too
 
@@ -45,7 +43,9 @@ class GroupedLora:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class Static:
+    """What of a call is known when it is traced; adapter_first: in the backward, before the gradient of x."""
+
     transposed: bool
     scale: float
     implementation: str
@@ -89,69 +89,116 @@ def _scaled(rows, scale):
     return rows if scale == 1.0 else (rows * scale).astype(rows.dtype)
 
 
-def _product(x, weight, groups, contract, extra, implementation):
-    """A weight in four bits is decoded when x is there and not before."""
+def _product(x, weight, groups, contract, extra, implementation, tokens=None):
+    """A weight in four bits is decoded when x is there and not before. tokens: of the rows, if x has tokens' rows; then
+    and below of Mosaic's implementations only."""
     if implementation != _AHEAD:
         weight, x = decoded(weight, x)
         weight = weight.astype(x.dtype)
+    if implementation in _MOSAIC:
+        return mosaic.product(x, weight, groups, contract, extra, tokens=tokens)
     return _PRODUCTS[implementation](x, weight, groups, contract, extra)
 
 
-def _thin(x, weight, groups, contract, implementation):
+def _thin(x, weight, groups, contract, implementation, tokens):
     """By an adapter's A or B; columns past the rank are zero."""
-    return (mosaic if implementation in _MOSAIC else reference).thin(x, weight, groups, contract)
+    if implementation in _MOSAIC:
+        return mosaic.thin(x, weight, groups, contract, tokens)
+    return reference.thin(x, weight, groups, contract)
 
 
-def _contracted(thin, wide, groups, rank, implementation):
+def _contracted(thin, wide, groups, rank, implementation, tokens):
     """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert."""
     if implementation not in _MOSAIC:
         return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32)
     if mosaic_contract.refusal(wide.dtype) is None:
-        return mosaic_contract.contract_rows(thin, wide, groups, rank)
+        return mosaic_contract.contract_rows(thin, wide, groups, rank, tokens)
+    wide = _rows(wide, tokens)
     return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32, mosaic_sums.per_expert)
 
 
+def _rows(array, tokens):
+    return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _grouped(x, weight, lora, groups, static: _Static):
-    return _grouped_fwd(x, weight, lora, groups, static)[0]
+def _grouped(x, weight, lora, groups, static: Static):
+    return forward(x, weight, lora, groups, static)[0]
 
 
-def _grouped_fwd(x, weight, lora, groups, static: _Static):
+def forward(x, weight, lora, groups, static: Static, tokens=None):
+    """(out, residuals for `backward`); tokens: int32[rows], if x [T, in] has tokens' rows; see `gathers`."""
     contract = 1 if static.transposed else 2
     inner = extra = None
     if lora is not None:
         a, b = lora
-        inner = _thin(x, a, groups, 2, static.implementation)
+        inner = _thin(x, a, groups, 2, static.implementation, tokens)
         extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
-    out = _product(x, weight, groups, contract, extra, static.implementation)
+    out = _product(x, weight, groups, contract, extra, static.implementation, tokens)
     return out, (x, weight, lora, groups, inner)
 
 
-def _grouped_bwd(static: _Static, residuals, dout):
+def backward(static: Static, residuals, dout, tokens=None, dout_tokens=None):
+    """Gradients of the rows, weight and adapter. tokens: as in the forward; dout_tokens: likewise, of dout [T, out]."""
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
     extra = dlora = None
     if lora is not None:
         a, b = lora
-        dinner = _scaled(_thin(dout, b, groups, 1, static.implementation), static.scale)
+        name = static.implementation
+        dinner = _scaled(_thin(dout, b, groups, 1, name, dout_tokens), static.scale)
         extra = (dinner, a.mT if static.transposed else a)
-        da = _contracted(dinner, x, groups, a.shape[1], static.implementation)
-        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation)
+        da = _contracted(dinner, x, groups, a.shape[1], name, tokens)
+        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], name, dout_tokens)
         # Else XLA keeps db as it is, and sums of it, up to the end of the program, where each is copied.
         db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
-    dx = _product(dout, weight, groups, contract, extra, static.implementation)
+    dx = _product(dout, weight, groups, contract, extra, static.implementation, dout_tokens)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweight = None
     if not isinstance(weight, FourBit | MXFP4):
-        sides = (x, dout) if static.transposed else (dout, x)
-        dweight = reference.contract_rows(*sides, groups, weight.dtype)
-    return dx, dweight, dlora, None
+        sides = (_rows(x, tokens), _rows(dout, dout_tokens))
+        dweight = reference.contract_rows(*(sides if static.transposed else sides[::-1]), groups, weight.dtype)
+    return dx, dweight, dlora
+
+
+def _grouped_fwd(x, weight, lora, groups, static):
+    return forward(x, weight, lora, groups, static)
+
+
+def _grouped_bwd(static, residuals, dout):
+    return *backward(static, residuals, dout), None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def gathers(implementation: str, dtype) -> bool:
+    """Whether `forward` and `backward` take tokens' rows from this implementation."""
+    return implementation in _MOSAIC and first_use.gather_refusal(dtype) is None
+
+
+def chosen(dtype, columns: int, weight, groups: Groups, transposed: bool, implementation: str | None) -> str:
+    """The implementation of a call over rows of so many columns; see grouped_matmul."""
+    if weight.ndim != 3 or weight.shape[0] != groups.num_experts:
+        raise ValueError(f"grouped_matmul: weight {weight.shape}; want [E, ., .] of {groups.num_experts} experts")
+    in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
+    if columns != in_size:
+        raise ValueError(f"grouped_matmul: x has {columns} columns, which does not fit weight {weight.shape}")
+    packed = weight if isinstance(weight, FourBit | MXFP4) else None
+    table = implementations(dtype, in_size, out_size, groups, packed, implementation)
+    return dispatch.choose("grouped_matmul", table, implementation)
+
+
+def prepared(x, weight, lora: GroupedLora | None, transposed: bool, derivative_follows: bool, name: str):
+    """(x, weight, lora, static) as forward takes them."""
+    static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows)
+    if derivative_follows and isinstance(weight, FourBit | MXFP4) and name != _AHEAD:
+        array, x = decoded(weight, x)
+        weight = jax.lax.stop_gradient(array)
+    return x, weight, None if lora is None else (lora.a, lora.b), static
 
 
 def grouped_matmul(
@@ -180,19 +227,11 @@ def grouped_matmul(
     Returns:
       [rows, out] in x's dtype.
     """
-    if weight.ndim != 3 or weight.shape[0] != groups.num_experts:
-        raise ValueError(f"grouped_matmul: weight {weight.shape}; want [E, ., .] of {groups.num_experts} experts")
-    in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
-    if x.shape != (groups.rows, in_size):
+    name = chosen(x.dtype, x.shape[1], weight, groups, transposed, implementation)
+    if x.shape[0] != groups.rows:
         raise ValueError(f"grouped_matmul: x {x.shape} does not fit weight {weight.shape} and {groups.rows} rows")
-    packed = weight if isinstance(weight, FourBit | MXFP4) else None
-    table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
-    chosen = dispatch.choose("grouped_matmul", table, implementation)
-    static = _Static(transposed, 1.0 if lora is None else lora.scale, chosen, derivative_follows)
-    if derivative_follows and packed is not None and chosen != _AHEAD:
-        array, x = decoded(packed, x)
-        weight = jax.lax.stop_gradient(array)
-    return _grouped(x, weight, None if lora is None else (lora.a, lora.b), groups, static)
+    x, weight, lora, static = prepared(x, weight, lora, transposed, derivative_follows, name)
+    return _grouped(x, weight, lora, groups, static)
 
 
 @jax.custom_vjp

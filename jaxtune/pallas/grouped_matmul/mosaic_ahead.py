@@ -66,7 +66,7 @@ class Decoder:
             loaded, *coming = carry
             chunk = chunk_of(number)
             coming.append(load(number + _AHEAD))
-            values = self.chunks.values(operands, chunk, loaded, interpreted=False)
+            values = self.chunks.values(operands, chunk, loaded, interpreted=False, beside_products=True)
             lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
             expert = lax.div(chunk, jnp.int32(self.share))
             # To tell of it costs more than to decode a chunk: once for all of an expert that are this program's.

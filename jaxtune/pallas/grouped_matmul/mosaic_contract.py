@@ -21,19 +21,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul import gather, mosaic, reference
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
 
 _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma takes there
 # Columns of an item, the first that divide the wide side's, and steps on their way: two programs fit a multiprocessor.
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
+_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of 16 bits
 
 
-def _kernel(
-    thin_ref, wide_ref, bounds_ref, out_ref, thin_smem, wide_smem, out_smem, full, free, *, programs: int
-):  # fmt: skip
-    """out [E, r, n] = thin [rows, R]^T wide [rows, n] over the tiles from bounds[e] to bounds[e + 1]."""
+def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
+    """out [E, r, n] = thin [rows, R]^T wide [rows, n] over the tiles from bounds[e] to bounds[e + 1].
+
+    rest: the rows' tokens, if they are `gathered` from wide [T, n]; out; scratch.
+    """
+    if gathered:
+        tokens_ref, *rest = rest
+    out_ref, thin_smem, wide_smem, out_smem, full, free = rest
     stages, _, columns = wide_smem.shape
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     blocks, parts = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
@@ -53,24 +58,42 @@ def _kernel(
     def slot_of(at):
         return lax.rem(at, jnp.int32(stages))
 
+    written_out = mosaic.interpreter() is not None
+
     def bring():
+        if gathered:
+            on_their_way, all_arrived = gather.lagging(full, slot_of, max(1, stages - 2), written_out)
+
         def item(index, at):
             expert, part, block = place(index)
-            first = bounds_ref[expert] * TILE_ROWS
+            first, count = bounds_ref[expert] * TILE_ROWS, steps(expert)
 
-            def step(number, at):
+            def tokens_of(number):
+                at = jnp.minimum(first + jnp.minimum(number, count - 1) * _STEP, tokens_ref.shape[0] - _STEP)
+                return gather.numbers(tokens_ref, jnp.maximum(at, 0), _STEP, written_out)
+
+            def step(number, carry):
+                at, *tokens = carry
+                following = [tokens_of(number + 1) for _ in tokens]
                 slot = slot_of(at)
                 pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 rows = pl.ds(first + number * _STEP, _STEP)
                 thin = thin_ref.at[rows, pl.ds(part * _STEP, _STEP)]
                 plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
-                wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
-                plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])
-                return at + 1
+                if gathered:
+                    gather.bring(wide_ref, *tokens, wide_smem.at[slot], block * columns, _TRANSFORMS, written_out)
+                    on_their_way(at)
+                else:
+                    wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
+                    plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])
+                return at + 1, *following
 
-            return lax.fori_loop(0, steps(expert), step, at)
+            start = (at, tokens_of(jnp.int32(0))) if gathered else (at,)
+            return lax.fori_loop(0, count, step, start)[0]
 
         total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        if gathered:
+            all_arrived(total)
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
@@ -117,10 +140,11 @@ def _smem(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, minor)), plgpu.SwizzleTransform(128)))
 
 
-def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int) -> jax.Array:
+def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """thin [rows, R], wide [rows, n] -> float32[E, rank, n]: thin_e^T wide_e over the rows of each expert.
 
-    R and n are multiples of 64; columns of thin from rank on are zero, or of the same numbers as any.
+    R and n are multiples of 64; columns of thin from rank on are zero, or of the same numbers as any. tokens: see
+    mosaic.product, for wide [T, n].
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
@@ -130,7 +154,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int) -
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
     programs = _PROGRAMS * mosaic.cores() if mosaic.interpreter() is None else 2
     out = gpu_kernel.kernel(
-        functools.partial(_kernel, programs=programs),
+        functools.partial(_kernel, programs=programs, gathered=tokens is not None),
         mosaic.interpreter(),
         out_type=jax.ShapeDtypeStruct((experts, kept * parts, size), jnp.float32),
         grid=(programs,),
@@ -144,7 +168,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int) -
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         ],
-    )(thin[:, : parts * _STEP], wide, bounds)
+    )(thin[:, : parts * _STEP], wide, bounds, *([] if tokens is None else [tokens]))
     return out[:, :rank]
 
 

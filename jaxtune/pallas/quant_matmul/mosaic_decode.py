@@ -74,9 +74,10 @@ class Chunks:
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: FourBit | MXFP4) -> list[jax.Array]:
-        """What a kernel gets: codes and scales by chunk, and of quantised absmax the rest."""
+        """What a kernel gets: codes and scales by chunk, the table, and of quantised absmax the rest."""
         scales, *nested = [weight.scales] if isinstance(weight, MXFP4) else absmax_operands(weight)
-        return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), *nested]
+        table = jnp.asarray(np.frombuffer(self.table, np.float32))
+        return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
     def load(self, refs, at):
         """Of `operands`, what chunk `at` is decoded from, in registers."""
@@ -85,9 +86,9 @@ class Chunks:
         codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
         return codes, plgpu.load(scales_ref.at[at], layout=_POWERS if self.powers else _SCALES, optimized=False)
 
-    def values(self, refs, at, loaded, interpreted: bool):
-        """`dtype`[numbers] of a chunk that is loaded, in `out_layout`."""
-        _, _, *nested_refs = refs
+    def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
+        """`dtype`[numbers] of a chunk that is loaded, in `out_layout`; beside_products: see lanes.table_values."""
+        _, _, table_ref, *nested_refs = refs
         codes, scales = loaded
         scales_layout = _POWERS if self.powers else _SCALES
         if self.powers and interpreted:
@@ -104,11 +105,9 @@ class Chunks:
         if interpreted:
             halves = [codes & 15, codes >> 4] if self.powers else [codes >> 4, codes & 15]
             nibbles = jnp.stack(halves, axis=1).reshape(-1)
-            entries = jnp.zeros(nibbles.shape)
-            for code, entry in enumerate(np.frombuffer(self.table, np.float32)):  # a kernel takes no array from outside
-                entries = jnp.where(nibbles == code, entry, entries)
-            return (entries * jnp.repeat(scales, nibbles.size // scales.size)).astype(self.dtype)
+            return (table_ref[...][nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(self.dtype)
         codes_layout = plgpu.Layout.WG_STRIDED(codes.shape, 4)
         return lanes.table_values(
-            codes, scales, self.table, codes_layout, scales_layout, self.out_layout, self.dtype, low_first=self.powers
-        )
+            codes, scales, self.table, table_ref, codes_layout, scales_layout, self.out_layout, self.dtype,
+            low_first=self.powers, beside_products=beside_products,
+        )  # fmt: skip

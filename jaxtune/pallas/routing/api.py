@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
@@ -43,6 +45,10 @@ class Routing:
     slots: jax.Array
     source: jax.Array
     groups: Groups
+
+    def tokens(self) -> jax.Array:
+        """int32[rows]: the token of each row; T for rows that hold nothing."""
+        return self.source // self.slots.shape[1]
 
 
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
@@ -161,6 +167,81 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
     if rows.shape[0] != routing.groups.rows:
         raise ValueError(f"unpermute: {rows.shape[0]} rows, the routing has {routing.groups.rows}")
     return _unpermute(rows, routing, _chosen(rows, routing, implementation))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _of_tokens(x, weight, lora, routing, static):
+    return _of_tokens_fwd(x, weight, lora, routing, static)[0]
+
+
+def _of_tokens_fwd(x, weight, lora, routing, static):
+    tokens = routing.tokens()
+    out, residuals = grouped.forward(x, weight, lora, routing.groups, static, tokens)
+    return out, (residuals, routing)
+
+
+def _of_tokens_bwd(static, residuals, dout):
+    residuals, routing = residuals
+    drows, *others = grouped.backward(static, residuals, dout, tokens=routing.tokens())
+    return reference.summed(drows, routing.slots), *others, None
+
+
+_of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
+
+
+def matmul_of_tokens(
+    x: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
+    derivative_follows: bool = False, implementation: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. Mosaic's kernels gather the rows as they need
+    them, here and for the gradients; rows that are permuted are never stored.
+
+    Args: of grouped_matmul.
+    """
+    if x.shape[0] != routing.slots.shape[0]:
+        raise ValueError(f"matmul_of_tokens: x has {x.shape[0]} rows, the routing {routing.slots.shape[0]} tokens")
+    name = grouped.chosen(x.dtype, x.shape[1], weight, routing.groups, transposed, implementation)
+    options: dict[str, Any] = dict(transposed=transposed, derivative_follows=derivative_follows)
+    if not grouped.gathers(name, x.dtype):
+        return grouped.grouped_matmul(permute(x, routing), weight, routing.groups, lora, implementation=name, **options)
+    x, weight, sides, static = grouped.prepared(x, weight, lora, name=name, **options)
+    return _of_tokens(x, weight, sides, routing, static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _to_tokens(rows, weight, lora, routing, static):
+    return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
+
+
+def _to_tokens_fwd(rows, weight, lora, routing, static):
+    out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
+    return reference.summed(out, routing.slots), (residuals, routing)
+
+
+def _to_tokens_bwd(static, residuals, dout):
+    residuals, routing = residuals
+    return *grouped.backward(static, residuals, dout, dout_tokens=routing.tokens()), None
+
+
+_to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
+
+
+def matmul_to_tokens(
+    rows: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
+    derivative_follows: bool = False, implementation: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. Mosaic's kernels gather the rows of
+    the gradient as they need them.
+
+    Args: of grouped_matmul.
+    """
+    name = grouped.chosen(rows.dtype, rows.shape[1], weight, routing.groups, transposed, implementation)
+    options: dict[str, Any] = dict(transposed=transposed, derivative_follows=derivative_follows)
+    if not grouped.gathers(name, rows.dtype):
+        out = grouped.grouped_matmul(rows, weight, routing.groups, lora, implementation=name, **options)
+        return unpermute(out, routing)
+    rows, weight, sides, static = grouped.prepared(rows, weight, lora, name=name, **options)
+    return _to_tokens(rows, weight, sides, routing, static)
 
 
 @jax.custom_vjp
