@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.mlp import ACTIVATIONS
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
+from jaxtune.pallas.grouped_matmul import GroupedLora, Groups, grouped_bias, grouped_matmul
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.routing import (
     RouterSums,
@@ -25,7 +25,6 @@ from jaxtune.pallas.routing import (
     choose_experts,
     expert_weights,
     matmul_of_tokens,
-    matmul_to_tokens,
     route,
     router_sums,
     row_weights,
@@ -107,14 +106,10 @@ class ExpertLinear(nnx.Module):
             return out
         return grouped_bias(out, self.bias[...], jnp.ones(routing.groups.rows), routing.groups)
 
-    def to_tokens(self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, weights: jax.Array) -> jax.Array:
-        """rows [rows, in] -> [T, out], sums of each token's rows; weights float32[rows] multiply the bias, if there is
-        one."""
-        weight = self.stored_weight
-        if self.bias is None:
-            return matmul_to_tokens(rows, weight, routing, lora, transposed=self.transposed)
-        out = grouped_matmul(rows, weight, routing.groups, lora, transposed=self.transposed)
-        return unpermute(grouped_bias(out, self.bias[...], weights, routing.groups), routing)
+    def __call__(self, rows: jax.Array, lora: GroupedLora | None, groups: Groups, weights: jax.Array) -> jax.Array:
+        """[rows, in] -> [rows, out]; weights float32[rows] multiply the bias, where there is one."""
+        out = grouped_matmul(rows, self.stored_weight, groups, lora, transposed=self.transposed)
+        return out if self.bias is None else grouped_bias(out, self.bias[...], weights, groups)
 
 
 class Experts(nnx.Module):
@@ -216,7 +211,7 @@ class MoE(nnx.Module):
         weights, linear = row_weights(weights, routing), self.experts.down_proj
         gate_up, lora = _gradients_together((gate_up, linear.adapter()))
         inner = (self._activated(gate_up) * weights[:, None]).astype(x.dtype)
-        return linear.to_tokens(inner, lora, routing, weights).reshape(x.shape)
+        return unpermute(linear(inner, lora, routing.groups, weights), routing).reshape(x.shape)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
         """float32[rows, expert_size]"""

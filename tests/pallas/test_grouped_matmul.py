@@ -310,7 +310,7 @@ def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("x", "weight", "message"),
-    [((256, IN), (3, OUT, IN), "of 2 experts"), ((256, 64), (2, OUT, IN), r"x \(256, 64\) does not fit weight")],
+    [((256, IN), (3, OUT, IN), "of 2 experts"), ((256, 64), (2, OUT, IN), "x of 64 columns does not fit weight")],
 )
 def test_shapes_that_do_not_fit_are_refused(x, weight, message):
     groups = groups_of(jnp.array([4, 4], jnp.int32), 200)

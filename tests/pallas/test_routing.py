@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
 from jaxtune.pallas.grouped_matmul import mosaic as grouped_mosaic
 from jaxtune.pallas.routing import (
     api,
     choose_experts,
     expert_weights,
     first_use,
+    matmul_of_tokens,
     permute,
     reference,
     route,
@@ -127,7 +129,7 @@ def test_mosaic_moves_and_sums_rows_as_the_reference(case):
     want = run("reference")
     with grouped_mosaic.interpreted():
         got = run("mosaic")
-    assert dispatch.record["routing"][0] == "mosaic"
+    assert dispatch.record["routing spread"][0] == dispatch.record["routing sums"][0] == "mosaic"
     for mine, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     real = (choice < experts).sum(1, keepdims=True)
@@ -236,3 +238,48 @@ def test_load_balancing_and_z_loss_against_their_definition(masked):
 def test_losses_of_nothing_but_padding_are_zero():
     sums = router_sums(jnp.ones((3, 4)), jnp.full((3, 2), 4))
     assert float(sums.load_balancing_loss()) == float(sums.z_loss()) == float(sums.tokens) == 0
+
+
+def of_tokens_and_back(choice, experts, arrays, joined: bool, implementation):
+    """Outputs and gradients of a layer's two products; the first moves its rows itself if `joined`."""
+    routing = compiled_route(choice, experts)
+    options = dict(implementation=implementation, transposed=True)
+
+    def run(x, weights, loras):
+        (gate_up, down), (a, b) = weights, [GroupedLora(*lora, 0.5) for lora in loras]
+        if joined:
+            rows = matmul_of_tokens(x, gate_up, routing, a, **options)
+        else:
+            rows = grouped_matmul(permute(x, routing), gate_up, routing.groups, a, **options)
+        return unpermute(grouped_matmul(rows, down, routing.groups, b, **options), routing)
+
+    out, pullback = jax.vjp(run, *arrays[:3])
+    return out, pullback(arrays[3])
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "reference"])
+@pytest.mark.parametrize("case", ["random", "padding", "one token"])
+def test_products_that_move_their_rows_give_the_same_bits(case, implementation):
+    choice, experts = CASES[case]
+    draw = np.random.default_rng(4)
+
+    def array(*shape):
+        return jnp.asarray(draw.standard_normal(shape), jnp.bfloat16)
+
+    x, dout = array(len(choice), 64), array(len(choice), 64)
+    weights = array(experts, 64, 128), array(experts, 128, 64)
+    loras = (array(experts, 8, 64), array(experts, 128, 8)), (array(experts, 8, 128), array(experts, 64, 8))
+    arrays = x, weights, loras, dout
+    if implementation == "reference":
+        arrays = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
+    with grouped_mosaic.interpreted():
+        mine, theirs = (of_tokens_and_back(choice, experts, arrays, joined, implementation) for joined in (True, False))
+    for got, want in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        assert np.isfinite(np.asarray(want, np.float32)).all()
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_products_refuse_tokens_that_are_not_the_routings():
+    routing = compiled_route(*CASES["random"])
+    with pytest.raises(ValueError, match="x has 3 rows, the routing 70 tokens"):
+        matmul_of_tokens(jnp.zeros((3, 64)), jnp.zeros((6, 64, 64)), routing)

@@ -22,7 +22,9 @@ from jaxtune.pallas.grouped_matmul import (
 from jaxtune.pallas.grouped_matmul.layout import Groups
 from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
 
-_PRODUCTS = {"triton": triton.product, "reference": reference.product}
+_PRODUCTS = {
+    "mosaic": mosaic.product, "mosaic_ahead": mosaic.product, "triton": triton.product, "reference": reference.product
+}  # fmt: skip
 _AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; others, decoded before
 _MOSAIC = ("mosaic", _AHEAD)  # whose kernels multiply by an adapter's A and B, and make the adapters' gradients, too
 
@@ -89,36 +91,28 @@ def _scaled(rows, scale):
     return rows if scale == 1.0 else (rows * scale).astype(rows.dtype)
 
 
-def _product(x, weight, groups, contract, extra, implementation, tokens=None):
-    """A weight in four bits is decoded when x is there and not before. tokens: of the rows, if x has tokens' rows; then
-    and below of Mosaic's implementations only."""
+def _product(x, weight, groups, contract, extra, implementation):
+    """A weight in four bits is decoded when x is there and not before."""
     if implementation != _AHEAD:
         weight, x = decoded(weight, x)
         weight = weight.astype(x.dtype)
-    if implementation in _MOSAIC:
-        return mosaic.product(x, weight, groups, contract, extra, tokens=tokens)
     return _PRODUCTS[implementation](x, weight, groups, contract, extra)
 
 
-def _thin(x, weight, groups, contract, implementation, tokens):
+def _thin(x, weight, groups, contract, implementation):
     """By an adapter's A or B; columns past the rank are zero."""
-    if implementation in _MOSAIC:
-        return mosaic.thin(x, weight, groups, contract, tokens)
-    return reference.thin(x, weight, groups, contract)
+    return (mosaic if implementation in _MOSAIC else reference).thin(x, weight, groups, contract)
 
 
-def _contracted(thin, wide, groups, rank, implementation, tokens):
-    """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert."""
-    if implementation not in _MOSAIC:
-        return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32)
-    if mosaic_contract.refusal(wide.dtype) is None:
+def _contracted(thin, wide, groups, rank, implementation, tokens=None):
+    """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert.
+
+    tokens: int32[rows], if wide [T, n] has tokens' rows.
+    """
+    if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(thin, wide, groups, rank, tokens)
-    wide = _rows(wide, tokens)
-    return reference.contract_rows(thin[:, :rank], wide, groups, jnp.float32, mosaic_sums.per_expert)
-
-
-def _rows(array, tokens):
-    return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
+    sums = mosaic_sums.per_expert if implementation in _MOSAIC else reference.per_expert
+    return reference.contract_rows(thin[:, :rank], reference.rows_of(wide, tokens), groups, jnp.float32, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -126,41 +120,41 @@ def _grouped(x, weight, lora, groups, static: Static):
     return forward(x, weight, lora, groups, static)[0]
 
 
-def forward(x, weight, lora, groups, static: Static, tokens=None):
-    """(out, residuals for `backward`); tokens: int32[rows], if x [T, in] has tokens' rows; see `gathers`."""
+def forward(x, weight, lora, groups, static: Static):
+    """(out, residuals for `backward`)"""
     contract = 1 if static.transposed else 2
     inner = extra = None
     if lora is not None:
         a, b = lora
-        inner = _thin(x, a, groups, 2, static.implementation, tokens)
+        inner = _thin(x, a, groups, 2, static.implementation)
         extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
-    out = _product(x, weight, groups, contract, extra, static.implementation, tokens)
+    out = _product(x, weight, groups, contract, extra, static.implementation)
     return out, (x, weight, lora, groups, inner)
 
 
-def backward(static: Static, residuals, dout, tokens=None, dout_tokens=None):
-    """Gradients of the rows, weight and adapter. tokens: as in the forward; dout_tokens: likewise, of dout [T, out]."""
+def backward(static: Static, residuals, dout, tokens=None):
+    """Gradients of the rows, weight and adapter. tokens: int32[rows], if residuals have x [T, in] of tokens in place of
+    the rows, and T for rows that hold nothing."""
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
     extra = dlora = None
     if lora is not None:
         a, b = lora
-        name = static.implementation
-        dinner = _scaled(_thin(dout, b, groups, 1, name, dout_tokens), static.scale)
+        dinner = _scaled(_thin(dout, b, groups, 1, static.implementation), static.scale)
         extra = (dinner, a.mT if static.transposed else a)
-        da = _contracted(dinner, x, groups, a.shape[1], name, tokens)
-        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], name, dout_tokens)
+        da = _contracted(dinner, x, groups, a.shape[1], static.implementation, tokens)
+        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation)
         # Else XLA keeps db as it is, and sums of it, up to the end of the program, where each is copied.
         db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
-    dx = _product(dout, weight, groups, contract, extra, static.implementation, dout_tokens)
+    dx = _product(dout, weight, groups, contract, extra, static.implementation)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweight = None
     if not isinstance(weight, FourBit | MXFP4):
-        sides = (_rows(x, tokens), _rows(dout, dout_tokens))
-        dweight = reference.contract_rows(*(sides if static.transposed else sides[::-1]), groups, weight.dtype)
+        rows = reference.rows_of(x, tokens)
+        dweight = reference.contract_rows(*((rows, dout) if static.transposed else (dout, rows)), groups, weight.dtype)
     return dx, dweight, dlora
 
 
@@ -175,18 +169,13 @@ def _grouped_bwd(static, residuals, dout):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def gathers(implementation: str, dtype) -> bool:
-    """Whether `forward` and `backward` take tokens' rows from this implementation."""
-    return implementation in _MOSAIC and first_use.gather_refusal(dtype) is None
-
-
 def chosen(dtype, columns: int, weight, groups: Groups, transposed: bool, implementation: str | None) -> str:
     """The implementation of a call over rows of so many columns; see grouped_matmul."""
     if weight.ndim != 3 or weight.shape[0] != groups.num_experts:
         raise ValueError(f"grouped_matmul: weight {weight.shape}; want [E, ., .] of {groups.num_experts} experts")
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     if columns != in_size:
-        raise ValueError(f"grouped_matmul: x has {columns} columns, which does not fit weight {weight.shape}")
+        raise ValueError(f"grouped_matmul: x of {columns} columns does not fit weight {weight.shape}")
     packed = weight if isinstance(weight, FourBit | MXFP4) else None
     table = implementations(dtype, in_size, out_size, groups, packed, implementation)
     return dispatch.choose("grouped_matmul", table, implementation)

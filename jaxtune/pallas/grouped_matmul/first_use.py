@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.grouped_matmul import mosaic, mosaic_contract, reference
+from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.quant_matmul.mosaic import random_like
@@ -53,29 +53,3 @@ def refusal(name: str, product: Callable, weight) -> str | None:
     if isinstance(weight, FourBit) and weight.nested_absmax is None:
         call += ", float32 absmax"
     return dispatch.first_use("grouped_matmul", name, call, compare)
-
-
-def gather_refusal(dtype) -> str | None:
-    """Why this GPU must not run the products that gather their rows, or None."""
-
-    def compare():
-        draw = np.random.default_rng(0)
-        groups = groups_of(jnp.asarray(_SIZES, jnp.int32), sum(_SIZES))
-        count = 150
-        tokens = np.full(groups.rows, count, np.int32)
-        for start, size in zip(np.asarray(groups.starts()), _SIZES, strict=True):
-            tokens[start : start + size] = draw.integers(0, count, size)
-        held = jnp.asarray((tokens < count)[:, None], jnp.float32)
-        x = jnp.asarray(draw.standard_normal((count, _SHAPE[2])), dtype)
-        weight = jnp.asarray(draw.standard_normal(_SHAPE), dtype)
-        u = (jnp.asarray(draw.standard_normal((groups.rows, 64)), jnp.float32) * held).astype(dtype)
-        side = jnp.asarray(draw.standard_normal((*_SHAPE[:2], 64)), dtype)
-        rows = x.astype(jnp.float32).at[tokens].get(mode="fill", fill_value=0)
-        got = jax.jit(lambda x, tokens: mosaic.product(x, weight, groups, 2, (u, side), tokens=tokens))(x, tokens)
-        want = reference.product(
-            rows, weight.astype(jnp.float32), groups, 2, (u.astype(jnp.float32), side.astype(jnp.float32))
-        )
-        sums = jax.jit(lambda x, tokens: mosaic_contract.contract_rows(u, x, groups, 64, tokens))(x, tokens)
-        return [got, sums], [want, reference.contract_rows(u.astype(jnp.float32), rows, groups, jnp.float32)]
-
-    return dispatch.first_use("grouped_matmul", "gather", jnp.dtype(dtype).name, compare)

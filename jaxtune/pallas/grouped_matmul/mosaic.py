@@ -24,7 +24,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
-from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
 from jaxtune.pallas.quant_matmul import MXFP4, FourBit
@@ -34,12 +33,8 @@ _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
 _STEP = 64  # along K: 128 bytes, a row of the swizzle
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Of each thread of a warpgroup, by what it does; of all together 65,536.
-_MEMORY_REGISTERS, _GATHER_REGISTERS, _DECODE_REGISTERS = 40, 72, 96
-
-
-def _compute_registers(gathered: bool, ahead: bool) -> int:
-    others = (_GATHER_REGISTERS if gathered else _MEMORY_REGISTERS) + (_DECODE_REGISTERS if ahead else 0)
-    return (512 - others) // _WARPGROUPS // 8 * 8
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
+_DECODE_REGISTERS, _COMPUTE_REGISTERS_BESIDE = 96, 184
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +138,13 @@ def place(item, row_tiles: int, column_tiles: int, band: int):
 
 def _kernel(
     x_ref, expert_ref, sizes_ref, count_ref, *rest,
-    blocks: Blocks, contract: int, programs: int, gathered: bool, with_extra: bool,
-    decoder: Decoder | None, packed: int,
+    blocks: Blocks, contract: int, programs: int, with_extra: bool, decoder: Decoder | None, packed: int,
 ):  # fmt: skip
     """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N].
 
-    rest: the rows' tokens, if they are `gathered` from x [T, K]; u and L, if `with_extra`; W, or the `packed` operands
-    from which `decoder` makes it; out, and of a decoder the buffer for W; scratch.
+    rest: u and L, if `with_extra`; W, or the `packed` operands from which `decoder` makes it; out, and of a decoder the
+    buffer for W; scratch.
     """
-    if gathered:
-        tokens_ref, *rest = rest
     if with_extra:
         u_ref, l_ref, *rest = rest
     if decoder is None:
@@ -176,9 +168,10 @@ def _kernel(
     def item_place(index):
         return place(program + index * programs, row_tiles, column_tiles, blocks.band)
 
-    def ahead(tiles_ref, index):
-        """What tiles_ref has for an item's tile of rows: read an item early, for it takes as long as two steps."""
-        return tiles_ref[jnp.minimum(item_place(jnp.minimum(index, mine - 1))[0], row_tiles - 1)]
+    def tile_of(index):
+        """An item's tile of rows, to read of it an item early, for that takes as long as two steps; of any item where
+        there is no such."""
+        return jnp.clip(item_place(jnp.minimum(index, mine - 1))[0], 0, row_tiles - 1)
 
     def steps(row_tile):
         """Tiles that hold nothing take no step, and are stored as zeros."""
@@ -188,62 +181,45 @@ def _kernel(
         return lax.rem(at, jnp.int32(stages))
 
     def bring():
-        plgpu.set_max_registers(_GATHER_REGISTERS if gathered else _MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
         if decoder is not None and _interpret is not None:
             plgpu.barrier_wait(ready)
-        written_out = _interpret is not None
-        if gathered:
-            on_their_way, all_arrived = gather.lagging(full, slot_of, max(1, stages - 2), written_out)
-
-        def tokens_of(index):
-            first = jnp.minimum(item_place(jnp.minimum(index, mine - 1))[0], row_tiles - 1) * TILE_ROWS
-            return gather.numbers(tokens_ref, first, TILE_ROWS, written_out)
 
         def item(index, carry):
-            at, expert, *tokens = carry
+            at, expert = carry
             row_tile, column_tile = item_place(index)
-            following = (ahead(expert_ref, index + 1), *(tokens_of(index + 1) for _ in tokens))
+            following = expert_ref[tile_of(index + 1)]
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
 
             if decoder is not None and _interpret is None:
                 pl.when(row_tile < count)(lambda: decoder.wait(ready, expert, programs))
 
-            def copy(at, x, w, step, tokens):
-                slot, along = slot_of(at), pl.ds(step * _STEP, _STEP)
+            def copy(slot, x, w, step):
+                along = pl.ds(step * _STEP, _STEP)
+                plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
                 side = w.at[expert, here, along] if contract == 2 else w.at[expert, along, here]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
-                if gathered:
-                    gather.bring(x, tokens, x_smem.at[slot], step * _STEP, _TRANSFORMS, written_out)
-                    on_their_way(at)
+
+            def step(number, at):
+                slot = slot_of(at)
+                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                if with_extra:
+                    pl.when(number < main_steps)(lambda: copy(slot, x_ref, w_ref, number))
+                    pl.when(number >= main_steps)(lambda: copy(slot, u_ref, l_ref, number - main_steps))
                 else:
-                    plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
-
-            def main_step(number, at):
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot_of(at)]))
-                copy(at, x_ref, w_ref, number, *(tokens or [None]))
+                    copy(slot, x_ref, w_ref, number)
                 return at + 1
 
-            def extra_step(number, at):
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot_of(at)]))
-                own = gather.own_numbers(row_tile * TILE_ROWS, TILE_ROWS, written_out) if gathered else None
-                copy(at, u_ref, l_ref, number, own)
-                return at + 1
+            return lax.fori_loop(0, steps(row_tile), step, at), following
 
-            at = lax.fori_loop(0, jnp.where(row_tile < count, main_steps, 0), main_step, at)
-            if with_extra:
-                at = lax.fori_loop(0, jnp.where(row_tile < count, all_steps - main_steps, 0), extra_step, at)
-            return at, *following
-
-        start = (jnp.int32(0), ahead(expert_ref, jnp.int32(0)), *([tokens_of(jnp.int32(0))] if gathered else []))
-        total, *_ = lax.fori_loop(0, mine, item, start)
-        if gathered:
-            all_arrived(total)
+        total, _ = lax.fori_loop(0, mine, item, (jnp.int32(0), expert_ref[tile_of(jnp.int32(0))]))
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
 
     def compute():
-        plgpu.set_max_registers(_compute_registers(gathered, decoder is not None), action="increase")
+        registers = _COMPUTE_REGISTERS if decoder is None else _COMPUTE_REGISTERS_BESIDE
+        plgpu.set_max_registers(registers, action="increase")
 
         def release(at):
             plgpu.barrier_arrive(free.at[slot_of(at)])
@@ -259,7 +235,7 @@ def _kernel(
         def item(index, carry):
             at, size = carry
             row_tile, column_tile = item_place(index)
-            following = ahead(sizes_ref, index + 1)
+            following = sizes_ref[tile_of(index + 1)]
             own = steps(row_tile)
             multiplied = jnp.where(size > wg * _OWN, own, 0)  # none where this warpgroup's rows hold nothing
 
@@ -299,7 +275,7 @@ def _kernel(
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, pl.ds(column_tile * columns, columns)])
             return at, following
 
-        lax.fori_loop(0, mine, item, (jnp.int32(0), ahead(sizes_ref, jnp.int32(0))))
+        lax.fori_loop(0, mine, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
         plgpu.wait_smem_to_gmem(0)
 
     def decode():
@@ -327,28 +303,19 @@ def _filled(array, axis: int):
     return jnp.pad(array, widths)
 
 
-def thin(x, weight, groups: Groups, contract: int, tokens=None):
+def thin(x, weight, groups: Groups, contract: int):
     """As reference.thin, and zeros in the columns that fill up the last step: what `extra` takes as it is.
 
-    It reads x once, but not the tiles that hold nothing, and copies no weight for each of its tiles. tokens: see
-    product.
+    It reads x once, but not the tiles that hold nothing, and copies no weight for each of its tiles.
     """
-    return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
+    return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract)
 
 
-def product(
-    x, weight, groups: Groups, contract: int, extra=None, *, tokens=None, blocks: Blocks | None = None
-):  # fmt: skip
-    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it.
-
-    tokens: int32[rows], the rows of x [T, K] that are multiplied, T for rows of zeros; they are gathered as they are
-    needed.
-    """
+def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blocks | None = None):
+    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it."""
     columns, ahead = weight.shape[3 - contract], isinstance(weight, FourBit | MXFP4)
     blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype, ahead)
     operands = [x, groups.tile_expert, groups.tile_sizes, groups.count[None]]
-    if tokens is not None:
-        operands.append(tokens)
     if extra is not None:
         u, side = extra
         operands += [_filled(u, 1), _filled(side.astype(x.dtype), contract)]
@@ -362,8 +329,8 @@ def product(
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
     out, *_ = gpu_kernel.kernel(
         functools.partial(
-            _kernel, blocks=blocks, contract=contract, programs=programs, gathered=tokens is not None,
-            with_extra=extra is not None, decoder=decoder, packed=len(packed),
+            _kernel, blocks=blocks, contract=contract, programs=programs, with_extra=extra is not None,
+            decoder=decoder, packed=len(packed),
         ),
         _interpret,
         out_type=out_type,

@@ -143,8 +143,8 @@ def _smem(shape, dtype):
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """thin [rows, R], wide [rows, n] -> float32[E, rank, n]: thin_e^T wide_e over the rows of each expert.
 
-    R and n are multiples of 64; columns of thin from rank on are zero, or of the same numbers as any. tokens: see
-    mosaic.product, for wide [T, n].
+    R and n are multiples of 64; columns of thin from rank on are zero, or of the same numbers as any. tokens:
+    int32[rows], the rows of wide [T, n] that count, T for zeros; they are gathered as they are needed.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
@@ -183,9 +183,11 @@ def refusal(dtype) -> str | None:
             for rank, key in ((16, keys[0]), (72, keys[1])):
                 wide = jax.random.normal(keys[2], (groups.rows, 2 * columns)).astype(dtype)
                 thin = jax.random.normal(key, (groups.rows, -(-rank // _STEP) * _STEP)).astype(dtype)
-                got.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank))
-                exact = (thin[:, :rank].astype(jnp.float32), wide.astype(jnp.float32))
-                want.append(reference.contract_rows(*exact, groups, jnp.float32))
+                tokens = jnp.arange(groups.rows)[::-1].at[128].set(groups.rows)
+                for of in (None, tokens):
+                    got.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank, of))
+                    exact = (thin[:, :rank].astype(jnp.float32), reference.rows_of(wide, of).astype(jnp.float32))
+                    want.append(reference.contract_rows(*exact, groups, jnp.float32))
         return got, want
 
     return dispatch.first_use("grouped_matmul", "mosaic_contract", jnp.dtype(dtype).name, compare)

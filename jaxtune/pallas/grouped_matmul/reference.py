@@ -20,6 +20,11 @@ def _precision(dtype):
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
+def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    """array [T, n] at tokens int32[rows]: zeros where it is T; the array itself for None."""
+    return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
+
+
 def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
     """[rows, n] -> [tiles, tile_rows, n]"""
     return rows.reshape(groups.tiles, groups.tile_rows, -1)

@@ -5,7 +5,6 @@ from jaxtune.pallas.routing.api import (
     choose_experts,
     expert_weights,
     matmul_of_tokens,
-    matmul_to_tokens,
     permute,
     route,
     row_weights,
@@ -14,6 +13,6 @@ from jaxtune.pallas.routing.api import (
 from jaxtune.pallas.routing.losses import RouterSums, router_sums
 
 __all__ = [
-    "RouterSums", "Routing", "choose_experts", "expert_weights", "matmul_of_tokens", "matmul_to_tokens", "permute",
-    "route", "router_sums", "row_weights", "unpermute",
+    "RouterSums", "Routing", "choose_experts", "expert_weights", "matmul_of_tokens", "permute", "route", "router_sums",
+    "row_weights", "unpermute",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ _SORTS = {
 # Why not by default; on an H200 (benchmarks/results/moe.json) the sort is faster for 128 experts, by 7 to 25 us of a
 # layer's 6,600, and slower for 32.
 _SORT_REASON = "mostly slower than XLA's"
-_ROWS_REASON = "permute not measured on a GPU yet, unpermute slower than XLA's"
+_SUM_REASON = "slower than XLA's"  # 149 and 356 us, XLA's 112 and 136: gpt-oss-20b, Qwen3-30B-A3B
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +44,6 @@ class Routing:
     slots: jax.Array
     source: jax.Array
     groups: Groups
-
-    def tokens(self) -> jax.Array:
-        """int32[rows]: the token of each row; T for rows that hold nothing."""
-        return self.source // self.slots.shape[1]
 
 
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
@@ -92,14 +87,23 @@ def route(
     return Routing(slots.reshape(tokens, k), source, groups)
 
 
-def implementations(dtype, hidden: int, k: int, implementation: str | None = None) -> dispatch.Table:
-    """The implementations of permute and unpermute in the order in which they are tried, each with why it refuses the
-    call. implementation: the name that was asked for, or None."""
+def implementations(dtype, hidden: int, k: int, *, sums: bool, implementation: str | None = None) -> dispatch.Table:
+    """The implementations in the order in which they are tried, each with why it refuses the call.
+
+    Args:
+      sums: of what sums the rows of each token, or of what spreads tokens to their rows.
+      implementation: the name that was asked for, or None.
+    """
 
     def refusal():
         return mosaic.refusal(dtype, hidden, k) or first_use.refusal("mosaic", mosaic)
 
-    return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _ROWS_REASON, refusal)}
+    if sums:
+        return {
+            "reference": lambda: None,
+            "mosaic": dispatch.on_request("mosaic", implementation, _SUM_REASON, refusal),
+        }
+    return {"mosaic": refusal, "reference": lambda: None}
 
 
 def sort_implementations(implementation: str | None = None) -> dispatch.Table:
@@ -111,14 +115,20 @@ def sort_implementations(implementation: str | None = None) -> dispatch.Table:
     return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _SORT_REASON, refusal)}
 
 
-def _chosen(rows, routing, implementation) -> str:
-    table = implementations(rows.dtype, rows.shape[1], routing.slots.shape[1], implementation)
-    return dispatch.choose("routing", table, implementation)
+def _spread(x, routing, implementation):
+    table = implementations(x.dtype, x.shape[1], routing.slots.shape[1], sums=False, implementation=implementation)
+    name = dispatch.choose("routing spread", table, implementation)
+    return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
+
+
+def _summed(rows, slots, implementation):
+    table = implementations(rows.dtype, rows.shape[1], slots.shape[1], sums=True, implementation=implementation)
+    return IMPLEMENTATIONS[dispatch.choose("routing sums", table, implementation)].summed(rows, slots)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
-    return IMPLEMENTATIONS[implementation].spread(x, routing.slots, routing.source)
+    return _spread(x, routing, implementation)
 
 
 def _permute_fwd(x, routing, implementation):
@@ -126,7 +136,7 @@ def _permute_fwd(x, routing, implementation):
 
 
 def _permute_bwd(implementation, routing, drows):
-    return IMPLEMENTATIONS[implementation].summed(drows, routing.slots), None
+    return _summed(drows, routing.slots, implementation), None
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)
@@ -136,16 +146,16 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
     """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero. Gradients are summed over a
     token's pairs in float32, in the order of its choices.
 
-    implementation: of this and of its gradient: "reference", "mosaic", or None for the reference.
+    implementation: of this and of its gradient: "reference", "mosaic", or None for the faster of each.
     """
     if x.shape[0] != routing.slots.shape[0]:
         raise ValueError(f"permute: x has {x.shape[0]} rows, the routing is of {routing.slots.shape[0]} tokens")
-    return _permute(x, routing, _chosen(x, routing, implementation))
+    return _permute(x, routing, implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpermute(rows, routing, implementation):
-    return IMPLEMENTATIONS[implementation].summed(rows, routing.slots)
+    return _summed(rows, routing.slots, implementation)
 
 
 def _unpermute_fwd(rows, routing, implementation):
@@ -153,7 +163,7 @@ def _unpermute_fwd(rows, routing, implementation):
 
 
 def _unpermute_bwd(implementation, routing, dx):
-    return IMPLEMENTATIONS[implementation].spread(dx, routing.slots, routing.source), None
+    return _spread(dx, routing, implementation), None
 
 
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
@@ -166,7 +176,7 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
     """
     if rows.shape[0] != routing.groups.rows:
         raise ValueError(f"unpermute: {rows.shape[0]} rows, the routing has {routing.groups.rows}")
-    return _unpermute(rows, routing, _chosen(rows, routing, implementation))
+    return _unpermute(rows, routing, implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -175,15 +185,15 @@ def _of_tokens(x, weight, lora, routing, static):
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
-    tokens = routing.tokens()
-    out, residuals = grouped.forward(x, weight, lora, routing.groups, static, tokens)
-    return out, (residuals, routing)
+    out, (_, *residuals) = grouped.forward(_spread(x, routing, None), weight, lora, routing.groups, static)
+    return out, ((x, *residuals), routing)
 
 
 def _of_tokens_bwd(static, residuals, dout):
     residuals, routing = residuals
-    drows, *others = grouped.backward(static, residuals, dout, tokens=routing.tokens())
-    return reference.summed(drows, routing.slots), *others, None
+    tokens = routing.source // routing.slots.shape[1]
+    drows, *others = grouped.backward(static, residuals, dout, tokens)
+    return _summed(drows, routing.slots, None), *others, None
 
 
 _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
@@ -193,55 +203,16 @@ def matmul_of_tokens(
     x: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
     derivative_follows: bool = False, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
-    """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. Mosaic's kernels gather the rows as they need
-    them, here and for the gradients; rows that are permuted are never stored.
+    """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. The permuted rows do not stay for the
+    gradients, which take what they need of x.
 
     Args: of grouped_matmul.
     """
     if x.shape[0] != routing.slots.shape[0]:
         raise ValueError(f"matmul_of_tokens: x has {x.shape[0]} rows, the routing {routing.slots.shape[0]} tokens")
     name = grouped.chosen(x.dtype, x.shape[1], weight, routing.groups, transposed, implementation)
-    options: dict[str, Any] = dict(transposed=transposed, derivative_follows=derivative_follows)
-    if not grouped.gathers(name, x.dtype):
-        return grouped.grouped_matmul(permute(x, routing), weight, routing.groups, lora, implementation=name, **options)
-    x, weight, sides, static = grouped.prepared(x, weight, lora, name=name, **options)
+    x, weight, sides, static = grouped.prepared(x, weight, lora, transposed, derivative_follows, name)
     return _of_tokens(x, weight, sides, routing, static)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _to_tokens(rows, weight, lora, routing, static):
-    return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
-
-
-def _to_tokens_fwd(rows, weight, lora, routing, static):
-    out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
-    return reference.summed(out, routing.slots), (residuals, routing)
-
-
-def _to_tokens_bwd(static, residuals, dout):
-    residuals, routing = residuals
-    return *grouped.backward(static, residuals, dout, dout_tokens=routing.tokens()), None
-
-
-_to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
-
-
-def matmul_to_tokens(
-    rows: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
-    derivative_follows: bool = False, implementation: str | None = None,
-) -> jax.Array:  # fmt: skip
-    """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. Mosaic's kernels gather the rows of
-    the gradient as they need them.
-
-    Args: of grouped_matmul.
-    """
-    name = grouped.chosen(rows.dtype, rows.shape[1], weight, routing.groups, transposed, implementation)
-    options: dict[str, Any] = dict(transposed=transposed, derivative_follows=derivative_follows)
-    if not grouped.gathers(name, rows.dtype):
-        out = grouped.grouped_matmul(rows, weight, routing.groups, lora, implementation=name, **options)
-        return unpermute(out, routing)
-    rows, weight, sides, static = grouped.prepared(rows, weight, lora, name=name, **options)
-    return _to_tokens(rows, weight, sides, routing, static)
 
 
 @jax.custom_vjp

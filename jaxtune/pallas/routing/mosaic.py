@@ -4,8 +4,8 @@
 token is read k times, and too late for the L2 to have it still. `summed` brings the k rows of eight tokens, part by
 part, and adds them in float32 from the first to the last. Neither adds by atomics.
 
-`spread` has not run on a GPU yet; a kernel that gathered row by row took 0.24 to 0.33 ms where this one's bytes take
-0.12 and 0.17 (gpt-oss-20b, Qwen3-30B-A3B, 16,384 tokens, H200).
+On an H200, 16,384 tokens of gpt-oss-20b and Qwen3-30B-A3B: `spread` takes 0.15 and 0.20 ms (XLA's gather 0.24 and
+0.33, a kernel that gathered row by row as much), its bytes 0.12 and 0.17; `summed` 0.15 and 0.36, XLA's 0.11 and 0.14.
 """
 
 # Pallas' annotations know neither its own transforms nor barriers.
