@@ -34,7 +34,7 @@ _STEP = 64  # along K: 128 bytes, a row of the swizzle
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Of each thread of a warpgroup, by what it does; of all together 65,536.
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
-_DECODE_REGISTERS, _COMPUTE_REGISTERS_BESIDE = 96, 184
+_DECODE_REGISTERS, _COMPUTE_REGISTERS_BESIDE = 88, 208
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Blocks:
 # The first whose columns divide the output's, in the order measured on an H200; stages are what shared memory holds
 # beside the tile that is stored.
 BLOCKS = (Blocks(192, 4), Blocks(256, 3), Blocks(128, 5), Blocks(64, 6))
-_MOST_COLUMNS_BESIDE = 192  # a decoder; the accumulator of more needs registers that four warpgroups have not
 
 # What the tuner measures (tune.py): those, and the warpgroups apart, which may help where K or N is short. A `lead` has
 # not been measured yet.
@@ -107,14 +106,8 @@ def cores() -> int:
     return device.num_cores if device is not None else jax.local_devices()[0].core_count
 
 
-def candidates(out_size: int, ahead: bool) -> list[Blocks]:
-    """The blocks that the tuner measures; ahead: for weights in four bits."""
-    most = _MOST_COLUMNS_BESIDE if ahead else out_size
-    return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0 and blocks.columns <= most]
-
-
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """What of a call its blocks depend on, for tuning.py."""
+    """What of a call its blocks depend on, for tuning.py; ahead: for weights in four bits."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
@@ -123,8 +116,7 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype)
     if measured is not None:
         return Blocks(**measured)
-    most = _MOST_COLUMNS_BESIDE if ahead else out_size
-    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most)
+    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0)
 
 
 def place(item, row_tiles: int, column_tiles: int, band: int):
@@ -152,7 +144,7 @@ def _kernel(
     else:
         out_ref, w_ref, *scratch = rest[packed:]
         packed_refs, rest = rest[:packed], scratch
-        ready = decoder.semaphores() if _interpret is None else rest.pop()
+        ready = decoder.semaphores() if _interpret is None else None
     x_smem, w_smem, out_smem, full, free, *rest = rest
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
@@ -181,18 +173,28 @@ def _kernel(
         return lax.rem(at, jnp.int32(stages))
 
     def bring():
-        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-        if decoder is not None and _interpret is not None:
-            plgpu.barrier_wait(ready)
+        registers = _MEMORY_REGISTERS if decoder is None else _DECODE_REGISTERS
+        plgpu.set_max_registers(registers, action="decrease")
+
+        def decoded(state, limit):
+            return decoder.advance(state, limit, packed_refs, w_ref, ready, program, programs) if state else state
+
+        def slices_for_wave(wave):
+            """How many of this program's slices the items of a wave need, one of each program, and those before."""
+            band = lax.div(wave * programs + (programs - 1), jnp.int32(blocks.band * column_tiles))
+            last = jnp.minimum((band + 1) * blocks.band, row_tiles) - 1
+            return decoder.slices_for(expert_ref[last], program, programs)
 
         def item(index, carry):
-            at, expert = carry
+            at, expert, state = carry
             row_tile, column_tile = item_place(index)
             following = expert_ref[tile_of(index + 1)]
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
-
-            if decoder is not None and _interpret is None:
+            if state:
                 pl.when(row_tile < count)(lambda: decoder.wait(ready, expert, programs))
+                # For the next wave, in the first half of this one: others may be ahead.
+                limit = slices_for_wave(index + 1)
+                each = lax.div(jnp.maximum(limit - state[0], 0) * 2 + (all_steps - 1), jnp.int32(all_steps))
 
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
@@ -200,7 +202,8 @@ def _kernel(
                 side = w.at[expert, here, along] if contract == 2 else w.at[expert, along, here]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
 
-            def step(number, at):
+            def step(number, carry):
+                at, state = carry
                 slot = slot_of(at)
                 pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 if with_extra:
@@ -208,11 +211,24 @@ def _kernel(
                     pl.when(number >= main_steps)(lambda: copy(slot, u_ref, l_ref, number - main_steps))
                 else:
                     copy(slot, x_ref, w_ref, number)
-                return at + 1
+                if state:
+                    state = decoded(state, jnp.minimum(state[0] + each, limit))
+                return at + 1, state
 
-            return lax.fori_loop(0, steps(row_tile), step, at), following
+            at, state = lax.fori_loop(0, steps(row_tile), step, (at, state))
+            if state:
+                state = decoded(state, limit)
+            return at, following, state
 
-        total, _ = lax.fori_loop(0, mine, item, (jnp.int32(0), expert_ref[tile_of(jnp.int32(0))]))
+        state = ()
+        if decoder is not None and _interpret is not None:
+            decoder.written_out(packed_refs, w_ref)
+        elif decoder is not None:
+            state = decoded(decoder.begin(packed_refs, program, programs), slices_for_wave(jnp.int32(0)))
+        start = jnp.int32(0), expert_ref[tile_of(jnp.int32(0))], state
+        total, _, state = lax.fori_loop(0, mine, item, start)
+        if state:
+            decoded(state, decoder.slices_for(jnp.int32(decoder.experts), program, programs))
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
@@ -278,18 +294,7 @@ def _kernel(
         lax.fori_loop(0, mine, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
         plgpu.wait_smem_to_gmem(0)
 
-    def decode():
-        plgpu.set_max_registers(_DECODE_REGISTERS, action="decrease")
-        if _interpret is None:
-            decoder.decode(packed_refs, w_ref, ready, program, programs)
-        else:
-            decoder.written_out(packed_refs, w_ref)
-            plgpu.barrier_arrive(ready)
-
-    def others():
-        lax.cond(wg == _WARPGROUPS, bring, decode)
-
-    lax.cond(wg < _WARPGROUPS, compute, bring if decoder is None else others)
+    lax.cond(wg < _WARPGROUPS, compute, bring)
 
 
 def _smem(shape, dtype):
@@ -336,7 +341,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
         out_type=out_type,
         grid=(programs,),
         grid_names=("sm",),
-        num_threads=_WARPGROUPS + (1 if decoder is None else 2),
+        num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
             _smem((blocks.stages, TILE_ROWS, _STEP), x.dtype),
@@ -345,7 +350,6 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
-            *([plgpu.Barrier(num_arrivals=1)] if decoder is not None and _interpret is not None else []),
         ],
     )(*operands, *packed)  # fmt: skip
     return out

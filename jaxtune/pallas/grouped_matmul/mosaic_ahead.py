@@ -1,9 +1,14 @@
 """Weights in four bits for the grouped product of mosaic.py: decoded in the same kernel, ahead of the products.
 
-A product of many rows leaves a GPU's memory and its lanes idle, which is all that decoding takes. A warpgroup more in
-every program decodes a share of each expert's weight, expert after expert, to the buffer that the product reads, and
-counts; who brings an expert's weight waits for the count. So a weight is decoded once, whatever the tiles that need
-it, and costs no time but at the start; inside the products it would be decoded for every tile of rows.
+A product of many rows leaves a GPU's memory and its lanes idle, which is all that decoding takes. The warpgroup of each
+program that brings operands also decodes a share of each expert's weight, slice by slice between two steps of bringing,
+to the buffer that the product reads. What all programs need for their next items is decoded while they bring for these:
+so it is still in L2 when it is read. A program counts, and who brings an expert's weight waits for the count. So a
+weight is decoded once, whatever the tiles that need it; inside the products it would be for every tile of rows.
+
+A warpgroup of its own decoded as fast as it could, in the first half of a kernel: 0.84 and 0.79 of bf16's speed for
+Qwen3-30B-A3B's two products (H200), whose tiles also had to be narrower, for the registers; a pass before the product
+0.82 and 0.81.
 """
 
 # Pallas' annotations know neither its own barriers nor its refs.
@@ -22,7 +27,8 @@ from jaxtune.pallas.quant_matmul import FourBit, lanes
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
-_AHEAD = 2  # chunks that are on their way while one is decoded
+_AHEAD = 2  # slices that are on their way while one is decoded
+_LINES = 2  # of a slice: it takes a third of a step of the product
 
 
 def refusal(weight: FourBit | MXFP4) -> str | None:
@@ -33,7 +39,7 @@ def refusal(weight: FourBit | MXFP4) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes a weight [E, ., .] by warpgroups of all programs, one of each."""
+    """Decodes a weight [E, ., .] by warpgroups of all programs, one of each; a slice is a chunk of `chunks`."""
 
     chunks: Chunks
     experts: int
@@ -41,47 +47,54 @@ class Decoder:
     @staticmethod
     def of(weight: FourBit | MXFP4, dtype) -> Decoder:
         experts = weight.shape[0]
-        return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
+        return Decoder(Chunks.of(weight, dtype, weight.size // experts, _LINES), experts)
 
     @property
     def share(self) -> int:
-        """Chunks of an expert."""
+        """Slices of an expert."""
         return self.chunks.count // self.experts
 
     def semaphores(self):
         """One for each expert, of all programs."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
-    def decode(self, operands, weight_ref, ready, program, programs: int):
-        """What the warpgroup does: every so many-th chunk."""
-        mine = lax.div(self.chunks.count - program + (programs - 1), jnp.int32(programs))
+    def slices_for(self, expert, program, programs: int):
+        """How many of this program's slices, which are every so many-th, are of experts up to this one."""
+        upto = jnp.minimum(expert + 1, self.experts) * self.share
+        return lax.div(jnp.maximum(upto - program + (programs - 1), 0), jnp.int32(programs))
 
-        def chunk_of(number):
-            return program + jnp.minimum(number, mine - 1) * programs
+    def begin(self, operands, program, programs: int):
+        """The state for `advance`: (number of the next slice, what it and others are decoded from)."""
+        loaded = (self._load(operands, jnp.int32(number), program, programs) for number in range(_AHEAD))
+        return jnp.int32(0), *loaded
 
-        def load(number):
-            return self.chunks.load(operands, chunk_of(number))
+    def _load(self, operands, number, program, programs):
+        chunk = jnp.minimum(program + number * programs, self.chunks.count - 1)
+        return self.chunks.load(operands, chunk)
 
-        def step(number, carry):
-            loaded, *coming = carry
-            chunk = chunk_of(number)
-            coming.append(load(number + _AHEAD))
+    def advance(self, state, limit, operands, weight_ref, ready, program, programs: int):
+        """Decodes this program's slices up to number `limit`."""
+
+        def slice_of(number, coming):
+            loaded, *coming = coming
+            chunk = program + number * programs
+            coming.append(self._load(operands, number + _AHEAD, program, programs))
             values = self.chunks.values(operands, chunk, loaded, interpreted=False, beside_products=True)
             lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
             expert = lax.div(chunk, jnp.int32(self.share))
-            # To tell of it costs more than to decode a chunk: once for all of an expert that are this program's.
-            last = (number == mine - 1) | (lax.div(chunk_of(number + 1), jnp.int32(self.share)) != expert)
 
-            @pl.when(last)
+            # To tell of it costs more than to decode a slice: once for all of an expert that are this program's.
+            @pl.when(
+                (chunk + programs >= self.chunks.count) | (lax.div(chunk + programs, jnp.int32(self.share)) != expert)
+            )
             def _():
                 lanes.copies_see_stores()
                 plgpu.semaphore_signal(ready.at[expert], memory_scope="gpu")
 
             return tuple(coming)
 
-        @pl.when(mine > 0)
-        def _():
-            lax.fori_loop(0, mine, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
+        number, *coming = state
+        return jnp.maximum(number, limit), *lax.fori_loop(number, limit, slice_of, tuple(coming))
 
     def written_out(self, operands, weight_ref):
         """What `decode` does, of all programs, for the interpreter, which knows no semaphores."""

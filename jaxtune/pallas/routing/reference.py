@@ -28,7 +28,7 @@ class Passes(NamedTuple):
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
     """values [T, E] at choice [T, k]; 0 past the end. Its gradient is a comparison, not a scatter."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
-    return jnp.stack([jnp.where(index == column[:, None], values, 0).sum(-1) for column in choice.T], axis=1)
+    return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
 
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
