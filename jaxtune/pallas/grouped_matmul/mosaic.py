@@ -34,7 +34,7 @@ _STEP = 64  # along K: 128 bytes, a row of the swizzle
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Of each thread of a warpgroup, by what it does; of all together 65,536.
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
-_DECODE_REGISTERS, _COMPUTE_REGISTERS_BESIDE = 88, 208
+_DECODE_REGISTERS, _COMPUTE_REGISTERS_BESIDE = 96, 184
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Blocks:
 # The first whose columns divide the output's, in the order measured on an H200; stages are what shared memory holds
 # beside the tile that is stored.
 BLOCKS = (Blocks(192, 4), Blocks(256, 3), Blocks(128, 5), Blocks(64, 6))
+_EARLY, _PACE = 2, 8  # waves that are decoded before they begin; barriers that say of a wave that it has
+_MOST_COLUMNS_BESIDE = 192  # a decoder; the accumulator of more needs registers that four warpgroups have not
 
 # What the tuner measures (tune.py): those, and the warpgroups apart, which may help where K or N is short. A `lead` has
 # not been measured yet.
@@ -106,17 +108,28 @@ def cores() -> int:
     return device.num_cores if device is not None else jax.local_devices()[0].core_count
 
 
+def candidates(out_size: int, ahead: bool) -> list[Blocks]:
+    """The blocks that the tuner measures; ahead: for weights in four bits."""
+    if ahead:
+        return [blocks for blocks in CANDIDATES if blocks.columns <= min(_MOST_COLUMNS_BESIDE, out_size)]
+    return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0]
+
+
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """What of a call its blocks depend on, for tuning.py; ahead: for weights in four bits."""
+    """What of a call its blocks depend on, for tuning.py."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
-    """The blocks measured for a product, or the first that divide it."""
+    """The blocks measured for a product; or the first that divide it, or beside a decoder the widest, if its last tile
+    overlaps the one before by little."""
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype)
     if measured is not None:
         return Blocks(**measured)
-    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0)
+    if ahead and -out_size % _MOST_COLUMNS_BESIDE <= out_size // 16:
+        return BLOCKS[0]
+    most = _MOST_COLUMNS_BESIDE if ahead else out_size
+    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most)
 
 
 def place(item, row_tiles: int, column_tiles: int, band: int):
@@ -144,11 +157,12 @@ def _kernel(
     else:
         out_ref, w_ref, *scratch = rest[packed:]
         packed_refs, rest = rest[:packed], scratch
-        ready = decoder.semaphores() if _interpret is None else None
+        begun = rest.pop()
+        ready = decoder.semaphores() if _interpret is None else begun
     x_smem, w_smem, out_smem, full, free, *rest = rest
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
-    row_tiles, column_tiles = expert_ref.shape[0], out_ref.shape[1] // columns
+    row_tiles, column_tiles = expert_ref.shape[0], -(-out_ref.shape[1] // columns)
     items = row_tiles * column_tiles
     mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
     main_steps = x_ref.shape[1] // _STEP
@@ -165,6 +179,10 @@ def _kernel(
         there is no such."""
         return jnp.clip(item_place(jnp.minimum(index, mine - 1))[0], 0, row_tiles - 1)
 
+    def columns_of(column_tile):
+        """The last tile's overlap the one before, where tiles do not divide the columns: both store the same there."""
+        return pl.ds(jnp.minimum(column_tile * columns, out_ref.shape[1] - columns), columns)
+
     def steps(row_tile):
         """Tiles that hold nothing take no step, and are stored as zeros."""
         return jnp.where(row_tile < count, all_steps, 0)
@@ -173,28 +191,19 @@ def _kernel(
         return lax.rem(at, jnp.int32(stages))
 
     def bring():
-        registers = _MEMORY_REGISTERS if decoder is None else _DECODE_REGISTERS
-        plgpu.set_max_registers(registers, action="decrease")
-
-        def decoded(state, limit):
-            return decoder.advance(state, limit, packed_refs, w_ref, ready, program, programs) if state else state
-
-        def slices_for_wave(wave):
-            """How many of this program's slices the items of a wave need, one of each program, and those before."""
-            band = lax.div(wave * programs + (programs - 1), jnp.int32(blocks.band * column_tiles))
-            last = jnp.minimum((band + 1) * blocks.band, row_tiles) - 1
-            return decoder.slices_for(expert_ref[last], program, programs)
+        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+        if decoder is not None and _interpret is not None:
+            plgpu.barrier_wait(ready)
 
         def item(index, carry):
-            at, expert, state = carry
+            at, expert = carry
             row_tile, column_tile = item_place(index)
             following = expert_ref[tile_of(index + 1)]
-            rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), pl.ds(column_tile * columns, columns)
-            if state:
+            rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
+
+            if decoder is not None and _interpret is None:
                 pl.when(row_tile < count)(lambda: decoder.wait(ready, expert, programs))
-                # For the next wave, in the first half of this one: others may be ahead.
-                limit = slices_for_wave(index + 1)
-                each = lax.div(jnp.maximum(limit - state[0], 0) * 2 + (all_steps - 1), jnp.int32(all_steps))
+                plgpu.barrier_arrive(begun.at[lax.rem(index, jnp.int32(_PACE))])
 
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
@@ -202,8 +211,7 @@ def _kernel(
                 side = w.at[expert, here, along] if contract == 2 else w.at[expert, along, here]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
 
-            def step(number, carry):
-                at, state = carry
+            def step(number, at):
                 slot = slot_of(at)
                 pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 if with_extra:
@@ -211,24 +219,11 @@ def _kernel(
                     pl.when(number >= main_steps)(lambda: copy(slot, u_ref, l_ref, number - main_steps))
                 else:
                     copy(slot, x_ref, w_ref, number)
-                if state:
-                    state = decoded(state, jnp.minimum(state[0] + each, limit))
-                return at + 1, state
+                return at + 1
 
-            at, state = lax.fori_loop(0, steps(row_tile), step, (at, state))
-            if state:
-                state = decoded(state, limit)
-            return at, following, state
+            return lax.fori_loop(0, steps(row_tile), step, at), following
 
-        state = ()
-        if decoder is not None and _interpret is not None:
-            decoder.written_out(packed_refs, w_ref)
-        elif decoder is not None:
-            state = decoded(decoder.begin(packed_refs, program, programs), slices_for_wave(jnp.int32(0)))
-        start = jnp.int32(0), expert_ref[tile_of(jnp.int32(0))], state
-        total, _, state = lax.fori_loop(0, mine, item, start)
-        if state:
-            decoded(state, decoder.slices_for(jnp.int32(decoder.experts), program, programs))
+        total, _ = lax.fori_loop(0, mine, item, (jnp.int32(0), expert_ref[tile_of(jnp.int32(0))]))
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
@@ -288,13 +283,38 @@ def _kernel(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item has left
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, pl.ds(column_tile * columns, columns)])
+            plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, columns_of(column_tile)])
             return at, following
 
         lax.fori_loop(0, mine, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
         plgpu.wait_smem_to_gmem(0)
 
-    lax.cond(wg < _WARPGROUPS, compute, bring)
+    def last_expert(wave):
+        """That the items of a wave, one of each program, need, or those before."""
+        band = lax.div(wave * programs + (programs - 1), jnp.int32(blocks.band * column_tiles))
+        return expert_ref[jnp.minimum((band + 1) * blocks.band, row_tiles) - 1]
+
+    def may_decode(wave):
+        """Not long before it is needed: it is still in L2 then. A program that has no item in the last wave has in the
+        one before."""
+
+        @pl.when(wave >= _EARLY)
+        def _():
+            plgpu.barrier_wait(begun.at[lax.rem(wave - _EARLY, jnp.int32(_PACE))])
+
+    def decode():
+        plgpu.set_max_registers(_DECODE_REGISTERS, action="decrease")
+        if _interpret is None:
+            waves = -(-items // programs)
+            decoder.decode(packed_refs, w_ref, ready, program, programs, waves, last_expert, may_decode)
+        else:
+            decoder.written_out(packed_refs, w_ref)
+            plgpu.barrier_arrive(ready)
+
+    def others():
+        lax.cond(wg == _WARPGROUPS, bring, decode)
+
+    lax.cond(wg < _WARPGROUPS, compute, bring if decoder is None else others)
 
 
 def _smem(shape, dtype):
@@ -341,7 +361,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
         out_type=out_type,
         grid=(programs,),
         grid_names=("sm",),
-        num_threads=_WARPGROUPS + 1,
+        num_threads=_WARPGROUPS + (1 if decoder is None else 2),
         thread_name="wg",
         scratch_types=[
             _smem((blocks.stages, TILE_ROWS, _STEP), x.dtype),
@@ -350,6 +370,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
+            *([plgpu.Barrier(num_arrivals=1, num_barriers=_PACE if _interpret is None else 1)] if ahead else []),
         ],
     )(*operands, *packed)  # fmt: skip
     return out

@@ -1,14 +1,12 @@
 """Weights in four bits for the grouped product of mosaic.py: decoded in the same kernel, ahead of the products.
 
-A product of many rows leaves a GPU's memory and its lanes idle, which is all that decoding takes. The warpgroup of each
-program that brings operands also decodes a share of each expert's weight, slice by slice between two steps of bringing,
-to the buffer that the product reads. What all programs need for their next items is decoded while they bring for these:
-so it is still in L2 when it is read. A program counts, and who brings an expert's weight waits for the count. So a
-weight is decoded once, whatever the tiles that need it; inside the products it would be for every tile of rows.
+A product of many rows leaves a GPU's memory and its lanes idle, which is all that decoding takes. A warpgroup more in
+every program decodes a share of each expert's weight, expert after expert, to the buffer that the product reads, and
+counts; who brings an expert's weight waits for the count. So a weight is decoded once, whatever the tiles that need it;
+inside the products it would be for every tile of rows.
 
-A warpgroup of its own decoded as fast as it could, in the first half of a kernel: 0.84 and 0.79 of bf16's speed for
-Qwen3-30B-A3B's two products (H200), whose tiles also had to be narrower, for the registers; a pass before the product
-0.82 and 0.81.
+Slower: slices of the decoding between two steps of the warpgroup that brings (1.94 ms where this takes 1.35, a product
+without decoding 1.16; Qwen3-30B-A3B's gate/up on an H200).
 """
 
 # Pallas' annotations know neither its own barriers nor its refs.
@@ -27,8 +25,7 @@ from jaxtune.pallas.quant_matmul import FourBit, lanes
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
-_AHEAD = 2  # slices that are on their way while one is decoded
-_LINES = 2  # of a slice: it takes a third of a step of the product
+_AHEAD = 1  # chunks that are on their way while one is decoded; two were no faster
 
 
 def refusal(weight: FourBit | MXFP4) -> str | None:
@@ -39,7 +36,7 @@ def refusal(weight: FourBit | MXFP4) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes a weight [E, ., .] by warpgroups of all programs, one of each; a slice is a chunk of `chunks`."""
+    """Decodes a weight [E, ., .] by warpgroups of all programs, one of each."""
 
     chunks: Chunks
     experts: int
@@ -47,54 +44,57 @@ class Decoder:
     @staticmethod
     def of(weight: FourBit | MXFP4, dtype) -> Decoder:
         experts = weight.shape[0]
-        return Decoder(Chunks.of(weight, dtype, weight.size // experts, _LINES), experts)
+        return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
 
     @property
     def share(self) -> int:
-        """Slices of an expert."""
+        """Chunks of an expert."""
         return self.chunks.count // self.experts
 
     def semaphores(self):
         """One for each expert, of all programs."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
-    def slices_for(self, expert, program, programs: int):
-        """How many of this program's slices, which are every so many-th, are of experts up to this one."""
-        upto = jnp.minimum(expert + 1, self.experts) * self.share
-        return lax.div(jnp.maximum(upto - program + (programs - 1), 0), jnp.int32(programs))
+    def decode(self, operands, weight_ref, ready, program, programs: int, waves, experts_of, wait_for):
+        """What the warpgroup does: every so many-th chunk, wave after wave.
 
-    def begin(self, operands, program, programs: int):
-        """The state for `advance`: (number of the next slice, what it and others are decoded from)."""
-        loaded = (self._load(operands, jnp.int32(number), program, programs) for number in range(_AHEAD))
-        return jnp.int32(0), *loaded
+        Args:
+          waves: how many there are: items of the product, one of each program.
+          experts_of: gives the last expert that a wave needs. wait_for: waits until it may be decoded for a wave.
+        """
 
-    def _load(self, operands, number, program, programs):
-        chunk = jnp.minimum(program + number * programs, self.chunks.count - 1)
-        return self.chunks.load(operands, chunk)
+        def load(number):
+            chunk = jnp.minimum(program + number * programs, self.chunks.count - 1)
+            return self.chunks.load(operands, chunk)
 
-    def advance(self, state, limit, operands, weight_ref, ready, program, programs: int):
-        """Decodes this program's slices up to number `limit`."""
+        def upto(expert):
+            """How many chunks of this program are of experts up to this one."""
+            end = jnp.minimum(expert + 1, self.experts) * self.share
+            return lax.div(jnp.maximum(end - program + (programs - 1), 0), jnp.int32(programs))
 
-        def slice_of(number, coming):
-            loaded, *coming = coming
+        def step(number, loaded):
+            loaded, *coming = loaded
             chunk = program + number * programs
-            coming.append(self._load(operands, number + _AHEAD, program, programs))
+            coming.append(load(number + _AHEAD))
             values = self.chunks.values(operands, chunk, loaded, interpreted=False, beside_products=True)
             lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
-            expert = lax.div(chunk, jnp.int32(self.share))
+            expert, following = (lax.div(at, jnp.int32(self.share)) for at in (chunk, chunk + programs))
 
-            # To tell of it costs more than to decode a slice: once for all of an expert that are this program's.
-            @pl.when(
-                (chunk + programs >= self.chunks.count) | (lax.div(chunk + programs, jnp.int32(self.share)) != expert)
-            )
+            # To tell of it costs more than to decode a chunk: once for all of an expert that are this program's.
+            @pl.when(following != expert)
             def _():
                 lanes.copies_see_stores()
                 plgpu.semaphore_signal(ready.at[expert], memory_scope="gpu")
 
             return tuple(coming)
 
-        number, *coming = state
-        return jnp.maximum(number, limit), *lax.fori_loop(number, limit, slice_of, tuple(coming))
+        def wave(number, carry):
+            wait_for(number)
+            done, coming = carry
+            end = jnp.where(number == waves - 1, upto(jnp.int32(self.experts)), upto(experts_of(number)))
+            return jnp.maximum(done, end), lax.fori_loop(done, end, step, coming)
+
+        lax.fori_loop(0, waves, wave, (jnp.int32(0), tuple(load(jnp.int32(number)) for number in range(_AHEAD))))
 
     def written_out(self, operands, weight_ref):
         """What `decode` does, of all programs, for the interpreter, which knows no semaphores."""

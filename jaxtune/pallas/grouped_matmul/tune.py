@@ -54,7 +54,7 @@ def tune(
             bucket = mosaic.bucket(size, other, contract, ahead)
             if bucket in entries:
                 continue
-            candidates = [dataclasses.asdict(b) for b in mosaic.CANDIDATES if other % b.columns == 0]
+            candidates = [dataclasses.asdict(blocks) for blocks in mosaic.candidates(other, ahead)]
             entries[bucket] = tuning.measure(
                 "grouped_matmul", bucket, dtype, candidates, prepare, wrong=tuning.as_the_first(), say=say, path=path
             )

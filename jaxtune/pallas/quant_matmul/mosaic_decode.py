@@ -57,9 +57,9 @@ class Chunks:
     dtype: np.dtype
 
     @staticmethod
-    def of(weight: FourBit | MXFP4, dtype, whole: int, most_lines: int = 8) -> Chunks:
+    def of(weight: FourBit | MXFP4, dtype, whole: int) -> Chunks:
         """whole: numbers that a chunk must divide, a multiple of SMALLEST, such as those of an expert."""
-        lines = next(n for n in (8, 4, 2, 1) if n <= most_lines and whole % (n * SMALLEST) == 0)
+        lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
         powers = isinstance(weight, MXFP4)
         table = (mxfp4.TABLE if powers else weight.table).tobytes()
         return Chunks(lines, weight.size // (lines * SMALLEST), table, powers, jnp.dtype(dtype))

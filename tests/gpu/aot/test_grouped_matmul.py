@@ -61,7 +61,7 @@ def test_kernels_compile_for_an_h200(model):
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
 @pytest.mark.parametrize("model", SHAPES)
 def test_products_over_four_bits_compile_for_an_h200(model, kind):
-    """Forward and dx decode while they multiply, each to one buffer."""
+    """Forward and dx decode while they multiply, each to one buffer; two thin products serve the adapter."""
     experts, pairs, in_size, out_size, transposed = SHAPES[model]
     where = H200.sharding()
     if kind == "mxfp4":
@@ -95,9 +95,9 @@ def test_products_over_four_bits_compile_for_an_h200(model, kind):
     with H200.lowering():
         lowered = jax.jit(step).lower(array(rows, in_size), weight, *lora, sizes, array(rows, out_size))
         compiled = lowered.compile()
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 4
     decoded_bytes = 2 * experts * in_size * out_size
-    assert compiled.memory_analysis().temp_size_in_bytes < decoded_bytes / 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * decoded_bytes
 
 
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
@@ -192,7 +192,8 @@ def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     attention = 3 if plan == "keep" else 4  # forward, dq, dk with dv
     thin = 6  # of each adapter: forward, again for its gradient (or where all runs again), and backward
     sums = 4  # of the tiles of each adapter's gradient
-    assert calls == layers * (products + attention + thin + sums)
+    spreads = 2 if plan == "keep" else 3  # of x, of the gradient of what comes out, and of x again
+    assert calls == layers * (products + attention + thin + sums + spreads)
 
 
 def test_gradients_of_layers_do_not_wait_for_each_other():
@@ -203,9 +204,12 @@ def test_gradients_of_layers_do_not_wait_for_each_other():
     assert more < 4 * (layer_input + 4_000_000)
 
 
-def test_an_expert_weight_in_four_bits_is_decoded_once_in_the_backward():
-    """Gate/up runs again there: in all it is decoded twice, in the forward and for both products of the backward."""
+def test_expert_weights_in_four_bits_are_decoded_by_their_products():
+    """No pass decodes them: gate/up forward, again and backward, down forward and backward each make their buffer."""
     text = compiled_step(QWEN3, 1, RECOMPUTE, 4, four_bit=True).as_text()
-    decoded = [line for line in text.splitlines() if "mosaic_gpu_v2" in line and "dequantise" in line]
+    assert dispatch.record["grouped_matmul"][0] == "mosaic_ahead"
+    kernels = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
     gate_up, down = 128 * 1536 * 2048 // 8192, 128 * 768 * 2048 // 8192
-    assert [sum(f" bf16[{rows},8192]" in line for line in decoded) for rows in (gate_up, down)] == [2, 2]
+    assert not any(f" bf16[{rows},8192]" in line for line in kernels for rows in (gate_up, down))
+    buffers = "bf16[128,1536,2048]", "bf16[128,2048,768]"
+    assert [sum(buffer in line.split("custom-call(")[0] for line in kernels) for buffer in buffers] == [3, 2]
