@@ -54,15 +54,11 @@ class Blocks:
 # The first whose columns divide the output's, in the order measured on an H200; stages are what shared memory holds
 # beside the tile that is stored.
 BLOCKS = (Blocks(192, 4), Blocks(256, 3), Blocks(128, 5), Blocks(64, 6))
-_EARLY, _PACE = 2, 8  # waves that are decoded before they begin; barriers that say of a wave that it has
 _MOST_COLUMNS_BESIDE = 192  # a decoder; the accumulator of more needs registers that four warpgroups have not
 
-# What the tuner measures (tune.py): those, and the warpgroups apart, which may help where K or N is short. A `lead` has
-# not been measured yet.
+# What the tuner measures (tune.py).
 CANDIDATES = (
-    *BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(256, 3, 32), Blocks(128, 6), Blocks(192, 4, 16, 1),
-    Blocks(192, 4, 16, 2), Blocks(192, 4, 16, 3), Blocks(192, 4, 8, 3), Blocks(256, 3, 16, 1), Blocks(256, 3, 16, 2),
-    Blocks(256, 3, 8, 2), Blocks(128, 6, 16, 3), Blocks(128, 6, 8, 4),
+    *BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 16, 2), Blocks(128, 6, 8, 4),
 )  # fmt: skip
 
 _interpret: Any = None
@@ -127,7 +123,7 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
     if measured is not None:
         return Blocks(**measured)
     if ahead and -out_size % _MOST_COLUMNS_BESIDE <= out_size // 16:
-        return BLOCKS[0]
+        return Blocks(_MOST_COLUMNS_BESIDE, 4, 8)
     most = _MOST_COLUMNS_BESIDE if ahead else out_size
     return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most)
 
@@ -157,8 +153,7 @@ def _kernel(
     else:
         out_ref, w_ref, *scratch = rest[packed:]
         packed_refs, rest = rest[:packed], scratch
-        begun = rest.pop()
-        ready = decoder.semaphores() if _interpret is None else begun
+        ready = decoder.semaphores() if _interpret is None else rest.pop()
     x_smem, w_smem, out_smem, full, free, *rest = rest
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
@@ -203,7 +198,6 @@ def _kernel(
 
             if decoder is not None and _interpret is None:
                 pl.when(row_tile < count)(lambda: decoder.wait(ready, expert, programs))
-                plgpu.barrier_arrive(begun.at[lax.rem(index, jnp.int32(_PACE))])
 
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
@@ -289,24 +283,10 @@ def _kernel(
         lax.fori_loop(0, mine, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
         plgpu.wait_smem_to_gmem(0)
 
-    def last_expert(wave):
-        """That the items of a wave, one of each program, need, or those before."""
-        band = lax.div(wave * programs + (programs - 1), jnp.int32(blocks.band * column_tiles))
-        return expert_ref[jnp.minimum((band + 1) * blocks.band, row_tiles) - 1]
-
-    def may_decode(wave):
-        """Not long before it is needed: it is still in L2 then. A program that has no item in the last wave has in the
-        one before."""
-
-        @pl.when(wave >= _EARLY)
-        def _():
-            plgpu.barrier_wait(begun.at[lax.rem(wave - _EARLY, jnp.int32(_PACE))])
-
     def decode():
         plgpu.set_max_registers(_DECODE_REGISTERS, action="decrease")
         if _interpret is None:
-            waves = -(-items // programs)
-            decoder.decode(packed_refs, w_ref, ready, program, programs, waves, last_expert, may_decode)
+            decoder.decode(packed_refs, w_ref, ready, program, programs)
         else:
             decoder.written_out(packed_refs, w_ref)
             plgpu.barrier_arrive(ready)
@@ -370,7 +350,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
-            *([plgpu.Barrier(num_arrivals=1, num_barriers=_PACE if _interpret is None else 1)] if ahead else []),
+            *([plgpu.Barrier(num_arrivals=1)] if ahead and _interpret is not None else []),
         ],
     )(*operands, *packed)  # fmt: skip
     return out
