@@ -255,6 +255,38 @@ def adapters(shape: Shape, name: str, tokens: int) -> dict:
     }
 
 
+def triton_runs(shape: Shape, name: str, tokens: int) -> dict:
+    """Milliseconds of Triton's product, its gradients and its adapter's, beside Mosaic's, and whether 40 runs are one."""
+    in_size, out_size = shape.products[name]
+    groups = _groups(choices(shape, True, tokens), shape.experts)
+    mask = held(groups)[:, None]
+    x, dout, weight = sides(shape, name, groups.rows)
+    a, b = normal(4, shape.experts, RANK, in_size, size=in_size**-0.5), normal(5, shape.experts, out_size, RANK)
+    options = dict(transposed=shape.gpt_oss)
+    result: dict = {}
+    got = {}
+    for way in ("triton", "mosaic"):
+
+        @jax.jit
+        def step(x, a, b, dout, way=way):
+            def product(x, a, b):
+                return grouped_matmul(x, weight, groups, GroupedLora(a, b, 0.5), implementation=way, **options)
+
+            out, pullback = jax.vjp(product, x, a, b)
+            return (out, *pullback(dout))
+
+        arguments = (x * mask, a, b, dout * mask)
+        runs = [_checksums(step(*arguments)) for _ in range(RUNS)]
+        result[f"{way}_bitwise_over_40_runs"] = len({tuple(map(int, run)) for run in jax.device_get(runs)}) == 1
+        result[f"{way}_ms"] = milliseconds(step, *arguments, repeats=3)
+        got[way] = step(*arguments)
+    result["apart"] = [
+        float(jnp.linalg.norm((t - m).astype(jnp.float32)) / jnp.linalg.norm(m.astype(jnp.float32)))
+        for t, m in zip(got["triton"], got["mosaic"], strict=True)
+    ]
+    return result
+
+
 def variants(shape: Shape, name: str, tokens: int) -> dict:
     """TFLOP/s of the forward by how the kernel cuts its work."""
     in_size, out_size = shape.products[name]
@@ -485,10 +517,14 @@ def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
     }
     result["routing_share_of_forward"] = result["routing_forward_ms"] / result["forward_ms"]
     result["routing_share_of_step"] = result["routing_step_ms"] / result["step_ms"]
-    checksums = jax.jit(lambda tree: [_checksum(array) for array in jax.tree.leaves(tree)])
-    runs = [checksums(_layer_step(graph, trained, frozen, x, choice, dout)) for _ in range(RUNS)]
+    runs = [_checksums(_layer_step(graph, trained, frozen, x, choice, dout)) for _ in range(RUNS)]
     result["bitwise_over_40_runs"] = len({tuple(map(int, run)) for run in jax.device_get(runs)}) == 1
     return result
+
+
+@jax.jit
+def _checksums(tree) -> list[jax.Array]:
+    return [_checksum(array) for array in jax.tree.leaves(tree)]
 
 
 def _checksum(array: jax.Array) -> jax.Array:
@@ -564,7 +600,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--output", required=True)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--parts", default="errors,products,layer,variants,adapters,ways,ragged_dot,four_bits,routing")
+    parser.add_argument(
+        "--parts", default="errors,products,layer,variants,adapters,ways,ragged_dot,four_bits,routing,triton"
+    )
     options = parser.parse_args()
     parts, tokens = options.parts.split(","), options.tokens
     record: dict = {"benchmark": "moe", **environment(), "tokens": tokens}
@@ -601,6 +639,8 @@ def main() -> None:
         yield "adapters", f"adapters {gpt_oss.name} gate_up", adapters, (gpt_oss, "gate_up", tokens)
         for zipf, mode in modes.items():
             yield "layer", f"layer {qwen3.name} {mode}", layer_times, (qwen3, zipf, tokens)
+        for shape in SHAPES:
+            yield "triton", f"triton {shape.name} down", triton_runs, (shape, "down", tokens // 4)
         yield "ways", f"ways {gpt_oss.name}", ways_to_run, (gpt_oss, tokens)
         yield "ragged_dot", f"ragged_dot {gpt_oss.name} gate_up", ragged_dot, (gpt_oss, "gate_up", tokens)
         yield "errors", f"errors {qwen3.name}", errors, (qwen3,)
