@@ -256,7 +256,7 @@ def adapters(shape: Shape, name: str, tokens: int) -> dict:
 
 
 def triton_runs(shape: Shape, name: str, tokens: int) -> dict:
-    """Milliseconds of Triton's product, its gradients and its adapter's, beside Mosaic's, and whether 40 runs are one."""
+    """Milliseconds of Triton's product with its gradients, beside Mosaic's, and whether 40 runs are bitwise one."""
     in_size, out_size = shape.products[name]
     groups = _groups(choices(shape, True, tokens), shape.experts)
     mask = held(groups)[:, None]
@@ -268,14 +268,14 @@ def triton_runs(shape: Shape, name: str, tokens: int) -> dict:
     for way in ("triton", "mosaic"):
 
         @jax.jit
-        def step(x, a, b, dout, way=way):
+        def step(x, a, b, dout, weight, groups, way=way):
             def product(x, a, b):
                 return grouped_matmul(x, weight, groups, GroupedLora(a, b, 0.5), implementation=way, **options)
 
             out, pullback = jax.vjp(product, x, a, b)
             return (out, *pullback(dout))
 
-        arguments = (x * mask, a, b, dout * mask)
+        arguments = (x * mask, a, b, dout * mask, weight, groups)
         runs = [_checksums(step(*arguments)) for _ in range(RUNS)]
         result[f"{way}_bitwise_over_40_runs"] = len({tuple(map(int, run)) for run in jax.device_get(runs)}) == 1
         result[f"{way}_ms"] = milliseconds(step, *arguments, repeats=3)

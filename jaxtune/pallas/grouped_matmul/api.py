@@ -219,8 +219,8 @@ def grouped_matmul(
     name = chosen(x.dtype, x.shape[1], weight, groups, transposed, implementation)
     if x.shape[0] != groups.rows:
         raise ValueError(f"grouped_matmul: x {x.shape} does not fit weight {weight.shape} and {groups.rows} rows")
-    x, weight, lora, static = prepared(x, weight, lora, transposed, derivative_follows, name)
-    return _grouped(x, weight, lora, groups, static)
+    x, weight, sides, static = prepared(x, weight, lora, transposed, derivative_follows, name)
+    return _grouped(x, weight, sides, groups, static)
 
 
 @jax.custom_vjp

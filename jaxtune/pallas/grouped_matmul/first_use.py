@@ -35,8 +35,8 @@ def refusal(name: str, product: Callable, weight) -> str | None:
             return jnp.asarray(draw.standard_normal((groups.rows, size)) * held, jnp.bfloat16)
 
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
-        stored: Any = values if kind is None else random_like(weight, _SHAPE, draw)
-        exact = (values if kind is None else stored.decode(jnp.float32)).astype(jnp.float32)
+        stored: Any = values if weight is None else random_like(weight, _SHAPE, draw)
+        exact = (values if weight is None else stored.decode(jnp.float32)).astype(jnp.float32)
         got, want = [], []
         for contract in (2, 1):
             x, u = rows(_SHAPE[contract]), rows(_RANK)

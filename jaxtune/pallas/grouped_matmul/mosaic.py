@@ -197,7 +197,8 @@ def _kernel(
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
 
             if decoder is not None and _interpret is None:
-                pl.when(row_tile < count)(lambda: decoder.wait(ready, expert, programs))
+                wait = functools.partial(decoder.wait, ready, expert, programs)
+                pl.when(row_tile < count)(wait)
 
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
@@ -284,6 +285,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
     def decode():
+        assert decoder is not None
         plgpu.set_max_registers(_DECODE_REGISTERS, action="decrease")
         if _interpret is None:
             decoder.decode(packed_refs, w_ref, ready, program, programs)

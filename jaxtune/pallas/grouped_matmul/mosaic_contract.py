@@ -81,7 +81,8 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
                 thin = thin_ref.at[rows, pl.ds(part * _STEP, _STEP)]
                 plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
                 if gathered:
-                    gather.bring(wide_ref, *tokens, wide_smem.at[slot], block * columns, _TRANSFORMS, written_out)
+                    target = wide_smem.at[slot]
+                    gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, written_out)
                     on_their_way(at)
                 else:
                     wide = wide_ref.at[rows, pl.ds(block * columns, columns)]

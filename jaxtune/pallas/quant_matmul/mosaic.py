@@ -75,8 +75,8 @@ def _first_use(weight: FourBit | MXFP4, dtype) -> str | None:
 def random_like(weight: FourBit | MXFP4, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit | MXFP4:
     """Numbers of this shape, in the format of `weight`: for checks."""
     if isinstance(weight, MXFP4):
-        codes, scales = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2)), draw.integers(110, 131, shape[-1] // 32)
-        scales = np.broadcast_to(scales, (*shape[:-1], shape[-1] // 32))
+        codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
+        scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // 32))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
     like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), weight.nested_absmax is not None)
     # FP4 has other entries for the same codes.
