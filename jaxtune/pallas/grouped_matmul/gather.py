@@ -141,9 +141,15 @@ def arrived(after: int):
     wait()
 
 
-def lagging(full, slot_of, after: int, interpreted: bool):
+def lagging(full, slot_of, stages: int, interpreted: bool):
     """(step, end): to call with the number of a step when its rows are on their way, and with that of all steps. They
-    tell the barriers `full`, `after` steps later, that rows have arrived."""
+    tell the barriers `full`, some steps later, that rows have arrived.
+
+    stages: the slots for rows, three or more. A slot is free when the step after its own is multiplied; so of as many
+    steps as there are slots the first two must have been told of, for the bringing to go on.
+    """
+    after = stages - 2
+    assert after > 0, stages
 
     def tell(at):
         plgpu.barrier_arrive(full.at[slot_of(at)])

@@ -28,6 +28,7 @@ _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma
 # Columns of an item, the first that divide the wide side's, and steps on their way: two programs fit a multiprocessor.
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
+_GATHERED = {128: (3, 2), 192: (4, 1), 64: (5, 2)}  # columns: stages and programs, where rows are gathered
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of 16 bits
 
 
@@ -62,7 +63,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
     def bring():
         if gathered:
-            on_their_way, all_arrived = gather.lagging(full, slot_of, max(1, stages - 2), written_out)
+            on_their_way, all_arrived = gather.lagging(full, slot_of, stages, written_out)
 
         def item(index, at):
             expert, part, block = place(index)
@@ -149,11 +150,12 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
-    stages, parts = _STAGES[columns], -(-rank // _STEP)
+    stages, of_a_core = (_STAGES[columns], _PROGRAMS) if tokens is None else _GATHERED[columns]
+    parts = -(-rank // _STEP)
     kept = _STEP if parts > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
-    programs = _PROGRAMS * mosaic.cores() if mosaic.interpreter() is None else 2
+    programs = of_a_core * mosaic.cores() if mosaic.interpreter() is None else 2
     out = gpu_kernel.kernel(
         functools.partial(_kernel, programs=programs, gathered=tokens is not None),
         mosaic.interpreter(),
@@ -180,9 +182,9 @@ def refusal(dtype) -> str | None:
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
         keys = jax.random.split(jax.random.key(0), 3)
         got, want = [], []
-        for columns in _STAGES:
+        for size in (256, 192, 320):  # in blocks of 128, 192 and 64 columns
             for rank, key in ((16, keys[0]), (72, keys[1])):
-                wide = jax.random.normal(keys[2], (groups.rows, 2 * columns)).astype(dtype)
+                wide = jax.random.normal(keys[2], (groups.rows, size)).astype(dtype)
                 thin = jax.random.normal(key, (groups.rows, -(-rank // _STEP) * _STEP)).astype(dtype)
                 tokens = jnp.arange(groups.rows)[::-1].at[128].set(groups.rows)
                 for of in (None, tokens):
