@@ -22,43 +22,32 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+from jaxtune.pallas.quant_matmul.lanes import (
+    SCALAR,
+    _add,
+    _address,
+    _const,
+    _i32,
+    _item,
+    _load,
+    _mul,
+    _scalar,
+    _shift_right,
+    _thread,
+    _vector,
+)
+
 _EVERY = 16  # a lane's rows are so far apart
 _PIECE = 16  # bytes
 _COLUMNS = 64  # of a tile, 16 bits each: 128 bytes
-
-
-def _i32(value: int | None = None):
-    kind = ir.IntegerType.get_signless(32)
-    return kind if value is None else arith.constant(kind, ir.IntegerAttr.get(kind, value))
+_TILE = 8 * 128  # bytes
 
 
 def _layout(rows: int):
     """Of int32[8 rows], a row's number in each of its eight lanes: lane t has those of rows t // 8 + 16 i."""
     return plgpu.Layout.WG_STRIDED((8 * rows,), rows // _EVERY)
-
-
-def _item(array, index: int):
-    return vector.extract(array, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
-
-
-def _thread():
-    return arith.remui(arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x)), _i32(128))
-
-
-def _first_row():
-    return arith.shrui(_thread(), _i32(3))
-
-
-def _of_lanes(values, rows: int):
-    registers = np.empty((1,), object)
-    array = llvm.mlir_undef(ir.VectorType.get((len(values),), _i32()))
-    for index, value in enumerate(values):
-        array = vector.insert(value, array, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
-    registers[0] = array
-    return mgpu.FragmentedArray(_registers=registers, _layout=_layout(rows).to_mgpu(), _is_signed=True)
 
 
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
@@ -68,20 +57,17 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
     layout = _layout(rows)
 
     @plgpu.inline_mgpu(
-        arg_types=(_SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((8 * rows,), jnp.int32, layout)
+        arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((8 * rows,), jnp.int32, layout)
     )
     def load(_, first, tokens_ref):
-        start = arith.addi(_scalar(first), _first_row())
-        places = [arith.addi(start, _i32(_EVERY * number)) for number in range(rows // _EVERY)]
-        pointer = utils.memref_ptr(tokens_ref)
-        return _of_lanes([llvm.load(_i32(), utils.getelementptr(pointer, [place], _i32())) for place in places], rows)
+        start = _add(_scalar(first), _shift_right(_thread(), 3))
+        registers = np.empty((1,), object)
+        registers[0] = _vector(
+            [_load(tokens_ref, _add(start, _const(_EVERY * number)), _i32()) for number in range(rows // _EVERY)]
+        )
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
     return load(first, tokens_ref)
-
-
-def _scalar(array):
-    value = array.registers.flat[0]
-    return _item(value, 0) if isinstance(value.type, ir.VectorType) else value
 
 
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
@@ -97,30 +83,25 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
         return
     parts = columns // _COLUMNS
 
-    @plgpu.inline_mgpu(arg_types=(_layout(rows), _SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
+    @plgpu.inline_mgpu(arg_types=(_layout(rows), SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
     def copy(_, tokens, first_column, x_ref, target):
-        i64 = ir.IntegerType.get_signless(64)
         count, width = ir.MemRefType(x_ref.type).shape
-        shared = arith.trunci(_i32(), llvm.ptrtoint(i64, utils.memref_ptr(target)))
-        first = _first_row()
-        piece = arith.andi(_thread(), _i32(7))
-        swizzled = arith.xori(piece, arith.andi(first, _i32(7)))
-        # Row r lies in tile r // 8 of parts; its rows of 128 bytes follow one another.
-        tile = arith.muli(arith.shrui(first, _i32(3)), _i32(parts * 1024))
-        within = arith.addi(arith.muli(arith.andi(first, _i32(7)), _i32(128)), arith.muli(swizzled, _i32(_PIECE)))
-        shared = arith.addi(shared, arith.addi(tile, within))
-        start = arith.addi(arith.shrui(_scalar(first_column), _i32(3)), piece)  # in pieces of 8 numbers
+        first, piece = _shift_right(_thread(), 3), arith.andi(_thread(), _const(7))
+        within = arith.andi(first, _const(7))  # its tile of 8 rows, of which parts lie side by side
+        swizzled = arith.xori(piece, within)
+        address = arith.trunci(_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(target)))
+        tile = _mul(_shift_right(first, 3), parts * _TILE)
+        address = _add(address, tile, _mul(within, 128), _mul(swizzled, _PIECE))
+        start = _add(_shift_right(_scalar(first_column), 3), piece)  # in pieces of 8 numbers
         eight = ir.VectorType.get((8,), ir.MemRefType(x_ref.type).element_type)
-        pointer = utils.memref_ptr(x_ref)
         for number in range(rows // _EVERY):
             token = _item(tokens.registers.flat[0], number)
-            there = arith.cmpi(arith.CmpIPredicate.ult, token, _i32(count))
-            size = arith.select(there, _i32(_PIECE), _i32(0))
-            token = arith.select(there, token, _i32(0))
-            place = arith.addi(arith.muli(token, _i32(width // 8)), start)
+            there = arith.cmpi(arith.CmpIPredicate.ult, token, _const(count))
+            size = arith.select(there, _const(_PIECE), _const(0))
+            place = _add(_mul(arith.select(there, token, _const(0)), width // 8), start)
             for part in range(parts):
-                source = utils.getelementptr(pointer, [arith.addi(place, _i32(part * _COLUMNS // 8))], eight)
-                goal = arith.addi(shared, _i32(number * (_EVERY // 8) * parts * 1024 + part * 1024))
+                source = _address(x_ref, _add(place, _const(part * _COLUMNS // 8)), eight)
+                goal = _add(address, _const((number * (_EVERY // 8) * parts + part) * _TILE))
                 utils.inline_ptx(
                     "cp.async.cg.shared.global [$0], [$1], 16, $2;", goal, source, size, has_side_effects=True
                 )
