@@ -164,12 +164,11 @@ def backward_bytes(
         return max(at_the_mlp, _at_the_attention(dropped, size, tiles) + arrived_last)
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # Of experts likewise, and sorted rows; or gradients of gate_up and of sorted rows, and a decoded weight.
+    # Of experts likewise, and sorted rows; or, beside a decoded weight, if gate_up runs again, its rows and those of the
+    # gradient; if not, gradients of gate_up and of rows.
     sorted_rows = expert_rows * size["gate_up"]
-    if "gate_up" in dropped:  # sorted rows and the weight stay from there (moe.py), beside that or down's product
-        work += 2.05 * sorted_rows + expert_bytes + max(2 * size["gate_up"], (size["gate_up"] + expert_bytes) / 2)
-    else:
-        work += max(2 * size["gate_up"] + 1.25 * sorted_rows, size["gate_up"] + sorted_rows + 1.1 * expert_bytes)
+    rows = 2.05 * sorted_rows if "gate_up" in dropped else size["gate_up"] + sorted_rows
+    work += max(2 * size["gate_up"] + 1.25 * sorted_rows, rows + 1.1 * expert_bytes)
     if tiles > 1:
         work += 0.2 * size["layer_input"]
     return work + sum(dropped.values()) + arrived_last

@@ -279,7 +279,6 @@ def test_what_is_chosen_is_what_was_measured_to_be_faster():
     with mosaic.interpreted():
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
         assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"
-        assert "not measured on a GPU" in table["triton"]()
         weight = MXFP4(jnp.zeros((2, OUT, IN // 2), jnp.uint8), jnp.zeros((2, OUT, IN // 32), jnp.uint8))
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
         assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"

@@ -61,7 +61,7 @@ def implementations(
 
     Args:
       weight: in four bits, or None for an array.
-      implementation: the name that was asked for, or None: what has not been measured then refuses.
+      implementation: the name that was asked for, or None.
     """
 
     def mosaic_refusal():
@@ -79,7 +79,7 @@ def implementations(
     table = {
         _AHEAD: ahead_refusal,
         "mosaic": mosaic_refusal,
-        "triton": dispatch.on_request("triton", implementation, "not measured on a GPU yet", triton_refusal),
+        "triton": triton_refusal,
         "reference": lambda: None,
     }
     if weight is None and implementation != _AHEAD:
@@ -211,8 +211,7 @@ def grouped_matmul(
         "mosaic_ahead" while it multiplies).
       derivative_follows: the derivative is taken soon, and x serves nothing else. A weight that is decoded first is
         then decoded once for both; the adapter's gradients are made before x's, whose product needs no x beside it.
-      implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call
-        and has been measured.
+      implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call.
     Returns:
       [rows, out] in x's dtype.
     """

@@ -100,7 +100,7 @@ def per_layer_bytes(plan: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("max_documents", "length", "chosen"), [(1, 2048, "mosaic"), (1, 4096, "cudnn"), (16, 4096, "mosaic")]
+    ("max_documents", "length", "chosen"), [(1, 4096, "mosaic"), (1, 8192, "cudnn"), (16, 8192, "mosaic")]
 )
 def test_the_attention_that_is_chosen(max_documents, length, chosen):
     programs.cache_clear()
@@ -118,7 +118,7 @@ def test_a_program_with_our_kernels_is_the_same_whatever_was_lowered_before():
 
 
 def test_each_layer_calls_cudnn_forward_and_backward_once():
-    text = compiled("keep", 2, length=4096).as_text()
+    text = compiled("keep", 2, length=8192).as_text()
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 2
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmaxBackward"', text)) == 2
 
