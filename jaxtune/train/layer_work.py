@@ -164,7 +164,7 @@ def backward_bytes(
         return max(at_the_mlp, _at_the_attention(dropped, size, tiles) + arrived_last)
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # Of experts likewise, and sorted rows; or, beside a decoded weight, if gate_up runs again, its rows and those of the
+    # Of experts likewise, and sorted rows; or, beside a decoded weight, if gate_up runs again, its rows and those of a
     # gradient; if not, gradients of gate_up and of rows.
     sorted_rows = expert_rows * size["gate_up"]
     rows = 2.05 * sorted_rows if "gate_up" in dropped else size["gate_up"] + sorted_rows
