@@ -3,7 +3,7 @@
     python benchmarks/train/equal_plans.py [--layers 4] --output FILE.json
 
 - One model under five plans, against everything kept: bit for bit under the options of `deterministic: true`; without
-  them the loss and each gradient within 1e-3, with our attention kernels (packed rows, whole rows of up to 2,048
+  them the loss and each gradient within 1e-3, with our attention kernels (packed rows, whole rows of up to 4,096
   tokens) and with cuDNN's (longer whole rows), whose backward sums in no fixed order: "keep" is run twice there. What
   made plans differ with ours: products whose text an attribute changed, so that XLA timed another algorithm for them
   (1.1e-2), and 16-bit values that only some plans rounded (8e-3). With cuDNN's 1e-3 is out of reach: two runs of one
