@@ -5,7 +5,7 @@ hold nothing store zeros. Programs go by bands of rows, so that what runs at a t
 adapter's product is one more step along K. The body is in triton_kernels.py, which imports triton and is itself
 imported where it is used.
 
-Not run on a GPU yet; tiles are those that fit.
+Run on an H200 (README.md); tiles are those that fit, not measured.
 """
 
 from __future__ import annotations

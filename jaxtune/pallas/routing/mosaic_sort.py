@@ -3,7 +3,7 @@
 A block is 128 pairs. Both passes are comparisons of a block with itself or with the experts' numbers, in registers,
 which are summed along rows. What is between them, sums over blocks and the groups' starts, is the reference's.
 
-Not run on a GPU yet.
+On an H200, 16,384 tokens: 0.033 ms for 32 experts, 4 a token (XLA's 0.028), 0.034 for 128 and 8 (0.056).
 """
 
 # Pallas' annotations know neither its own layouts nor its refs.
