@@ -108,9 +108,10 @@ def test_mosaic_in_the_interpreter(case, transposed):
         assert not rows[~held].any(), "rows that hold nothing must be zero"
 
 
-@pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2, lead=2)])
-def test_mosaic_order_of_the_items_changes_nothing(blocks):
-    """Narrow tiles, more of them than programs, and bands that do not divide them; one warpgroup before the other."""
+@pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2, lead=2), mosaic.Blocks(128, 2)])
+def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
+    """Narrow tiles, more of them than programs, bands that do not divide them; one warpgroup before the other; columns
+    that tiles do not divide."""
     groups, _, (x, weight, *_) = operands(SIZES["uneven"], False)
     x, weight = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
     with mosaic.interpreted():

@@ -6,6 +6,7 @@ Table look-ups and warp-level products (lanes.py) are written out there; everyth
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,14 @@ from jaxtune.pallas.quant_matmul import (
     LoraWeights,
     api,
     fused_matmul,
+    lanes,
     line_matmul,
     mosaic,
     mosaic_fused,
     quant_matmul,
     reference,
 )
+from jaxtune.pallas.quant_matmul.mxfp4 import TABLE
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 
 
@@ -305,3 +308,27 @@ def test_modules_have_what_the_chain_calls():
     for kernels in (api.IMPLEMENTATIONS | api.BY_NAME).values():
         for name in ("refusal", "dequantize", "small_refusal", "small_matmul", "fused_tile", "fused_product"):
             assert callable(getattr(kernels, name))
+
+
+@pytest.mark.parametrize("table", [NF4.table, TABLE], ids=["nf4", "mxfp4"])
+def test_byte_permutations_find_every_entry(monkeypatch, table):
+    """What a lane emits, computed: the entries of a word's eight codes, from the lowest bits up, bit for bit."""
+
+    def permute(low, high, selector):
+        words = (np.asarray(word).astype(np.int64).astype(np.uint32) for word in (low, high, selector))
+        low, high, selector = np.broadcast_arrays(*words)
+        both = np.stack([low, high], -1).view(np.uint8)
+        index = np.stack([(selector >> np.uint32(4 * byte)) & np.uint32(15) for byte in range(4)], -1)
+        assert (index < 8).all(), "bit 3 of a selector would repeat a sign"
+        return np.take_along_axis(both, index.astype(np.int64), -1).view(np.uint32)[..., 0]
+
+    monkeypatch.setattr(lanes, "_permute", permute)
+    monkeypatch.setattr(lanes, "_const", np.uint32)
+    monkeypatch.setattr(lanes, "_shift_right", lambda value, amount: value >> np.uint32(amount))
+    arithmetic = types.SimpleNamespace(andi=np.bitwise_and, xori=np.bitwise_xor, bitcast=lambda _, value: value)
+    monkeypatch.setattr(lanes, "arith", arithmetic)
+    monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(F32Type=types.SimpleNamespace(get=lambda: None)))
+    words = np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint64).astype(np.uint32)
+    for number, found in enumerate(lanes._entries(table.tobytes(), words)):
+        want = table[(words >> np.uint32(4 * number)) & 15].view(np.uint32)
+        np.testing.assert_array_equal(np.broadcast_to(found, words.shape), want)
