@@ -247,7 +247,8 @@ def moe_rows(record: dict) -> list[_Row]:
                 text = f"{model}, experts in {kind.upper()}{words}: speed over bf16 experts, worse of two"
                 rows.append(("grouped product", text, value, *bounds, False))
     for model in models:
-        share = max(record[f"layer {model} {case}"]["routing_share_of_step"] for case in modes)
+        shares = ("routing_share_of_step", "routing_share_by_difference")
+        share = max(record[f"layer {model} {case}"][share] for case in modes for share in shares)
         rows.append(("routing", f"share of an MoE layer's forward+backward, {model}", share, 0.08, 0.04, True))
     for model in models:
         for name in ("sort", "permute", "unpermute"):

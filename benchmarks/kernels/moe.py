@@ -32,7 +32,8 @@ from flax import nnx
 from benchmarks.record import environment, write
 from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
 from jaxtune.models.moe import ExpertLora, MoE
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic, reference, triton
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul, mosaic, reference, triton
+from jaxtune.pallas.grouped_matmul.api import gathers
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
 from jaxtune.pallas.quant_matmul import MXFP4, NF4
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
@@ -440,23 +441,81 @@ def _layer_step(graph, trained, frozen, x, choice, dout):
     return out, pullback(dout)
 
 
-def _around_products(x, choice, logits, rows):
-    """All that a layer's forward does beside its products and activation."""
-    routing = route(choice, logits.shape[1])
-    weights = row_weights(expert_weights(logits, choice, renormalize=True), routing)
-    return permute(x[0], routing), weights, unpermute(rows, routing)
+def _moved(x, routing):
+    """x's rows, where the products do not bring them themselves."""
+    return () if gathers("mosaic") else permute(x[0], routing)
 
 
 @jax.jit
 def _routing_forward(x, choice, logits, rows):
-    return choose_experts(logits, choice.shape[1]), _around_products(x, choice, logits, rows)
+    """All that a layer's forward does beside its products and activation."""
+    routing = route(choice, logits.shape[1])
+    weights = row_weights(expert_weights(logits, choice, renormalize=True), routing)
+    return choose_experts(logits, choice.shape[1]), weights, _moved(x, routing), unpermute(rows, routing)
 
 
 @jax.jit
 def _routing_step(x, choice, logits, rows, drows, dout):
-    chosen = choose_experts(logits, choice.shape[1])
-    out, pullback = jax.vjp(lambda *a: _around_products(a[0], choice, *a[1:]), x, logits, rows)
-    return chosen, out, pullback((drows, jnp.ones(drows.shape[0]), dout[0]))
+    """And its backward."""
+    routing = route(choice, logits.shape[1])
+
+    def weigh(logits):
+        return row_weights(expert_weights(logits, choice, renormalize=True), routing)
+
+    weights, pullback = jax.vjp(weigh, logits)
+    out, dx = unpermute(rows, routing), unpermute(drows, routing)
+    dlogits = pullback(jnp.arange(weights.size, dtype=weights.dtype))
+    return choose_experts(logits, choice.shape[1]), weights, dlogits, _moved(x, routing), _moved(dout, routing), out, dx
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sorted_step(graph, trained, frozen, rows, weights, groups, drows):
+    """A layer's step but for routing: its products and activation, over rows that are sorted and stay so."""
+
+    def run(trained, rows, weights):
+        module = nnx.merge(graph, trained, frozen)
+        first, second = module.experts.gate_up_proj, module.experts.down_proj
+        options = dict(transposed=first.transposed)
+        gate_up = grouped_matmul(rows, first.stored_weight, groups, first.adapter(), derivative_follows=True, **options)
+        if first.bias is not None:
+            gate_up = grouped_bias(gate_up, first.bias[...], groups)
+        inner = (module._activated(gate_up) * weights[:, None]).astype(rows.dtype)
+        return grouped_matmul(inner, second.stored_weight, groups, second.adapter(), **options)
+
+    out, pullback = jax.vjp(run, trained, rows, weights)
+    return out, pullback(drows)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _gathered(x, weight, groups, contract, tokens=None):
+    return mosaic.product(x, weight, groups, contract, tokens=tokens)
+
+
+def gathering(shape: Shape, zipf: bool, tokens: int) -> dict:
+    """Milliseconds of the two products that bring tokens' rows themselves, gate_up's forward and down's dx, beside the
+    same over rows that lie in order, in turns; and of adapters' thin products; and whether the bits are the same."""
+    routing = _route(choices(shape, zipf, tokens), shape.experts)
+    groups, row_tokens = routing.groups, routing.source // shape.k
+    x = normal(1, tokens, shape.hidden)
+    rows = _permute(x, routing)
+    first, second = ((1, 2), (2, 1))[not shape.gpt_oss]
+    calls = {
+        "gate_up": (sides(shape, "gate_up", groups.rows)[2], first),
+        "down_dx": (sides(shape, "down", groups.rows)[2], second),
+        "thin": (normal(4, shape.experts, 64, shape.hidden), 2),
+    }
+    result: dict = {}
+    for name, (weight, contract) in calls.items():
+        ways = {"gathered": (x, weight, groups, contract, row_tokens), "in_order": (rows, weight, groups, contract)}
+        out = [_gathered(*ways[way]) for way in ways]
+        result[f"{name}_bitwise_as_in_order"] = bool((out[0] == out[1]).all())
+        del out
+        times: dict = {way: [] for way in ways}
+        for _ in range(5):
+            for way in times:
+                times[way].append(_queued(_gathered, *ways[way]))
+        result |= {f"{name}_{way}_ms": statistics.median(took) for way, took in times.items()}
+    return result
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -497,7 +556,10 @@ def routing_kernels(shape: Shape, zipf: bool, tokens: int) -> dict:
 
 
 def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
-    """Milliseconds of a layer, of what routing takes in it, and whether 40 runs are bitwise one."""
+    """Milliseconds of a layer, of what routing takes in it, and whether 40 runs are bitwise one.
+
+    Routing's share twice: by what a layer does beside its products and activation, run alone, with the choice of
+    experts; and by what a layer takes more than its products and activation over rows that are sorted already."""
     graph, trained, frozen = nnx.split(layer(shape), only_adapters, ...)
     x, dout = normal(1, 1, tokens, shape.hidden), normal(2, 1, tokens, shape.hidden)
     choice = choices(shape, zipf, tokens)
@@ -505,9 +567,17 @@ def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
     logits = normal(3, tokens, shape.experts).astype(jnp.float32)
     rows, drows = (normal(seed, routing.groups.rows, shape.hidden) for seed in (4, 5))
     many = jnp.stack([choices(shape, zipf, tokens, seed) for seed in range(8)])
-    result: dict = {
+    weights = jnp.where(routing.source < choice.size, 1 / shape.k, 0.0)
+    steps: dict = {
+        "step_ms": (_layer_step, graph, trained, frozen, x, choice, dout),
+        "step_without_routing_ms": (_sorted_step, graph, trained, frozen, rows, weights, routing.groups, drows),
+    }
+    times: dict = {name: [] for name in steps}
+    for _ in range(5):
+        for name, call in steps.items():
+            times[name].append(_queued(*call))
+    result: dict = {name: statistics.median(took) for name, took in times.items()} | {
         "forward_ms": milliseconds(_layer_forward, graph, trained, frozen, x, choice),
-        "step_ms": milliseconds(_layer_step, graph, trained, frozen, x, choice, dout),
         "routing_forward_ms": milliseconds(_routing_forward, x, choice, logits, rows),
         "routing_step_ms": milliseconds(_routing_step, x, choice, logits, rows, drows, dout),
         "route_by_counting_ms": milliseconds(_route_each, many, shape.experts, "reference") / 8,
@@ -517,6 +587,7 @@ def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
     }
     result["routing_share_of_forward"] = result["routing_forward_ms"] / result["forward_ms"]
     result["routing_share_of_step"] = result["routing_step_ms"] / result["step_ms"]
+    result["routing_share_by_difference"] = 1 - result["step_without_routing_ms"] / result["step_ms"]
     runs = [_checksums(_layer_step(graph, trained, frozen, x, choice, dout)) for _ in range(RUNS)]
     result["bitwise_over_40_runs"] = len({tuple(map(int, run)) for run in jax.device_get(runs)}) == 1
     return result
@@ -601,7 +672,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument(
-        "--parts", default="errors,products,layer,variants,adapters,ways,ragged_dot,four_bits,routing,triton"
+        "--parts", default="errors,products,layer,variants,adapters,ways,ragged_dot,four_bits,routing,gathering,triton"
     )
     options = parser.parse_args()
     parts, tokens = options.parts.split(","), options.tokens
@@ -633,6 +704,7 @@ def main() -> None:
         for shape in SHAPES:
             for zipf, mode in modes.items():
                 yield "routing", f"routing {shape.name} {mode}", routing_kernels, (shape, zipf, tokens)
+                yield "gathering", f"gathering {shape.name} {mode}", gathering, (shape, zipf, tokens)
         for shape in SHAPES:
             for name in ("gate_up", "down"):
                 yield "variants", f"variants {shape.name} {name}", variants, (shape, name, tokens)

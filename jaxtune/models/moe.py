@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.mlp import ACTIVATIONS
-from jaxtune.pallas.grouped_matmul import GroupedLora, Groups, grouped_bias, grouped_matmul
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.routing import (
     RouterSums,
@@ -25,10 +25,11 @@ from jaxtune.pallas.routing import (
     choose_experts,
     expert_weights,
     matmul_of_tokens,
+    matmul_to_tokens,
     route,
     router_sums,
     row_weights,
-    unpermute,
+    token_bias,
 )
 
 
@@ -104,12 +105,15 @@ class ExpertLinear(nnx.Module):
         out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
         if self.bias is None:
             return out
-        return grouped_bias(out, self.bias[...], jnp.ones(routing.groups.rows), routing.groups)
+        return grouped_bias(out, self.bias[...], routing.groups)
 
-    def __call__(self, rows: jax.Array, lora: GroupedLora | None, groups: Groups, weights: jax.Array) -> jax.Array:
-        """[rows, in] -> [rows, out]; weights float32[rows] multiply the bias, where there is one."""
-        out = grouped_matmul(rows, self.stored_weight, groups, lora, transposed=self.transposed)
-        return out if self.bias is None else grouped_bias(out, self.bias[...], weights, groups)
+    def to_tokens(
+        self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """rows [rows, in] -> [T, out], summed over each token's choice [T, k]; see matmul_to_tokens. weights [T, k]
+        multiply the bias, where there is one, and are in the rows already."""
+        out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed)
+        return out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
 
 
 class Experts(nnx.Module):
@@ -208,10 +212,10 @@ class MoE(nnx.Module):
         """-> [B, T, hidden], summed over each token's experts by their weights."""
         weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)
         routing = route(choice, self.moe.num_experts)
-        weights, linear = row_weights(weights, routing), self.experts.down_proj
+        linear = self.experts.down_proj
         gate_up, lora = _gradients_together((gate_up, linear.adapter()))
-        inner = (self._activated(gate_up) * weights[:, None]).astype(x.dtype)
-        return unpermute(linear(inner, lora, routing.groups, weights), routing).reshape(x.shape)
+        inner = (self._activated(gate_up) * row_weights(weights, routing)[:, None]).astype(x.dtype)
+        return linear.to_tokens(inner, lora, routing, choice, weights).reshape(x.shape)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
         """float32[rows, expert_size]"""

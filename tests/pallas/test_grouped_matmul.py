@@ -120,6 +120,24 @@ def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("stored", ["array", "nf4"])
+@pytest.mark.parametrize("case", SIZES)
+def test_mosaic_brings_the_rows_of_tokens_itself(case, stored):
+    """With an adapter's columns, which are rows; the same bits as over rows that were copied before."""
+    groups, held, (x, weight, a, *_) = operands(SIZES[case], True)
+    x, a = jnp.asarray(x, jnp.bfloat16)[:100], jnp.asarray(a, jnp.bfloat16)
+    tokens = np.where(held, np.random.default_rng(1).integers(0, 100, groups.rows), 100)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    rows = reference.rows_of(x, tokens)
+    weight = jnp.asarray(weight, jnp.bfloat16) if stored == "array" else packed("nf4", weight[:, :, :64])
+    side = jnp.ones((len(SIZES[case]), RANK, weight.shape[2]), jnp.bfloat16)
+    with mosaic.interpreted():
+        thin = mosaic.thin(rows, a, groups, 2)
+        np.testing.assert_array_equal(mosaic.thin(x, a, groups, 2, tokens), thin)
+        want = mosaic.product(rows, weight, groups, 1, (thin, side))
+        np.testing.assert_array_equal(mosaic.product(x, weight, groups, 1, (thin, side), tokens), want)
+
+
 @pytest.mark.parametrize("shape", [(16, 128), (8, 192), (8, 24)])  # of runs of 1,024 and of 512, and of no run
 @pytest.mark.parametrize("case", SIZES)
 def test_sums_of_tiles_are_the_references(case, shape):
@@ -250,10 +268,10 @@ def test_bias_and_its_gradients():
     groups, held, _ = operands(sizes, False)
     draw = np.random.default_rng(2)
     rows, drows = (jnp.asarray(draw.standard_normal((groups.rows, 5)) * held[:, None], jnp.float32) for _ in range(2))
-    bias, weights = (jnp.asarray(draw.random(shape), jnp.float32) for shape in ((4, 5), groups.rows))
+    bias = jnp.asarray(draw.random((4, 5)), jnp.float32)
     expert = np.minimum(np.repeat(np.asarray(groups.tile_expert), TILE_ROWS), 3)
-    got, pullback = jax.vjp(lambda *args: grouped_bias(*args, groups), rows, bias, weights)
-    want, want_pullback = jax.vjp(lambda r, b, w: r + w[:, None] * b[expert], rows, bias, weights)
+    got, pullback = jax.vjp(lambda *args: grouped_bias(*args, groups), rows, bias)
+    want, want_pullback = jax.vjp(lambda r, b: r + b[expert], rows, bias)
     np.testing.assert_allclose(np.asarray(got)[held], np.asarray(want)[held], atol=1e-6)
     for mine, theirs in zip(pullback(drows), want_pullback(drows), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)

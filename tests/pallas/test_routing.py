@@ -16,11 +16,13 @@ from jaxtune.pallas.routing import (
     expert_weights,
     first_use,
     matmul_of_tokens,
+    matmul_to_tokens,
     permute,
     reference,
     route,
     router_sums,
     row_weights,
+    token_bias,
     unpermute,
 )
 
@@ -241,7 +243,7 @@ def test_losses_of_nothing_but_padding_are_zero():
 
 
 def of_tokens_and_back(choice, experts, arrays, joined: bool, implementation):
-    """Outputs and gradients of a layer's two products; the first moves its rows itself if `joined`."""
+    """Outputs and gradients of a layer's two products; they move their rows themselves if `joined`."""
     routing = compiled_route(choice, experts)
     options = dict(implementation=implementation, transposed=True)
 
@@ -249,8 +251,8 @@ def of_tokens_and_back(choice, experts, arrays, joined: bool, implementation):
         (gate_up, down), (a, b) = weights, [GroupedLora(*lora, 0.5) for lora in loras]
         if joined:
             rows = matmul_of_tokens(x, gate_up, routing, a, **options)
-        else:
-            rows = grouped_matmul(permute(x, routing), gate_up, routing.groups, a, **options)
+            return matmul_to_tokens(rows, down, routing, b, **options)
+        rows = grouped_matmul(permute(x, routing), gate_up, routing.groups, a, **options)
         return unpermute(grouped_matmul(rows, down, routing.groups, b, **options), routing)
 
     out, pullback = jax.vjp(run, *arrays[:3])
@@ -283,3 +285,23 @@ def test_products_refuse_tokens_that_are_not_the_routings():
     routing = compiled_route(*CASES["random"])
     with pytest.raises(ValueError, match="x has 3 rows, the routing 70 tokens"):
         matmul_of_tokens(jnp.zeros((3, 64)), jnp.zeros((6, 64, 64)), routing)
+    with pytest.raises(ValueError, match="matmul_to_tokens: 3 rows, the routing has"):
+        matmul_to_tokens(jnp.zeros((3, 64)), jnp.zeros((6, 64, 64)), routing)
+
+
+@pytest.mark.parametrize("case", ["random", "padding"])
+def test_biases_of_each_tokens_experts_and_their_gradients(case):
+    choice, experts = CASES[case]
+    tokens, k = choice.shape
+    draw = np.random.default_rng(5)
+    out, weights, bias, dout = (draw.standard_normal(s) for s in ((tokens, 5), (tokens, k), (experts, 5), (tokens, 5)))
+    weights = np.where(choice < experts, weights, 0)
+    arrays = [jnp.asarray(array, jnp.float32) for array in (out, weights, bias)]
+    got, pullback = jax.vjp(lambda *a: token_bias(*a, jnp.asarray(choice)), *arrays)
+    each = np.append(bias, np.zeros((1, 5)), 0)[np.minimum(choice, experts)]  # [T, k, 5]
+    np.testing.assert_allclose(got, out + (weights[..., None] * each).sum(1), atol=1e-5)
+    dbias = np.zeros((experts + 1, 5))
+    np.add.at(dbias, np.minimum(choice, experts), weights[..., None] * dout[:, None])
+    want = dout, np.einsum("tn,tkn->tk", dout, each), dbias[:experts]
+    for mine, theirs in zip(pullback(jnp.asarray(dout, jnp.float32)), want, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)

@@ -71,7 +71,7 @@ def implementations(
         if weight is None:
             return "no weight in four bits"
         reason = mosaic_refusal() or mosaic_ahead.refusal(weight)
-        return reason or first_use.refusal(_AHEAD, mosaic.product, weight)
+        return reason or first_use.refusal(_AHEAD, mosaic.product, weight, gathering=True)
 
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
@@ -91,20 +91,30 @@ def _scaled(rows, scale):
     return rows if scale == 1.0 else (rows * scale).astype(rows.dtype)
 
 
-def _product(x, weight, groups, contract, extra, implementation):
+def gathers(implementation: str) -> bool:
+    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`."""
+    if implementation == "mosaic":
+        return first_use.refusal(implementation, mosaic.product, None, gathering=True) is None
+    return implementation == _AHEAD  # which was compared so
+
+
+def _product(x, weight, groups, contract, extra, implementation, tokens):
     """A weight in four bits is decoded when x is there and not before."""
     if implementation != _AHEAD:
         weight, x = decoded(weight, x)
         weight = weight.astype(x.dtype)
-    return _PRODUCTS[implementation](x, weight, groups, contract, extra)
+    own = () if tokens is None else (tokens,)
+    return _PRODUCTS[implementation](x, weight, groups, contract, extra, *own)
 
 
-def _thin(x, weight, groups, contract, implementation):
+def _thin(x, weight, groups, contract, implementation, tokens):
     """By an adapter's A or B; columns past the rank are zero."""
-    return (mosaic if implementation in _MOSAIC else reference).thin(x, weight, groups, contract)
+    if implementation in _MOSAIC:
+        return mosaic.thin(x, weight, groups, contract, tokens)
+    return reference.thin(x, weight, groups, contract)
 
 
-def _contracted(thin, wide, groups, rank, implementation, tokens=None):
+def _contracted(thin, wide, groups, rank, implementation, tokens):
     """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert.
 
     tokens: int32[rows], if wide [T, n] has tokens' rows.
@@ -120,41 +130,47 @@ def _grouped(x, weight, lora, groups, static: Static):
     return forward(x, weight, lora, groups, static)[0]
 
 
-def forward(x, weight, lora, groups, static: Static):
-    """(out, residuals for `backward`)"""
+def forward(x, weight, lora, groups, static: Static, tokens=None):
+    """(out, residuals for `backward`). tokens: int32[rows], if x [T, in] has tokens' rows, and the implementation
+    `gathers`; T for rows that hold nothing."""
     contract = 1 if static.transposed else 2
     inner = extra = None
     if lora is not None:
         a, b = lora
-        inner = _thin(x, a, groups, 2, static.implementation)
+        inner = _thin(x, a, groups, 2, static.implementation, tokens)
         extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
-    out = _product(x, weight, groups, contract, extra, static.implementation)
+    out = _product(x, weight, groups, contract, extra, static.implementation, tokens)
     return out, (x, weight, lora, groups, inner)
 
 
-def backward(static: Static, residuals, dout, tokens=None):
-    """Gradients of the rows, weight and adapter. tokens: int32[rows], if residuals have x [T, in] of tokens in place of
-    the rows, and T for rows that hold nothing."""
+def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
+    """Gradients of the rows, weight and adapter.
+
+    x_tokens, dout_tokens: int32[rows], if residuals have x [T, in] of tokens in place of the rows, or dout is [T, out];
+    the latter as `forward`'s.
+    """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
     extra = dlora = None
     if lora is not None:
         a, b = lora
-        dinner = _scaled(_thin(dout, b, groups, 1, static.implementation), static.scale)
+        dinner = _scaled(_thin(dout, b, groups, 1, static.implementation, dout_tokens), static.scale)
         extra = (dinner, a.mT if static.transposed else a)
-        da = _contracted(dinner, x, groups, a.shape[1], static.implementation, tokens)
-        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation)
+        da = _contracted(dinner, x, groups, a.shape[1], static.implementation, x_tokens)
+        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation, dout_tokens)
         # Else XLA keeps db as it is, and sums of it, up to the end of the program, where each is copied.
         db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
-    dx = _product(dout, weight, groups, contract, extra, static.implementation)
+    dx = _product(dout, weight, groups, contract, extra, static.implementation, dout_tokens)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweight = None
     if not isinstance(weight, FourBit | MXFP4):
-        rows = reference.rows_of(x, tokens)
-        dweight = reference.contract_rows(*((rows, dout) if static.transposed else (dout, rows)), groups, weight.dtype)
+        rows, drows = reference.rows_of(x, x_tokens), reference.rows_of(dout, dout_tokens)
+        dweight = reference.contract_rows(
+            *((rows, drows) if static.transposed else (drows, rows)), groups, weight.dtype
+        )
     return dx, dweight, dlora
 
 
@@ -223,22 +239,20 @@ def grouped_matmul(
 
 
 @jax.custom_vjp
-def grouped_bias(rows: jax.Array, bias: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
-    """rows [rows, out] + weights [rows] times the bias of each row's expert, bias [E, out]; in rows' dtype."""
-    added = weights.reshape(groups.tiles, -1, 1) * reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
+def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
+    """rows [rows, out] + the bias of each row's expert, bias [E, out]; in rows' dtype."""
+    added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups) + added).reshape(rows.shape).astype(rows.dtype)
 
 
-def _bias_fwd(rows, bias, weights, groups):
-    return grouped_bias(rows, bias, weights, groups), (bias, weights, groups)
+def _bias_fwd(rows, bias, groups):
+    return grouped_bias(rows, bias, groups), (bias, groups)
 
 
 def _bias_bwd(residuals, drows):
-    bias, weights, groups = residuals
+    bias, groups = residuals
     wide = reference.tiled(drows, groups).astype(jnp.float32)
-    dbias = reference.per_expert((wide * weights.reshape(groups.tiles, -1, 1)).sum(1), groups).astype(bias.dtype)
-    dweights = (wide * reference.per_tile(bias, groups)[:, None].astype(jnp.float32)).sum(2).reshape(weights.shape)
-    return drows, dbias, dweights.astype(weights.dtype), None
+    return drows, reference.per_expert(wide.sum(1), groups).astype(bias.dtype), None
 
 
 grouped_bias.defvjp(_bias_fwd, _bias_bwd)

@@ -18,10 +18,16 @@ from jaxtune.pallas.quant_matmul.mosaic import random_like
 _SIZES = (200, 0, 1, 128)  # rows of each expert
 _SHAPE = (len(_SIZES), 384, 256)
 _RANK = 8
+_TOKENS = 150
 
 
-def refusal(name: str, product: Callable, weight) -> str | None:
-    """Why this GPU must not run `product` (an implementation of reference.product), or None; weight: as stored."""
+def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
+    """Why this GPU must not run `product` (an implementation of reference.product), or None.
+
+    Args:
+      weight: as stored, or None for an array.
+      gathering: whether it is to bring tokens' rows itself, too.
+    """
     kind = None if weight is None else type(weight)
 
     def compare():
@@ -34,6 +40,8 @@ def refusal(name: str, product: Callable, weight) -> str | None:
         def rows(size):
             return jnp.asarray(draw.standard_normal((groups.rows, size)) * held, jnp.bfloat16)
 
+        tokens = jnp.asarray(np.where(held[:, 0], draw.integers(0, _TOKENS, groups.rows), _TOKENS), jnp.int32)
+
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
         stored: Any = values if weight is None else random_like(weight, _SHAPE, draw)
         exact = (values if weight is None else stored.decode(jnp.float32)).astype(jnp.float32)
@@ -45,11 +53,15 @@ def refusal(name: str, product: Callable, weight) -> str | None:
                 draw.standard_normal(sides if contract == 2 else (sides[0], *sides[:0:-1])), jnp.bfloat16
             )
             got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
-            wide = (x.astype(jnp.float32), exact, groups, contract)
-            want.append(reference.product(*wide, (u.astype(jnp.float32), side.astype(jnp.float32))))
+            wide, thin = (exact, groups, contract), (u.astype(jnp.float32), side.astype(jnp.float32))
+            want.append(reference.product(x.astype(jnp.float32), *wide, thin))
+            if gathering:
+                x = x[:_TOKENS]
+                got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side), tokens))
+                want.append(reference.product(reference.rows_of(x, tokens).astype(jnp.float32), *wide, thin))
         return got, want
 
-    call = "arrays" if kind is None else kind.__name__
+    call = ("arrays" if kind is None else kind.__name__) + (", gathering" if gathering else "")
     if isinstance(weight, FourBit) and weight.nested_absmax is None:
         call += ", float32 absmax"
     return dispatch.first_use("grouped_matmul", name, call, compare)

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
+from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
 from jaxtune.pallas.quant_matmul import MXFP4, FourBit
@@ -32,9 +33,21 @@ _WARPGROUPS = 2  # that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
 _STEP = 64  # along K: 128 bytes, a row of the swizzle
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-# Of each thread of a warpgroup, by what it does; of all together 65,536.
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
-_DECODE_REGISTERS, _COMPUTE_REGISTERS_BESIDE = 96, 184
+
+
+@dataclasses.dataclass(frozen=True)
+class _Registers:
+    """Of each thread of a warpgroup, by what it does; of all together 65,536."""
+
+    memory: int
+    compute: int
+    decode: int = 0
+
+    @staticmethod
+    def of(gathered: bool, decoding: bool) -> _Registers:
+        if decoding:
+            return _Registers(56, 176, 96) if gathered else _Registers(40, 184, 96)
+        return _Registers(72, 216) if gathered else _Registers(40, 232)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +152,16 @@ def place(item, row_tiles: int, column_tiles: int, band: int):
 
 def _kernel(
     x_ref, expert_ref, sizes_ref, count_ref, *rest,
-    blocks: Blocks, contract: int, programs: int, with_extra: bool, decoder: Decoder | None, packed: int,
+    blocks: Blocks, contract: int, programs: int, gathered: bool, with_extra: bool, decoder: Decoder | None,
+    packed: int,
 ):  # fmt: skip
     """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N].
 
-    rest: u and L, if `with_extra`; W, or the `packed` operands from which `decoder` makes it; out, and of a decoder the
-    buffer for W; scratch.
+    rest: the rows' tokens, if x is `gathered` from [T, K]; u and L, if `with_extra`; W, or the `packed` operands from
+    which `decoder` makes it; out, and of a decoder the buffer for W; scratch.
     """
+    if gathered:
+        tokens_ref, *rest = rest
     if with_extra:
         u_ref, l_ref, *rest = rest
     if decoder is None:
@@ -155,8 +171,11 @@ def _kernel(
         packed_refs, rest = rest[:packed], scratch
         ready = decoder.semaphores() if _interpret is None else rest.pop()
     x_smem, w_smem, out_smem, full, free, *rest = rest
+    rows_there = rest.pop() if gathered else None
+    written_out = _interpret is not None
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
+    registers = _Registers.of(gathered, decoder is not None)
     row_tiles, column_tiles = expert_ref.shape[0], -(-out_ref.shape[1] // columns)
     items = row_tiles * column_tiles
     mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
@@ -185,15 +204,20 @@ def _kernel(
     def slot_of(at):
         return lax.rem(at, jnp.int32(stages))
 
+    def tokens_of(index):
+        return gather.numbers(tokens_ref, tile_of(index) * TILE_ROWS, TILE_ROWS, written_out)
+
     def bring():
-        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(registers.memory, action="decrease")
+        if gathered:
+            gather.begin(rows_there, written_out)
         if decoder is not None and _interpret is not None:
             plgpu.barrier_wait(ready)
 
         def item(index, carry):
-            at, expert = carry
+            at, expert, *tokens = carry
             row_tile, column_tile = item_place(index)
-            following = expert_ref[tile_of(index + 1)]
+            following = (expert_ref[tile_of(index + 1)], *(tokens_of(index + 1) for _ in tokens))
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
 
             if decoder is not None and _interpret is None:
@@ -202,7 +226,13 @@ def _kernel(
 
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
-                plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
+                if gathered and x is x_ref:
+                    gather.bring(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, written_out)
+                    plgpu.barrier_arrive(full.at[slot])
+                else:
+                    plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
+                if gathered:
+                    gather.tell(rows_there, slot, written_out)
                 side = w.at[expert, here, along] if contract == 2 else w.at[expert, along, here]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
 
@@ -216,19 +246,26 @@ def _kernel(
                     copy(slot, x_ref, w_ref, number)
                 return at + 1
 
-            return lax.fori_loop(0, steps(row_tile), step, at), following
+            return lax.fori_loop(0, steps(row_tile), step, at), *following
 
-        total, _ = lax.fori_loop(0, mine, item, (jnp.int32(0), expert_ref[tile_of(jnp.int32(0))]))
+        first = jnp.int32(0)
+        start = (first, expert_ref[tile_of(first)], *([tokens_of(first)] if gathered else []))
+        total, *_ = lax.fori_loop(0, mine, item, start)
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
 
     def compute():
-        registers = _COMPUTE_REGISTERS if decoder is None else _COMPUTE_REGISTERS_BESIDE
-        plgpu.set_max_registers(registers, action="increase")
+        plgpu.set_max_registers(registers.compute, action="increase")
 
         def release(at):
             plgpu.barrier_arrive(free.at[slot_of(at)])
+
+        def await_filled(at):
+            plgpu.barrier_wait(full.at[slot_of(at)])
+            if gathered:
+                round_ = lax.div(at, jnp.int32(stages))
+                gather.wait(rows_there, slot_of(at), lax.rem(round_, jnp.int32(2)), written_out)
 
         def let_start(now):
             """The second warpgroup waits once, if there is an item, for the first to be `lead` steps into it."""
@@ -248,7 +285,7 @@ def _kernel(
             def accumulate(acc):
                 def step(number, at):
                     slot = slot_of(at)
-                    plgpu.barrier_wait(full.at[slot])
+                    await_filled(at)
                     side = w_smem.at[slot]
                     plgpu.wgmma(
                         acc, x_smem.at[slot, pl.ds(wg * _OWN, _OWN)], side.transpose((1, 0)) if contract == 2 else side
@@ -266,7 +303,7 @@ def _kernel(
                 return acc[...]
 
             def pass_on(_, at):
-                plgpu.barrier_wait(full.at[slot_of(at)])
+                await_filled(at)
                 release(at)
                 return at + 1
 
@@ -286,7 +323,7 @@ def _kernel(
 
     def decode():
         assert decoder is not None
-        plgpu.set_max_registers(_DECODE_REGISTERS, action="decrease")
+        plgpu.set_max_registers(registers.decode, action="decrease")
         if _interpret is None:
             decoder.decode(packed_refs, w_ref, ready, program, programs)
         else:
@@ -310,19 +347,21 @@ def _filled(array, axis: int):
     return jnp.pad(array, widths)
 
 
-def thin(x, weight, groups: Groups, contract: int):
+def thin(x, weight, groups: Groups, contract: int, tokens=None):
     """As reference.thin, and zeros in the columns that fill up the last step: what `extra` takes as it is.
 
     It reads x once, but not the tiles that hold nothing, and copies no weight for each of its tiles.
     """
-    return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract)
+    return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
-def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blocks | None = None):
+def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
     """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it."""
     columns, ahead = weight.shape[3 - contract], isinstance(weight, FourBit | MXFP4)
     blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype, ahead)
     operands = [x, groups.tile_expert, groups.tile_sizes, groups.count[None]]
+    if tokens is not None:
+        operands.append(tokens)
     if extra is not None:
         u, side = extra
         operands += [_filled(u, 1), _filled(side.astype(x.dtype), contract)]
@@ -336,8 +375,8 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
     out, *_ = gpu_kernel.kernel(
         functools.partial(
-            _kernel, blocks=blocks, contract=contract, programs=programs, with_extra=extra is not None,
-            decoder=decoder, packed=len(packed),
+            _kernel, blocks=blocks, contract=contract, programs=programs, gathered=tokens is not None,
+            with_extra=extra is not None, decoder=decoder, packed=len(packed),
         ),
         _interpret,
         out_type=out_type,
@@ -352,6 +391,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, blocks: Blo
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
+            *([gather.barriers(blocks.stages)] if tokens is not None else []),
             *([plgpu.Barrier(num_arrivals=1)] if ahead and _interpret is not None else []),
         ],
     )(*operands, *packed)  # fmt: skip

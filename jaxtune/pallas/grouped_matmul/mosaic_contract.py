@@ -28,7 +28,6 @@ _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma
 # Columns of an item, the first that divide the wide side's, and steps on their way: two programs fit a multiprocessor.
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
-_GATHERED = {128: (3, 2), 192: (4, 1), 64: (5, 2)}  # columns: stages and programs, where rows are gathered
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of 16 bits
 
 
@@ -39,7 +38,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
     """
     if gathered:
         tokens_ref, *rest = rest
-    out_ref, thin_smem, wide_smem, out_smem, full, free = rest
+    out_ref, thin_smem, wide_smem, out_smem, full, free, *rest = rest
     stages, _, columns = wide_smem.shape
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     blocks, parts = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
@@ -63,7 +62,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
     def bring():
         if gathered:
-            on_their_way, all_arrived = gather.lagging(full, slot_of, stages, written_out)
+            gather.begin(rest[0], written_out)
 
         def item(index, at):
             expert, part, block = place(index)
@@ -84,7 +83,8 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
                 if gathered:
                     target = wide_smem.at[slot]
                     gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, written_out)
-                    on_their_way(at)
+                    plgpu.barrier_arrive(full.at[slot])
+                    gather.tell(rest[0], slot, written_out)
                 else:
                     wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
                     plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])
@@ -94,8 +94,6 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
             return lax.fori_loop(0, count, step, start)[0]
 
         total = lax.fori_loop(0, mine, item, jnp.int32(0))
-        if gathered:
-            all_arrived(total)
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
@@ -112,6 +110,9 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
                 def step(number, at):
                     slot = slot_of(at)
                     plgpu.barrier_wait(full.at[slot])
+                    if gathered:
+                        round_ = lax.div(at, jnp.int32(stages))
+                        gather.wait(rest[0], slot, lax.rem(round_, jnp.int32(2)), written_out)
                     plgpu.wgmma(acc, thin_smem.at[slot].transpose((1, 0)), wide_smem.at[slot])
                     plgpu.wgmma_wait(1)  # the one before is done
                     pl.when(number > 0)(lambda: release(at - 1))
@@ -150,12 +151,12 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
-    stages, of_a_core = (_STAGES[columns], _PROGRAMS) if tokens is None else _GATHERED[columns]
+    stages = _STAGES[columns]
     parts = -(-rank // _STEP)
     kept = _STEP if parts > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
-    programs = of_a_core * mosaic.cores() if mosaic.interpreter() is None else 2
+    programs = _PROGRAMS * mosaic.cores() if mosaic.interpreter() is None else 2
     out = gpu_kernel.kernel(
         functools.partial(_kernel, programs=programs, gathered=tokens is not None),
         mosaic.interpreter(),
@@ -170,6 +171,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
             _smem((_STEP, columns), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            *([] if tokens is None else [gather.barriers(stages)]),
         ],
     )(thin[:, : parts * _STEP], wide, bounds, *([] if tokens is None else [tokens]))
     return out[:, :rank]

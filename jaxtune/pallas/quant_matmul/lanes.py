@@ -516,6 +516,6 @@ def copies_see_stores():
 
     @plgpu.inline_mgpu()
     def fence(_):
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     fence()

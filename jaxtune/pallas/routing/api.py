@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,20 +180,32 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
     return _unpermute(rows, routing, implementation)
 
 
+def _row_tokens(routing):
+    """int32[rows]: the token of each row; T for rows that hold nothing."""
+    return routing.source // routing.slots.shape[1]
+
+
+def _as_rows(x, routing, static):
+    """(x and its rows' tokens, for a product that gathers; or the rows and None)"""
+    if grouped.gathers(static.implementation):
+        return x, _row_tokens(routing)
+    return _spread(x, routing, None), None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _of_tokens(x, weight, lora, routing, static):
     return _of_tokens_fwd(x, weight, lora, routing, static)[0]
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
-    out, (_, *residuals) = grouped.forward(_spread(x, routing, None), weight, lora, routing.groups, static)
+    rows, tokens = _as_rows(x, routing, static)
+    out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
     return out, ((x, *residuals), routing)
 
 
 def _of_tokens_bwd(static, residuals, dout):
     residuals, routing = residuals
-    tokens = routing.source // routing.slots.shape[1]
-    drows, *others = grouped.backward(static, residuals, dout, tokens)
+    drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return _summed(drows, routing.slots, None), *others, None
 
 
@@ -213,6 +226,71 @@ def matmul_of_tokens(
     name = grouped.chosen(x.dtype, x.shape[1], weight, routing.groups, transposed, implementation)
     x, weight, sides, static = grouped.prepared(x, weight, lora, transposed, derivative_follows, name)
     return _of_tokens(x, weight, sides, routing, static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _to_tokens(rows, weight, lora, routing, static):
+    return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
+
+
+def _to_tokens_fwd(rows, weight, lora, routing, static):
+    out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
+    return _summed(out, routing.slots, None), (residuals, routing)
+
+
+def _to_tokens_bwd(static, residuals, dout):
+    residuals, routing = residuals
+    dout, tokens = _as_rows(dout, routing, static)
+    return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
+
+
+_to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
+
+
+def matmul_to_tokens(
+    rows: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. Its gradients take the result's as it
+    is, of tokens, and permute it where they need it.
+
+    Args: of grouped_matmul.
+    """
+    if rows.shape[0] != routing.groups.rows:
+        raise ValueError(f"matmul_to_tokens: {rows.shape[0]} rows, the routing has {routing.groups.rows}")
+    name = grouped.chosen(rows.dtype, rows.shape[1], weight, routing.groups, transposed, implementation)
+    rows, weight, sides, static = grouped.prepared(rows, weight, lora, transposed, False, name)
+    return _to_tokens(rows, weight, sides, routing, static)
+
+
+@jax.custom_vjp
+def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
+    """out [T, n] + each token's experts' biases by their weights, summed in float32; in out's dtype.
+
+    Args:
+      weights: float32[T, k]; 0 where there is no expert. bias: [E, n]. choice: int32[T, k], as from choose_experts.
+    """
+    total = out.astype(jnp.float32)
+    for weight, expert in zip(weights.T, choice.T, strict=True):
+        total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
+    return total.astype(out.dtype)
+
+
+def _token_bias_fwd(out, weights, bias, choice):
+    return token_bias(out, weights, bias, choice), (weights, bias, choice)
+
+
+def _token_bias_bwd(residuals, dout):
+    weights, bias, choice = residuals
+    exact: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    dweights = reference.chosen(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
+    # Dead code where the bias is frozen.
+    by_expert = reference.chosen_by(weights, choice, bias.shape[0])
+    dbias = jnp.einsum("te,tn->en", by_expert, dout.astype(jnp.float32), **exact)
+    return dout, dweights, dbias.astype(bias.dtype), None
+
+
+token_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 
 
 @jax.custom_vjp

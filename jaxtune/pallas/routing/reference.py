@@ -31,6 +31,12 @@ def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
 
+def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
+    """values [T, k] -> [T, E]: each token's value for an expert of its choice, 0 for others: `chosen`'s gradient."""
+    index = jnp.arange(num_experts, dtype=jnp.int32)
+    return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
+
+
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
     """float32[E]: the sum of mask [N] over the pairs of choice [N, k] that go to each expert."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
