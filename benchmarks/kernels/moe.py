@@ -218,6 +218,11 @@ def _queued(function, *arguments, count: int = QUEUED) -> float:
     return (time.perf_counter() - begun) / count * 1e3
 
 
+def _median(function, *arguments) -> float:
+    """As _queued, the median of five times."""
+    return statistics.median(_queued(function, *arguments) for _ in range(5))
+
+
 def _torch_grouped(sizes: np.ndarray, columns: int, weight_shape: tuple[int, ...], contract: int):
     """As _queued, of torch._grouped_mm over rows of its own; None where there is no torch with a GPU."""
     try:
@@ -577,13 +582,11 @@ def layer_times(shape: Shape, zipf: bool, tokens: int) -> dict:
         for name, call in steps.items():
             times[name].append(_queued(*call))
     result: dict = {name: statistics.median(took) for name, took in times.items()} | {
-        "forward_ms": milliseconds(_layer_forward, graph, trained, frozen, x, choice),
-        "routing_forward_ms": milliseconds(_routing_forward, x, choice, logits, rows),
-        "routing_step_ms": milliseconds(_routing_step, x, choice, logits, rows, drows, dout),
-        "route_by_counting_ms": milliseconds(_route_each, many, shape.experts, "reference") / 8,
-        "route_by_sorting_ms": milliseconds(_route_each, many, shape.experts, "sorting") / 8,
-        "permute_ms": milliseconds(_permute, x[0], routing),
-        "unpermute_ms": milliseconds(_unpermute, rows, routing),
+        "forward_ms": _median(_layer_forward, graph, trained, frozen, x, choice),
+        "routing_forward_ms": _median(_routing_forward, x, choice, logits, rows),
+        "routing_step_ms": _median(_routing_step, x, choice, logits, rows, drows, dout),
+        "route_by_counting_ms": _median(_route_each, many, shape.experts, "reference") / 8,
+        "route_by_sorting_ms": _median(_route_each, many, shape.experts, "sorting") / 8,
     }
     result["routing_share_of_forward"] = result["routing_forward_ms"] / result["forward_ms"]
     result["routing_share_of_step"] = result["routing_step_ms"] / result["step_ms"]

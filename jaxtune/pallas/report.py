@@ -79,7 +79,7 @@ def kernel_choices() -> list[KernelChoice]:
             f"bfloat16, {_EXPERTS} experts, 2880 x 5760, weights in NF4",
             grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups, experts),
         ),
-        _choice("routing sort", f"{_EXPERTS} experts", routing.sort_implementations()),
+        _choice("routing sort", f"{_EXPERTS} experts", routing.sort_implementations(_EXPERTS)),
         *(
             _choice(
                 f"routing {name}",
