@@ -28,6 +28,7 @@ from jaxtune.pallas.quant_matmul import (
     mosaic_fused,
     quant_matmul,
     reference,
+    row_matmul,
 )
 from jaxtune.pallas.quant_matmul.mxfp4 import TABLE
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
@@ -93,7 +94,8 @@ def test_dequantising_mxfp4_is_decoding(shape):
 @pytest.mark.parametrize(
     ("rows", "columns", "tokens", "double_quant"),
     [
-        (48, 2048, 1, True),  # whole lines; several tiles a program
+        (48, 2048, 2, True),  # whole lines; several tiles a program
+        (16, 1536, 1, True),  # one token, but no whole slices for row_matmul
         (16, 3072, 4, False),  # the warpgroups share the columns unevenly
         (48, 1536, 3, True),  # half lines: an odd number of chunks
         (16, 1024, 7, True),
@@ -110,6 +112,41 @@ def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
         got = mosaic.small_matmul(x, weight)
     assert got.shape == (tokens, rows) and got.dtype == jnp.bfloat16
     assert distance(got, want) <= 2 * distance(x @ weight.decode(jnp.bfloat16).T, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "double_quant", "dtype"),
+    [
+        (96, 1024, True, jnp.bfloat16),  # a slice a row, 16 pairs a chunk
+        (80, 2048, False, jnp.float16),
+        (50, 3072, True, jnp.bfloat16),  # a pair a chunk; slices that do not fill a warpgroup
+        (16, 14_336, True, jnp.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("programs", [2, 132])
+def test_product_of_one_token_by_rows(rows, columns, double_quant, dtype, programs, monkeypatch):
+    monkeypatch.setattr(row_matmul, "PROGRAMS", programs)
+    weight = packed(rows, columns, double_quant)
+    x = normal(101, 1, columns, dtype=dtype)
+    with mosaic.interpreted():
+        for each in (weight, as_fp4(weight)):
+            assert mosaic.row_refusal(each, dtype) is None
+            want = np.asarray(x, np.float64) @ np.asarray(each.decode(jnp.float32), np.float64).T
+            got = mosaic.small_matmul(x, each)
+            assert got.shape == (1, rows) and got.dtype == dtype
+            assert distance(got, want) <= 2 * distance(x @ each.decode(dtype).T, want)
+
+
+def test_rows_are_cut_into_whole_chunks():
+    for rows, columns in WEIGHTS:
+        plan = row_matmul.plan(rows, columns)
+        assert plan is not None and rows % (2 * plan.pairs) == 0 and 2 <= plan.stages <= 4
+        assert plan.places * row_matmul.PROGRAMS * 2 * plan.pairs >= rows
+    assert row_matmul.plan(4096, 4096) == row_matmul.Plan(slices=4, pairs=4, stages=2, places=4)
+    assert row_matmul.plan(4096, 1536) is row_matmul.plan(4095, 1024) is row_matmul.plan(4096, 29 * 1024) is None
+    weight = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((4096, 1536), jnp.bfloat16))
+    with dispatch.compile_for((9, 0)):
+        assert "columns in multiples of 1,024" in (mosaic.row_refusal(weight, jnp.bfloat16) or "")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import adam_lanes, lanes, mosaic
+from jaxtune.pallas.quant_matmul import adam_lanes, bulk_lanes, lanes, mosaic
 from jaxtune.pallas.quant_matmul.blockwise8 import (
     BLOCK,
     SIGNED_ZERO,
@@ -155,7 +155,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     def bring(index):
         chunk = chunk_of(index)
         if not interpreted:
-            adam_lanes.copy_chunk(sources, slots, sizes, full_smem, chunk, wg)
+            bulk_lanes.copy_chunk(sources, slots, sizes, full_smem, chunk, wg)
             return
         slots[0][own_slot] = g_ref[pl.ds(chunk * _CHUNK, _CHUNK)].reshape(shape)
         for ref, slot in zip(moments, slots[1:], strict=True):
@@ -184,7 +184,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 
     def one(index, _):
         if not interpreted:
-            adam_lanes.wait_for_chunk(full_smem, wg, index & 1)
+            bulk_lanes.wait_for_chunk(full_smem, wg, index & 1)
         g, m, m_max, v, v_max = (
             plgpu.load(slot.at[own_slot], layout=layout, optimized=False)
             for slot, layout in zip(slots, (_LAYOUT, *layouts, *layouts), strict=True)
@@ -207,12 +207,12 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
             ref[pl.ds(chunk * _BLOCKS, _BLOCKS)] = values
 
     if not interpreted:
-        adam_lanes.begin_barriers(full_smem)
+        bulk_lanes.begin_barriers(full_smem)
         for table_ref, banks_smem in zip(tables[:2], smem[:2], strict=True):
             lanes.fill_banks(table_ref, banks_smem, WARPGROUPS)
         for table_ref, cells_smem in zip(tables[2:], smem[2:], strict=True):
             lanes.fill_table(table_ref, cells_smem)  # by every warpgroup, the same
-        adam_lanes.program_barrier()
+        bulk_lanes.program_barrier()
     pl.when(chunks > 0)(lambda: bring(0))
     lax.fori_loop(0, chunks, one, None)
 

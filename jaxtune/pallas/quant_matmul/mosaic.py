@@ -3,8 +3,8 @@
 `dequantize` is bound by memory: it reads half a byte and writes two for an element, before the vendor's GEMM.
 `small_matmul` (1 to 16 tokens, decoding) reads the codes only, and multiplies on the tensor cores as they come.
 
-Where a measurement of the GPU says so (pallas/tuning.py), `small_matmul` is that of line_matmul.py, and a
-product of many tokens that of fused_matmul.py.
+Of one token it is that of row_matmul.py. Where a measurement of the GPU says so (pallas/tuning.py), `small_matmul` is
+that of line_matmul.py, and a product of many tokens that of fused_matmul.py.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.
@@ -26,7 +26,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, tuning
-from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul
+from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul, row_matmul
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, NF4, FourBit
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
@@ -320,15 +320,52 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
     return dispatch.first_use("quant_matmul", "mosaic, by lines", call, compare)
 
 
+def row_refusal(weight: FourBit, dtype) -> str | None:
+    """Why `small_matmul` of one token cannot be that of row_matmul, or None; on a GPU, its first use is checked."""
+    rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
+    cut = row_matmul.plan(rows, columns)
+    if cut is None:
+        return f"weight {weight.shape}; wants columns in multiples of 1,024, up to 28,672, and an even number of rows"
+    reason = refusal(weight, dtype)
+    if reason is not None or _interpret is not None:
+        return reason
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 2)
+        # More chunks than stages for each of two programs, and one more for the first.
+        small = (2 * cut.pairs * (2 * cut.stages + 3), columns)
+        stored = NF4.encode(jax.random.normal(keys[0], small), weight.nested_absmax is not None)
+        x = jax.random.normal(keys[1], (1, columns)).astype(dtype)
+        want = jnp.dot(x.astype(jnp.float32), stored.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
+        return [_row_matmul(x, stored, 2, None)], [want]
+
+    quantised = "quantised" if weight.nested_absmax is not None else "float32"
+    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {cut.slices} slices, {cut.pairs} pairs"
+    return dispatch.first_use("quant_matmul", "mosaic, by rows", call, compare)
+
+
 def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = None) -> jax.Array:
     """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
 
     Table entries are rounded to x's dtype, products summed in float32 and scaled there by a block's absmax.
 
     Args:
-      tile: makes it the product of line_matmul with this tile; by default `line_tile` decides.
+      tile: makes it the product of line_matmul with this tile; by default `line_tile` and `row_refusal` decide.
     """
-    return _small_matmul(x, weight, tile or line_tile(weight, x.dtype, x.shape[0]), _interpret)
+    tile = tile or line_tile(weight, x.dtype, x.shape[0])
+    if tile is None and x.shape[0] == 1 and row_refusal(weight, x.dtype) is None:
+        return _row_matmul(x, weight, row_matmul.PROGRAMS, _interpret)
+    return _small_matmul(x, weight, tile, _interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
+    pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
+    absmax, *nested = absmax_operands(weight)
+    with jax.named_scope("small_matmul"):
+        return row_matmul.matmul(
+            x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs
+        )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

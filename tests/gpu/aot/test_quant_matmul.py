@@ -64,10 +64,13 @@ def test_dequantising_mxfp4(ptxas):
     assert not any(ptxas())
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize(
+    ("tokens", "columns"),
+    [(1, 1024), (1, 4096), (1, 14_336), (1, 28_672), (1, 4608), (16, 4096)],  # by rows, but for the last two
+)
 @pytest.mark.parametrize("double_quant", [True, False])
-def test_small_product(tokens, double_quant, ptxas):
-    program = compiled(mosaic.small_matmul, array(tokens, 4096), packed(1024, 4096, double_quant))
+def test_small_product(tokens, columns, double_quant, ptxas):
+    program = compiled(mosaic.small_matmul, array(tokens, columns), packed(1024, columns, double_quant))
     assert program.as_text().count(KERNEL) == 1
     assert program.memory_analysis().temp_size_in_bytes == 0
     assert not any(ptxas())

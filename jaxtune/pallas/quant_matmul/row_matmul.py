@@ -1,0 +1,236 @@
+"""The product of one token by a weight in four bits, by whole rows: a Pallas Mosaic GPU kernel for Hopper.
+
+A chunk is some pairs of rows, one piece of memory, which a bulk copy brings as it lies; a warp takes a slice of 1,024
+columns of a pair. Slices are the same for every chunk, so a warp holds the token's elements in registers. One program a
+multiprocessor, with one table for all its warps: rows of 256 bytes, so that a byte of codes becomes an address by one
+instruction. Every read of shared memory is free of conflicts but that of the map of quantised absmax.
+
+Few copies are on their way at a time, for they are served together: the more there are, the later the first arrives,
+and the products of the last ones are left over. What a program does before its first product costs as much as 10 MB of
+weight: the table is filled by all, while a first copy is on its way; a warpgroup that does nothing else asks for the
+others, 0.14 us each.
+"""
+
+# Pallas' annotations know neither its own transforms nor barriers.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.quant_matmul import bulk_lanes, lanes, line_lanes, row_lanes
+from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.quant_matmul.row_lanes import SLICE
+
+_WARPS = 20  # of a program that multiply, at most, where a row has no more slices
+_MOST_WARPS = 28  # with the warpgroup that brings, a program's 1,024 threads
+_RING_BYTES = 72 * 1024
+_SMEM_BYTES = 227 * 1024
+PROGRAMS = 132  # multiprocessors of an H100 or H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """slices: of a row. pairs: of rows, in a chunk. stages: chunks on their way. places: most chunks of a program."""
+
+    slices: int
+    pairs: int
+    stages: int
+    places: int
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply."""
+        return -(-self.slices * self.pairs // 4)
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of codes."""
+        return self.pairs * self.slices * SLICE
+
+    @property
+    def blocks(self) -> int:
+        """Of a chunk."""
+        return self.chunk * 2 // BLOCK
+
+
+def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
+    """How a weight [rows, columns] is cut; None where it cannot be."""
+    slices = columns // SLICE
+    if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
+        return None
+    most = max(1, _WARPS // slices)
+    pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most and rows % (2 * pairs) == 0)
+    places = -(-rows // (2 * pairs * programs))
+    # Of four chunks, two at a time: 5.4 us, and 5.9 with more (4,096 x 4,096). Of more, four: 11.2 us, with two 12.2.
+    stages = max(2, min(4, places // 2, _RING_BYTES // (pairs * columns)))
+    found = Plan(slices, pairs, stages, places)
+    table, barriers = 256 * 64 * 4 + 1024, 1024
+    ring = stages * (found.chunk + found.blocks * 4)
+    partial = found.places * found.warpgroups * 4 * 64
+    return found if table + barriers + ring + partial <= _SMEM_BYTES else None
+
+
+def _written_out(codes, absmax, x, pairs_table, plan: Plan):
+    """What row_lanes.multiply leaves for a chunk, for the interpreter: float32[pairs x slices, 8, 2].
+
+    codes: uint8[chunk]; absmax: float32[blocks]; x: [columns]; pairs_table: `dtype`[256, 2].
+    """
+    shape = (plan.pairs, 2, plan.slices, 2, 8)
+    values = pairs_table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(*shape, BLOCK)
+    x = x.astype(jnp.float32).reshape(plan.slices, 2, 8, BLOCK)
+    sums = (jnp.einsum("prshqk,shqk->prshq", values, x) * absmax.reshape(shape)).sum(3)
+    return sums.transpose(0, 2, 3, 1).reshape(-1, 8, 2)
+
+
+def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
+    """refs: map, nested absmax and offset, if absmax is quantised; out [rows]; shared memory."""
+    *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
+    map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
+    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    programs = lax.axis_size("program")
+    own = wg - 1  # of the warpgroups that multiply
+    cut = dict(pairs=plan.pairs, slices=plan.slices)
+    chunks = out_ref.shape[0] // (2 * plan.pairs)
+    mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
+
+    def chunk_of(index):
+        return program + index * programs
+
+    def slot_of(index):
+        return lax.rem(index, jnp.int32(plan.stages))
+
+    def fill():
+        if interpreted:
+            return
+        line_lanes.fill_columns(pairs_ref, table_smem, 0, plan.warpgroups + 1)
+        if map_ref is not None:
+            lanes.fill_table(map_ref, map_smem)
+        bulk_lanes.program_barrier()
+
+    def bring():
+        if interpreted:
+            return
+        sizes = [plan.chunk, plan.blocks * absmax_ref.dtype.itemsize]
+
+        def copy(index):
+            slots = (codes_smem, absmax_smem)
+            bulk_lanes.copy_chunk((codes_ref, absmax_ref), slots, sizes, full_smem, chunk_of(index), slot_of(index))
+
+        bulk_lanes.begin_barriers(full_smem)
+        copy(jnp.int32(0))
+        fill()
+        lax.fori_loop(1, jnp.minimum(mine, plan.stages), lambda index, _: copy(index), None)
+
+        def again(index, _):
+            plgpu.barrier_wait(empty.at[slot_of(index)])
+            pl.when(index + plan.stages < mine)(lambda: copy(index + plan.stages))
+
+        lax.fori_loop(0, mine, again, None)
+
+    def nested_of(index):
+        if nested_ref is None or interpreted:
+            return ()
+        chunk = chunk_of(jnp.minimum(index, mine - 1))
+        return (row_lanes.own_nested(nested_ref, chunk, own, nested_block=NESTED_BLOCK, **cut),)
+
+    def written_out(index):
+        chunk = chunk_of(index)
+        absmax = absmax_ref[pl.ds(chunk * plan.blocks, plan.blocks)]
+        if nested_ref is not None:
+            number = chunk * plan.blocks + jnp.arange(plan.blocks)
+            absmax = map_ref[...][absmax] * nested_ref[...][number // NESTED_BLOCK] + offset_ref[0]
+        codes = codes_ref[pl.ds(chunk * plan.chunk, plan.chunk)]
+        sums = _written_out(codes, absmax, x_ref[...], pairs_ref[...], plan)
+        sums = jnp.pad(sums, ((0, 4 * plan.warpgroups - sums.shape[0]), (0, 0), (0, 0)))
+        partial_smem[index, pl.ds(4 * own, 4)] = lax.dynamic_slice_in_dim(sums, 4 * own, 4)
+
+    def compute():
+        if not interpreted:
+            x = row_lanes.own_x(x_ref, own, plan.slices)
+        offset = None if offset_ref is None else offset_ref[0]
+        first = nested_of(jnp.int32(0))
+        fill()
+
+        def one(index, nested):
+            if interpreted:
+                written_out(index)
+                return nested
+            slot = slot_of(index)
+            coming = nested_of(index + 1)
+            bulk_lanes.wait_for_chunk(full_smem, slot, lax.rem(lax.div(index, jnp.int32(plan.stages)), jnp.int32(2)))
+            given = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
+            row_lanes.multiply(
+                x, nested[0] if nested else None, offset, index, slot, own, given, dtype=dtype, **cut
+            )  # fmt: skip
+            plgpu.barrier_arrive(empty.at[slot])
+            return coming
+
+        lax.fori_loop(0, mine, one, first)
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+        if not interpreted:
+            row_lanes.store_sums(
+                partial_smem, out_ref, mine, program, jnp.int32(programs), own, plan.warpgroups, dtype=dtype, **cut
+            )
+            return
+
+        @pl.when(own == 0)
+        def _():
+            def store(index, _):
+                sums = partial_smem[index, pl.ds(0, plan.pairs * plan.slices)]
+                sums = sums.reshape(plan.pairs, plan.slices * 8, 2).sum(1).reshape(-1).astype(dtype)
+                out_ref[pl.ds(chunk_of(index) * 2 * plan.pairs, 2 * plan.pairs)] = sums
+
+            lax.fori_loop(0, mine, store, None)
+
+    lax.cond(wg == 0, bring, compute)
+
+
+def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, interpret, programs=PROGRAMS) -> jax.Array:
+    """x [1, in] weight^T: [1, out] in x's dtype; see `plan`.
+
+    Args:
+      codes: uint8[out x in / 2]; absmax: uint8 or float32[out x in / 64].
+      nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
+      pairs: x's dtype [256, 2], the elements of each byte. kernel, interpret: as mosaic._kernel takes them.
+      programs: at most so many share the rows.
+    """
+    cut = plan(rows, x.shape[1], programs)
+    assert cut is not None, (rows, x.shape)
+    out = kernel(
+        functools.partial(_kernel, plan=cut, dtype=x.dtype),
+        interpret,
+        out_type=jax.ShapeDtypeStruct((rows,), x.dtype),
+        grid=(min(rows // (2 * cut.pairs), programs),),
+        grid_names=("program",),
+        num_threads=cut.warpgroups + 1,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM((256, 64), jnp.uint32),
+            plgpu.SMEM((256,), jnp.float32),
+            plgpu.SMEM((cut.stages, cut.chunk), jnp.uint8),
+            plgpu.SMEM((cut.stages, cut.blocks), absmax.dtype),
+            plgpu.SMEM((cut.places, 4 * cut.warpgroups, 8, 2), jnp.float32),
+            plgpu.SMEM((2 * cut.stages,), jnp.int32),
+            plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=cut.warpgroups),
+        ],
+        # The kernel waits where it must: for copies, for those who read them, and for sums.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(
+        x.reshape(-1),
+        codes.reshape(-1),
+        absmax.reshape(-1),
+        jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
+        *nested,
+    )
+    return out.reshape(1, rows)
