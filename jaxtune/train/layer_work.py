@@ -147,6 +147,7 @@ def backward_bytes(
     in_place: bool,
     expert_rows: float,
     expert_bytes: float,
+    gathered: bool,
     arrived: float,
     arrived_last: float,
 ) -> float:
@@ -155,6 +156,7 @@ def backward_bytes(
     Args:
       size: {residual: bytes}, of gate and up those of a tile. tiles: that the MLP runs over.
       in_place: as gated_in_place says. expert_rows, expert_bytes: as in memory.Anatomy.
+      gathered: whether experts' products bring tokens' rows themselves.
       arrived, arrived_last: bytes that have come from the host at the MLP's backward, and at the attention's.
     """
     dropped = {name: size[name] for name in plan.named("recompute")}
@@ -164,11 +166,14 @@ def backward_bytes(
         return max(at_the_mlp, _at_the_attention(dropped, size, tiles) + arrived_last)
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # Of experts likewise, and sorted rows; or, beside a decoded weight, if gate_up runs again, its rows and those of a
-    # gradient; if not, gradients of gate_up and of rows.
-    sorted_rows = expert_rows * size["gate_up"]
-    rows = 2.05 * sorted_rows if "gate_up" in dropped else size["gate_up"] + sorted_rows
-    work += max(2 * size["gate_up"] + 1.25 * sorted_rows, rows + 1.1 * expert_bytes)
+    # Of experts likewise; or gradients of gate_up and of rows, which are as many as sorted rows, beside a decoded weight.
+    # Sorted rows too where products do not bring them themselves, and, if gate_up runs again, those of a gradient.
+    gate_up, sorted_rows = size["gate_up"], expert_rows * size["gate_up"]
+    if gathered:
+        work += max(2 * gate_up, gate_up + 1.3 * sorted_rows, 0.5 * gate_up + sorted_rows + expert_bytes)
+    else:
+        rows = 2.05 * sorted_rows if "gate_up" in dropped else gate_up + sorted_rows
+        work += max(2 * gate_up + 1.25 * sorted_rows, rows + 1.1 * expert_bytes)
     if tiles > 1:
         work += 0.2 * size["layer_input"]
     return work + sum(dropped.values()) + arrived_last

@@ -357,7 +357,7 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
             travelling[direction] -= whole[name]
     leaving, arriving = travelling
     work = backward_bytes(
-        plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes, hosted + arriving, 2 * hosted
+        plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes, device.hopper, hosted + arriving, 2 * hosted
     )
     # The activation and what is not kept of gate and up.
     work_forward = size["gate"] + sum(size[name] for name in ("gate", "up") if name in dropped)
