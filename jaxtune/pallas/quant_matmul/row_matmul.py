@@ -145,7 +145,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
     def written_out(index):
         chunk = chunk_of(index)
         absmax = absmax_ref[pl.ds(chunk * plan.blocks, plan.blocks)]
-        if nested_ref is not None:
+        if map_ref is not None and nested_ref is not None and offset_ref is not None:
             number = chunk * plan.blocks + jnp.arange(plan.blocks)
             absmax = map_ref[...][absmax] * nested_ref[...][number // NESTED_BLOCK] + offset_ref[0]
         codes = codes_ref[pl.ds(chunk * plan.chunk, plan.chunk)]
