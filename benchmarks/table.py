@@ -223,6 +223,9 @@ def trajectory_text(record: dict) -> list[str]:
 _Row = tuple[str, str, float | None, float | None, float | None, bool]
 
 
+_GATHERED = ("gate_up", "down_dx", "thin")
+
+
 def moe_rows(record: dict) -> list[_Row]:
     """(kernel, what, value, floor, goal, whether less is better) of the mixture of experts."""
     rows: list[_Row] = []
@@ -250,6 +253,11 @@ def moe_rows(record: dict) -> list[_Row]:
         shares = ("routing_share_of_step", "routing_share_by_difference")
         share = max(record[f"layer {model} {case}"][share] for case in modes for share in shares)
         rows.append(("routing", f"share of an MoE layer's forward+backward, {model}", share, 0.08, 0.04, True))
+    for model in models:
+        found = [record[f"gathering {model} {case}"] for case in modes]
+        value = min(one[f"{name}_in_order_ms"] / one[f"{name}_gathered_ms"] for one in found for name in _GATHERED)
+        text = f"{model}: speed of a product that brings tokens' rows itself over one of sorted rows, worst"
+        rows.append(("grouped product", text, value, None, None, False))
     for model in models:
         for name in ("sort", "permute", "unpermute"):
             found = [record[f"routing {model} {case}"] for case in modes]

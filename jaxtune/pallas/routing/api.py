@@ -25,7 +25,7 @@ _SORTS = {
     "reference": reference.Passes(reference.BLOCK, reference.histogram, reference.slots),
     "mosaic": reference.Passes(mosaic_sort.BLOCK, mosaic_sort.histogram, mosaic_sort.slots),
 }
-_MANY = 128  # experts: from here on our sort is the faster one (34 us, XLA's 56; of 32 experts 33 and 28: H200)
+_MANY = 128  # experts: from here on our sort is the faster one, in most runs (README.md)
 _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
 _SUM_REASON = "slower than XLA's"  # 149 and 356 us, XLA's 112 and 136: gpt-oss-20b, Qwen3-30B-A3B
 
