@@ -255,8 +255,9 @@ def layer_backward(
 
         return jax.vjp(run, trainable, *inputs)
 
-    # A layer with experts keeps what the derivative needs of a segment that runs again anyway, such as sorted rows: to
-    # make them twice takes longer than all that other layers would make twice, and they are there for this layer only.
+    # A layer with experts keeps what the derivative needs of a segment that runs again anyway, such as thin products,
+    # and sorted rows where products do not bring tokens' themselves: to make them twice takes longer than all that
+    # other layers would make twice, and they are there for this layer only.
     pullbacks = {}
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
@@ -279,7 +280,7 @@ def layer_backward(
                 doutputs = tuple(grads[name] for name in segment.outputs if name in grads)
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 # Not so what segments of a layer with experts share: the sort by `choice`, a few bytes, and the norm of
-                # `mid`, a tenth of the sorted rows beside it.
+                # `mid`, a tenth of the gradient of experts' rows beside it.
                 shared = ("choice", "mid") if isinstance(block, MoEBlock) else ()
                 held = {name: env[name] for name in segment.inputs if name not in shared}
                 if isinstance(block, MoEBlock):

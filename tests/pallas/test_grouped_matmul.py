@@ -325,6 +325,16 @@ def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
     assert first_use.refusal("right", product, stored) is None
     assert "differs from the reference" in first_use.refusal("wrong", wrong, stored)
 
+    def shifted(x, weight, groups, contract, extra, tokens=None):
+        """Brings the rows of other tokens."""
+        rows = x if tokens is None else reference.rows_of(x, tokens - 1)
+        return right(rows, weight, groups, contract, extra)
+
+    with mosaic.interpreted():
+        assert first_use.refusal("gathering", mosaic.product, None, gathering=True) is None
+    assert first_use.refusal("shifted", shifted, None) is None
+    assert "differs from the reference" in first_use.refusal("shifted", shifted, None, gathering=True)
+
 
 @pytest.mark.parametrize(
     ("x", "weight", "message"),

@@ -59,6 +59,11 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
                 x = x[:_TOKENS]
                 got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side), tokens))
                 want.append(reference.product(reference.rows_of(x, tokens).astype(jnp.float32), *wide, thin))
+                for columns in (64, 128) if contract == 2 else ():  # as thin products have, in other tiles
+                    narrow = values[:, :columns]
+                    got.append(jax.jit(product, static_argnums=3)(x, narrow, groups, 2, None, tokens))
+                    rows_there = reference.rows_of(x, tokens).astype(jnp.float32)
+                    want.append(reference.product(rows_there, narrow.astype(jnp.float32), groups, 2))
         return got, want
 
     call = ("arrays" if kind is None else kind.__name__) + (", gathering" if gathering else "")
