@@ -166,11 +166,12 @@ def backward_bytes(
         return max(at_the_mlp, _at_the_attention(dropped, size, tiles) + arrived_last)
     # At the MLP's backward: the activation, its gradient, and those of gate and up; half-ready gradients around it.
     work = 2 * (size["gate"] + size["up"]) + 0.6 * size["layer_input"] + 0.7 * size["query"]
-    # Of experts likewise; or gradients of gate_up and of rows, which are as many as sorted rows, beside a decoded
-    # weight. Sorted rows too where products do not bring them themselves, and, if gate_up runs again, a gradient's.
+    # Of experts likewise; or gradients of gate_up and of rows, which are as many as sorted rows. Where products do not
+    # bring rows themselves, sorted rows too; or, beside a decoded weight, if gate_up runs again, its rows and those of
+    # a gradient; if not, gradients of gate_up and of rows.
     gate_up, sorted_rows = size["gate_up"], expert_rows * size["gate_up"]
     if gathered:
-        work += max(2 * gate_up, gate_up + 1.3 * sorted_rows, 0.5 * gate_up + sorted_rows + expert_bytes)
+        work += max(2 * gate_up, gate_up + 1.3 * sorted_rows)
     else:
         rows = 2.05 * sorted_rows if "gate_up" in dropped else gate_up + sorted_rows
         work += max(2 * gate_up + 1.25 * sorted_rows, rows + 1.1 * expert_bytes)

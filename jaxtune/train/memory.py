@@ -356,8 +356,9 @@ def _layer_forecast(parts, plan, size, seconds, device, tiles) -> LayerForecast:
             room -= whole[name]
             travelling[direction] -= whole[name]
     leaving, arriving = travelling
+    gathered = device.hopper and not parts.expert_bytes  # of bf16 experts: grouped_matmul's `gathers`
     work = backward_bytes(
-        plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes, device.hopper, hosted + arriving, 2 * hosted
+        plan, size, tiles, in_place, parts.expert_rows, parts.expert_bytes, gathered, hosted + arriving, 2 * hosted
     )
     # The activation and what is not kept of gate and up.
     work_forward = size["gate"] + sum(size[name] for name in ("gate", "up") if name in dropped)

@@ -71,7 +71,7 @@ def implementations(
         if weight is None:
             return "no weight in four bits"
         reason = mosaic_refusal() or mosaic_ahead.refusal(weight)
-        return reason or first_use.refusal(_AHEAD, mosaic.product, weight, gathering=True)
+        return reason or first_use.refusal(_AHEAD, mosaic.product, weight)
 
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
@@ -92,10 +92,11 @@ def _scaled(rows, scale):
 
 
 def gathers(implementation: str) -> bool:
-    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`."""
-    if implementation == "mosaic":
-        return first_use.refusal(implementation, mosaic.product, None, gathering=True) is None
-    return implementation == _AHEAD  # which was compared so
+    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`.
+
+    "mosaic_ahead" can: its kernel is the same, and passes the interpreter and ptxas. But it has not done so on a GPU;
+    until it has, and was measured, it multiplies rows that were copied."""
+    return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
 def _product(x, weight, groups, contract, extra, implementation, tokens):
