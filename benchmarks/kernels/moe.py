@@ -355,8 +355,18 @@ def four_bits(shape: Shape, name: str, tokens: int) -> dict:
             result[f"{kind}_{way}_ms"] = took
             if way != "bf16":
                 result[f"{kind}_{way}_of_bf16"] = median["bf16"] / took
+        if "ahead" in times:
+            result |= {f"{kind}_{key}": same for key, same in _ahead_bits(x, stored, groups, dout, transposed).items()}
         result[f"{kind}_errors"] = _four_bit_errors(stored, transposed)
     return result
+
+
+def _ahead_bits(x, stored, groups, dout, transposed: bool) -> dict:
+    """Whether 40 runs, forward and dx, are bitwise one, and the same as with weights that were decoded before."""
+    runs = [_checksums(_both_ways(x, stored, groups, dout, "mosaic_ahead", transposed)) for _ in range(RUNS)]
+    decoded = _checksums(_both_ways(x, stored, groups, dout, "mosaic", transposed))
+    found, want = {tuple(map(int, run)) for run in jax.device_get(runs)}, tuple(map(int, jax.device_get(decoded)))
+    return {"ahead_bitwise_over_40_runs": len(found) == 1, "ahead_bitwise_as_decoded": found == {want}}
 
 
 @functools.partial(jax.jit, static_argnums=0)

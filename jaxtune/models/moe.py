@@ -192,22 +192,26 @@ class MoE(nnx.Module):
         self.experts = Experts(config, self.moe, keys[1], dtype)
 
     @_on_each_device
+    @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Each token's experts; E for tokens that are not real [B, T] (padding), which are routed nowhere."""
         logits = self.router(x.reshape(-1, x.shape[-1]))
         return choose_experts(logits, self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
+    @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
         """What the router's losses are made of, summed over the tokens of every device; padding does not count."""
         return router_sums(self.router(x.reshape(-1, x.shape[-1])), choice)
 
     @_on_each_device
+    @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """-> [rows, 2 * expert_size], rows sorted by expert."""
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
     @_on_each_device
+    @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
         """-> [B, T, hidden], summed over each token's experts by their weights."""
         weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)

@@ -69,13 +69,29 @@ def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, positions:
 
 def rotate(x: jax.Array, table) -> jax.Array:
     """Rotates x [B, T, heads, D] by (cos, sin); dimensions past the table's pass through."""
-    if table is None:
-        return x
-    cos, sin = (part[:, :, None, :] for part in table)
+    return x if table is None else _rotated(x, *table)
+
+
+@jax.custom_vjp
+def _rotated(x, cos, sin):
     half = cos.shape[-1]
+    cos, sin = (part[:, :, None, :] for part in (cos, sin))
     first = x[..., :half].astype(jnp.float32)
     second = x[..., half : 2 * half].astype(jnp.float32)
     parts = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
     if x.shape[-1] > 2 * half:
         parts.append(x[..., 2 * half :])
     return jnp.concatenate(parts, axis=-1)
+
+
+def _rotated_fwd(x, cos, sin):
+    return _rotated(x, cos, sin), (cos, sin)
+
+
+def _rotated_bwd(table, dout):
+    """The rotation back, in one pass; gradients of slices would be padded and added."""
+    cos, sin = table
+    return _rotated(dout, cos, -sin), None, None
+
+
+_rotated.defvjp(_rotated_fwd, _rotated_bwd)

@@ -1,4 +1,5 @@
-"""`plgpu.kernel` for all our Mosaic kernels: interpreted where that is asked for, and found again by XLA's cache.
+"""`plgpu.kernel` for all our Mosaic kernels: interpreted where that is asked for, with a name that profiles show, and
+found again by XLA's cache.
 
 jaxlib 0.11 puts a name for dumps into each kernel's module, with a number that counts the modules of the process. The
 number is part of what XLA's compilation cache looks a program up by, so one whose kernels are lowered in another order
@@ -17,10 +18,13 @@ from jaxlib.mlir import ir
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
-def kernel(body, interpret=None, **options):
-    """plgpu.kernel(body, **options), run by the interpreter where `interpret` has its parameters."""
+def kernel(body, name: str, interpret=None, **options):
+    """plgpu.kernel(body, **options), run by the interpreter where `interpret` has its parameters.
+
+    name: a scope of its own in op_names; jaxtune.profile knows by it what the kernel does.
+    """
     _name_modules_alike()
-    return plgpu.kernel(body, **options, **({} if interpret is None else {"interpret": interpret}))
+    return plgpu.kernel(body, kernel_name=name, **options, **({} if interpret is None else {"interpret": interpret}))
 
 
 @functools.cache

@@ -79,6 +79,11 @@ class Instruction:
     def is_gemm(self) -> bool:
         return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
 
+    @property
+    def is_mosaic(self) -> bool:
+        """A Pallas kernel, whose name alone says what it does."""
+        return "mosaic_gpu" in self.target
+
 
 @dataclasses.dataclass(eq=False)
 class Computation:
@@ -275,6 +280,8 @@ def _instruction(message: memoryview) -> Instruction:
         elif number == 43:
             out.config = bytes(value)
     out.operands, out.called = tuple(operands), tuple(called)
+    if out.opcode == "parameter":
+        out.parameter = max(out.parameter, 0)  # protobuf leaves a zero out
     return out
 
 

@@ -109,7 +109,7 @@ class _Classes:
                 return "gemm"
             if "fmha" in instruction.target:
                 return "attention backward" if "Backward" in instruction.target else "attention forward"
-            return ("custom-call", instruction.target)
+            return "mosaic" if instruction.is_mosaic else ("custom-call", instruction.target)
         if instruction.opcode.startswith("copy"):
             return "copy"
         return (instruction.opcode, instruction.name)
@@ -131,6 +131,8 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
     owner = kernel_owner.get(launch.name)
     if owner is not None:
         return classes.of(owner)
+    if launch.name.endswith("_mosaic_gpu_kernel"):  # whatever its own name
+        return "mosaic"
     if is_attention_kernel(launch.name):
         return "attention backward" if re.search(r"bprop|bwd|backward", launch.name) else "attention forward"
     if is_gemm_kernel(launch.name):

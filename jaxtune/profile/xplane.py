@@ -243,7 +243,9 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
             if launch is not None and launch.main:
                 event.flops, event.moved_bytes, event.shape, event.dtype = work.of(instruction)
             event.kind = COLLECTIVE if is_collective(instruction.opcode) else event.kind
-        is_gemm = None if instruction is None else bool(work.of(instruction)[0]) or instruction.is_gemm
+        is_gemm = None
+        if instruction is not None and not instruction.is_mosaic:
+            is_gemm = bool(work.of(instruction)[0]) or instruction.is_gemm
         event.category = categorise(
             event.kind, item.name, event.scope, is_gemm=is_gemm,
             target="" if instruction is None else instruction.target,

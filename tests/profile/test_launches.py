@@ -83,6 +83,20 @@ def test_a_name_in_the_trace_finds_a_kernel_that_nothing_else_tells(module):
     assert [launch.instruction.name for launch in launches if launch.instruction] == expected
 
 
+def test_a_pallas_kernel_finds_its_instruction_whatever_its_name():
+    """Not a product of the vendor's, though its name says matmul."""
+    module = module_of(layers, (64, 32), *[(32, 32)] * 5)
+    launches, expected = launches_of(module, 2)
+    kernels = [i for i in module.launches() if flops(i)][1::2]
+    for instruction in kernels:
+        instruction.opcode, instruction.target = "custom-call", "mosaic_gpu_v2"
+    names = {i.name for i in kernels}
+    for launch, name in zip(launches, expected, strict=True):
+        launch.name = "fused_matmul_mosaic_gpu_kernel" if name in names else launch.name
+    join(module, launches)
+    assert [launch.instruction.name for launch in launches if launch.instruction] == expected
+
+
 def test_extra_kernels_do_not_shift_the_others(module):
     launches, expected = launches_of(module, 2)
     draw = random.Random(0)
@@ -152,6 +166,13 @@ def test_bytes_count_each_operand_and_result_once():
     module = module_of(lambda x, y: jnp.tanh(x) * 2 + y, (1000, 100), (1000, 100))
     (fusion,) = module.launches()
     assert moved_bytes(fusion) == 3 * 4 * 1000 * 100
+
+
+def test_bytes_of_operands_that_differ_in_size():
+    """Also the first, whose number protobuf leaves out."""
+    module = module_of(lambda wide, row: wide * row + 1, (1000, 100), (100,))
+    (fusion,) = (i for i in module.launches() if i.opcode == "fusion")
+    assert moved_bytes(fusion) == 4 * (2 * 1000 * 100 + 100)
 
 
 def test_bytes_of_a_slice_are_what_is_sliced():

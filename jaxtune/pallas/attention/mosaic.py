@@ -192,6 +192,7 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
     ]
     return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=_interpret is not None, **static),
+        f"attention_{kernel.__name__.removesuffix('_kernel')}",
         _interpret,
         out_type=out_type,
         grid=(_INTERPRETED_PROGRAMS if _interpret is not None else multiprocessors(),),

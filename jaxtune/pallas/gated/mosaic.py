@@ -106,6 +106,7 @@ def gated_backward(gate, up, dgated, activation: str):
     refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),
+        "gated_backward",
         _interpret,
         out_type=(),
         grid=(gate.size // CHUNK,),

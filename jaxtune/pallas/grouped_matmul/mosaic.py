@@ -378,6 +378,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
             _kernel, blocks=blocks, contract=contract, programs=programs, gathered=tokens is not None,
             with_extra=extra is not None, decoder=decoder, packed=len(packed),
         ),
+        "grouped_matmul",
         _interpret,
         out_type=out_type,
         grid=(programs,),

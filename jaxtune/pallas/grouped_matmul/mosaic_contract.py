@@ -159,6 +159,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     programs = _PROGRAMS * mosaic.cores() if mosaic.interpreter() is None else 2
     out = gpu_kernel.kernel(
         functools.partial(_kernel, programs=programs, gathered=tokens is not None),
+        "grouped_contraction",
         mosaic.interpreter(),
         out_type=jax.ShapeDtypeStruct((experts, kept * parts, size), jnp.float32),
         grid=(programs,),

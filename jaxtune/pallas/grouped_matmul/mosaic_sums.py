@@ -46,6 +46,7 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
     return gpu_kernel.kernel(
         functools.partial(_kernel, run=run),
+        "expert_sums",
         mosaic.interpreter(),
         out_type=jax.ShapeDtypeStruct((experts, values.shape[1]), jnp.float32),
         grid=(experts, values.shape[1] // run),

@@ -260,6 +260,7 @@ def _adam_update(
     absmax = plgpu.SMEM((WARPGROUPS * _BLOCKS,), jnp.float32)
     direction = mosaic._kernel(
         functools.partial(_kernel, betas=betas, eps=eps),
+        "adam8",
         interpret,
         out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
         grid=(min(-(-whole // (_CHUNK * WARPGROUPS)), programs),),

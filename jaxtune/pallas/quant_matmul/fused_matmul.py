@@ -318,6 +318,7 @@ def product(
             _kernel, tile=tile, contract=contract, programs=programs, table=weight.table, nested=bool(nested),
             with_extra=extra is not None, with_bias=bias is not None and not in_parts,
         ),
+        "fused_matmul",
         interpret,
         out_type=jax.ShapeDtypeStruct((tile.splits, tokens + short, columns), out_dtype),
         grid=(programs,),

@@ -250,6 +250,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         axes = dict(grid=(programs,), grid_names=("tile",), cluster=(tile.splits,), cluster_names=("split",))
     sums = kernel(
         functools.partial(_kernel, tile=tile, dtype=x.dtype),
+        "small_matmul",
         interpret,
         out_type=jax.ShapeDtypeStruct((parts, tokens, rows), x.dtype if parts == 1 else jnp.float32),
         **axes,

@@ -93,8 +93,8 @@ def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
     return refusal(weight, dtype)
 
 
-def _kernel(body, interpret, **options):
-    return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), interpret, **options)
+def _kernel(body, name: str, interpret, **options):
+    return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
 
 # ---- the dequantising pass
@@ -119,6 +119,7 @@ def _dequantize(weight: FourBit | MXFP4, dtype, interpret) -> jax.Array:
     with jax.named_scope("dequantise"):
         values = _kernel(
             functools.partial(_dequantize_kernel, chunks=chunks),
+            "dequantise",
             interpret,
             out_type=jax.ShapeDtypeStruct((chunks.count, chunks.numbers), dtype),
             grid=(chunks.count,),
@@ -382,6 +383,7 @@ def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, 
     with jax.named_scope("small_matmul"):
         return _kernel(
             functools.partial(_small_kernel, dtype=x.dtype, plan=plan),
+            "small_matmul",
             interpret,
             out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
             grid=(min(rows // _ROWS, plan.programs),),

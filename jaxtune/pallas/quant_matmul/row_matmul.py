@@ -208,6 +208,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
     assert cut is not None, (rows, x.shape)
     out = kernel(
         functools.partial(_kernel, plan=cut, dtype=x.dtype),
+        "small_matmul",
         interpret,
         out_type=jax.ShapeDtypeStruct((rows,), x.dtype),
         grid=(min(rows // (2 * cut.pairs), programs),),

@@ -48,8 +48,8 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
     return None
 
 
-def _kernel(body, **options):
-    return gpu_kernel.kernel(body, mosaic.interpreter(), **options)
+def _kernel(body, name: str, **options):
+    return gpu_kernel.kernel(body, name, mosaic.interpreter(), **options)
 
 
 def _programs(count: int, of_a_core: int) -> int:
@@ -125,6 +125,7 @@ def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
     programs = _programs((tokens + short) // _ROWS, _PROGRAMS)
     out = _kernel(
         functools.partial(_spread_kernel, programs=programs, k=k, pairs=slots.size),
+        "permute",
         out_type=jax.ShapeDtypeStruct((rows, parts, _WIDTH), x.dtype),
         grid=(programs,),
         grid_names=("program",),
@@ -215,6 +216,7 @@ def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
     programs = _programs((tokens + short) // _TOKENS * (blocks // part), 1)
     out = _kernel(
         functools.partial(_sum_kernel, programs=programs, k=k),
+        "unpermute",
         out_type=jax.ShapeDtypeStruct((tokens + short, blocks, _WIDTH), rows.dtype),
         grid=(programs,),
         grid_names=("program",),

@@ -38,9 +38,10 @@ def refusal() -> str | None:
     return None
 
 
-def _kernel(body, blocks: int, out_shape):
+def _kernel(body, name: str, blocks: int, out_shape):
     return gpu_kernel.kernel(
         body,
+        name,
         mosaic.interpreter(),
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.int32),
         grid=(blocks,),
@@ -90,10 +91,14 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
     """See reference.histogram; blocks: int32[n, 128]."""
     padded = num_experts + -num_experts % _EXPERTS
-    return _kernel(_histogram_kernel, len(blocks), (len(blocks), padded))(blocks.reshape(-1))[:, :num_experts]
+    return _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))(blocks.reshape(-1))[
+        :, :num_experts
+    ]
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
     """See reference.slots; blocks: int32[n, 128]."""
     firsts = jnp.pad(firsts, ((0, 0), (0, -firsts.shape[1] % _EXPERTS)))
-    return _kernel(_slot_kernel, len(blocks), (blocks.size,))(blocks.reshape(-1), firsts).reshape(blocks.shape)
+    return _kernel(_slot_kernel, "expert_slots", len(blocks), (blocks.size,))(blocks.reshape(-1), firsts).reshape(
+        blocks.shape
+    )
