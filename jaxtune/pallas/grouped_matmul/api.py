@@ -94,8 +94,8 @@ def _scaled(rows, scale):
 def gathers(implementation: str) -> bool:
     """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`.
 
-    "mosaic_ahead" can: its kernel is the same, and passes the interpreter and ptxas. But it has not done so on a GPU;
-    until it has, and was measured, it multiplies rows that were copied."""
+    "mosaic_ahead" can, but beside its decoder that costs about what copying does (README.md): it multiplies rows that
+    were copied."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
