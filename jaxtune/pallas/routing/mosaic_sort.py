@@ -91,14 +91,12 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
     """See reference.histogram; blocks: int32[n, 128]."""
     padded = num_experts + -num_experts % _EXPERTS
-    return _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))(blocks.reshape(-1))[
-        :, :num_experts
-    ]
+    count = _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))
+    return count(blocks.reshape(-1))[:, :num_experts]
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
     """See reference.slots; blocks: int32[n, 128]."""
     firsts = jnp.pad(firsts, ((0, 0), (0, -firsts.shape[1] % _EXPERTS)))
-    return _kernel(_slot_kernel, "expert_slots", len(blocks), (blocks.size,))(blocks.reshape(-1), firsts).reshape(
-        blocks.shape
-    )
+    place = _kernel(_slot_kernel, "expert_slots", len(blocks), (blocks.size,))
+    return place(blocks.reshape(-1), firsts).reshape(blocks.shape)
