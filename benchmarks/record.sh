@@ -67,7 +67,7 @@ limit[attention_pair]=300
 part_quant_matmul() { $python benchmarks/kernels/quant_matmul.py --output "$1/quant_matmul.json"; }
 limit[quant_matmul]=150
 part_moe() { $python benchmarks/kernels/moe.py --output "$1/moe.json"; }
-limit[moe]=450
+limit[moe]=900
 part_triton() { $python benchmarks/kernels/triton_backends.py --output "$1/triton_backends.json"; }
 limit[triton]=120
 part_packing_metadata() { $python benchmarks/train/packing_metadata.py --output "$1/packing_metadata.json"; }
@@ -132,7 +132,7 @@ limit[qwen3_moe]=500
 part_gpt_oss_packed() { steps "$1" "gpt_oss gpt_oss_nf4" "_packed_4k _packed_65k"; }
 limit[gpt_oss_packed]=590
 part_qwen3_moe_packed() { steps "$1" "qwen3_moe qwen3_moe_nf4" "_packed_4k _packed_65k"; }
-limit[qwen3_moe_packed]=590
+limit[qwen3_moe_packed]=900
 
 if [ "${1:-}" = --list ]; then
     for part in "${!limit[@]}"; do echo "$part (at most ${limit[$part]} s)"; done | sort
