@@ -116,16 +116,15 @@ def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
 def _dequantize(weight: FourBit | MXFP4, dtype, interpret) -> jax.Array:
     chunks = Chunks.of(weight, dtype, weight.size)
-    with jax.named_scope("dequantise"):
-        values = _kernel(
-            functools.partial(_dequantize_kernel, chunks=chunks),
-            "dequantise",
-            interpret,
-            out_type=jax.ShapeDtypeStruct((chunks.count, chunks.numbers), dtype),
-            grid=(chunks.count,),
-            grid_names=("chunk",),
-        )(*chunks.operands(weight))
-        return values.reshape(weight.shape)
+    values = _kernel(
+        functools.partial(_dequantize_kernel, chunks=chunks),
+        "dequantise",
+        interpret,
+        out_type=jax.ShapeDtypeStruct((chunks.count, chunks.numbers), dtype),
+        grid=(chunks.count,),
+        grid_names=("chunk",),
+    )(*chunks.operands(weight))
+    return values.reshape(weight.shape)
 
 
 # ---- the product of a few tokens
@@ -363,10 +362,9 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
-    with jax.named_scope("small_matmul"):
-        return row_matmul.matmul(
-            x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs
-        )  # fmt: skip
+    return row_matmul.matmul(
+        x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -378,33 +376,31 @@ def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, 
     absmax, *nested = absmax_operands(weight)
     if tile is not None:
         codes, absmax = weight.codes.reshape(rows, -1), absmax.reshape(rows, -1)
-        with jax.named_scope("small_matmul"):
-            return line_matmul.matmul(x, codes, absmax, nested, pairs, tile, _kernel, interpret)
-    with jax.named_scope("small_matmul"):
-        return _kernel(
-            functools.partial(_small_kernel, dtype=x.dtype, plan=plan),
-            "small_matmul",
-            interpret,
-            out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
-            grid=(min(rows // _ROWS, plan.programs),),
-            grid_names=("program",),
-            num_threads=plan.warpgroups,
-            thread_name="wg",
-            scratch_types=[
-                plgpu.SMEM((256, 32), jnp.uint32),
-                # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
-                plgpu.SMEM((2, _ROWS, columns // BLOCK + 4), jnp.float32),
-                plgpu.SMEM((plan.warpgroups, 64 * plan.parts, plan.width), jnp.float32),
-                plgpu.Barrier(num_arrivals=plan.warpgroups),
-                plgpu.Barrier(num_arrivals=plan.warpgroups),
-            ],
-        )(
-            x,
-            weight.codes.reshape(rows, -1),
-            absmax.reshape(rows, -1),
-            jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
-            *nested,
-        )
+        return line_matmul.matmul(x, codes, absmax, nested, pairs, tile, _kernel, interpret)
+    return _kernel(
+        functools.partial(_small_kernel, dtype=x.dtype, plan=plan),
+        "small_matmul",
+        interpret,
+        out_type=jax.ShapeDtypeStruct((tokens, rows), x.dtype),
+        grid=(min(rows // _ROWS, plan.programs),),
+        grid_names=("program",),
+        num_threads=plan.warpgroups,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM((256, 32), jnp.uint32),
+            # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
+            plgpu.SMEM((2, _ROWS, columns // BLOCK + 4), jnp.float32),
+            plgpu.SMEM((plan.warpgroups, 64 * plan.parts, plan.width), jnp.float32),
+            plgpu.Barrier(num_arrivals=plan.warpgroups),
+            plgpu.Barrier(num_arrivals=plan.warpgroups),
+        ],
+    )(
+        x,
+        weight.codes.reshape(rows, -1),
+        absmax.reshape(rows, -1),
+        jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
+        *nested,
+    )
 
 
 # ---- dequantising and multiplying in one
@@ -461,7 +457,6 @@ def fused_refusal(tile: fused_matmul.Tile, weight: FourBit, dtype, contract: int
 def fused_product(x: jax.Array, weight: FourBit, contract: int, tile: fused_matmul.Tile, extra=None, bias=None):
     """See fused_matmul.product; [T, N] in x's dtype."""
     absmax, *nested = absmax_operands(weight)
-    with jax.named_scope("fused_matmul"):
-        return fused_matmul.product(
-            x, weight, contract, tile, _kernel, _interpret, absmax=absmax, nested=nested, extra=extra, bias=bias
-        )
+    return fused_matmul.product(
+        x, weight, contract, tile, _kernel, _interpret, absmax=absmax, nested=nested, extra=extra, bias=bias
+    )
