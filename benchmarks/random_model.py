@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtune.models.block import Block, MoEBlock
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.layers.block import Block, MoEBlock
 from jaxtune.models.lora import freeze
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf

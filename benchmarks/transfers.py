@@ -12,33 +12,33 @@ from jax.lax import optimization_barrier
 from jaxtune.models import stack
 
 
-class SerialFerry:
-    """A Ferry that is waited for: what leaves is gone before the layer's first stage begins; what comes, which is the
-    next layer's, is fetched when its last stage has ended, so that it takes no more memory than under it. Compiled for
-    an H200, nothing but adapters' thin products runs beside a copy.
+class SerialTransfers:
+    """A TransferSchedule that is waited for: what leaves is gone before the layer's first stage begins; what comes,
+    which is the next layer's, is fetched when its last stage has ended, so that it takes no more memory than under it.
+    Compiled for an H200, nothing but adapters' thin products runs beside a copy.
     """
 
-    def __init__(self, cargo, stages, space, last_is_thin=False):
+    def __init__(self, arrays, stages, space, last_is_thin=False):
         del last_is_thin
-        self._pieces, self._structure = jax.tree.flatten(cargo)
+        self._arrays, self._structure = jax.tree.flatten(arrays)
         self._space = space
         self._last = len(stages) - 1
 
-    def _carry(self, values):
-        if self._pieces:
-            pieces, values = optimization_barrier((self._pieces, values))
-            self._pieces, values = optimization_barrier((jax.device_put(pieces, self._space), values))
+    def _copy(self, values):
+        if self._arrays:
+            arrays, values = optimization_barrier((self._arrays, values))
+            self._arrays, values = optimization_barrier((jax.device_put(arrays, self._space), values))
         return values
 
-    def depart(self, stage, values):
-        return self._carry(values) if stage == 0 and self._space == jax.memory.Space.Host else values
+    def start(self, stage, values):
+        return self._copy(values) if stage == 0 and self._space == jax.memory.Space.Host else values
 
-    def arrive(self, stage, values):
-        return self._carry(values) if stage == self._last and self._space == jax.memory.Space.Device else values
+    def finish(self, stage, values):
+        return self._copy(values) if stage == self._last and self._space == jax.memory.Space.Device else values
 
     @property
-    def landed(self):
-        return jax.tree.unflatten(self._structure, self._pieces)
+    def arrays(self):
+        return jax.tree.unflatten(self._structure, self._arrays)
 
 
 @contextlib.contextmanager
@@ -50,6 +50,6 @@ def transfers(how: str) -> Iterator[None]:
         yield
         return
     jax.clear_caches()  # layer functions are traced once a process
-    with mock.patch.object(stack, "Ferry", SerialFerry):
+    with mock.patch.object(stack, "TransferSchedule", SerialTransfers):
         yield
     jax.clear_caches()

@@ -96,7 +96,7 @@ def train(arguments: Sequence[str]) -> int | None:
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
     # JAX's own default is three quarters of the device; the planner counts on all that the context leaves.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    from jaxtune.train.devices import allow_pinned_memory
+    from jaxtune.train.planning.devices import allow_pinned_memory
 
     allow_pinned_memory()
     from jaxtune.train.app import run

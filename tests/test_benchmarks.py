@@ -36,7 +36,7 @@ from benchmarks.train import (
 )
 from jaxtune.models.config import MoEConfig
 from jaxtune.models.hf import model_from_config, save_pretrained
-from jaxtune.models.moe import ExpertLora, MoE
+from jaxtune.models.layers.experts import ExpertLora, MoE
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import tuning

@@ -31,7 +31,7 @@ from flax import nnx
 
 from benchmarks.record import environment, write
 from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
-from jaxtune.models.moe import ExpertLora, MoE
+from jaxtune.models.layers.experts import ExpertLora, MoE
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul, mosaic, reference, triton
 from jaxtune.pallas.grouped_matmul.api import gathers
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of

@@ -49,14 +49,15 @@ from benchmarks.record import environment, write
 from benchmarks.shapes import SHAPES
 from benchmarks.train import packing_metadata
 from benchmarks.transfers import transfers
+from jaxtune.models.layers.experts import ExpertLinear, MoE
 from jaxtune.models.lora import experts
-from jaxtune.models.moe import ExpertLinear, MoE
+from jaxtune.models.residual_plan import residuals_of
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.quant_matmul import dense
 from jaxtune.pallas.routing import expert_weights
 from jaxtune.train.loop import compiler_options
-from jaxtune.train.loss import loss_sum_and_count
-from jaxtune.train.plan import parse_residuals
+from jaxtune.train.loss import loss_sums
+from jaxtune.train.planning.plan import parse_residuals
 
 # model -> format of the frozen weights
 MODELS = {
@@ -236,10 +237,10 @@ def measure(model_name: str, arms: list[str], options) -> Iterator[tuple[str, di
 
     def lowered(name: str) -> list:
         """[the forward, forward and backward]"""
-        plan = parse_residuals(ARMS[name][3], len(model.layers))
+        plan = parse_residuals(ARMS[name][3], len(model.layers), residuals_of(model.layers))
 
         def loss(trainable, frozen, batch):
-            total, count = loss_sum_and_count(nnx.merge(graph, trainable, frozen), batch, plan=plan)
+            total, count, _ = loss_sums(nnx.merge(graph, trainable, frozen), batch, plan=plan)
             return total / count
 
         with arm(name, model):

@@ -26,8 +26,8 @@ from benchmarks.shapes import SHAPES
 from benchmarks.train.step import arguments, make_trainer, train_config
 from benchmarks.transfers import transfers
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train.devices import allow_pinned_memory
-from jaxtune.train.memory import abstract_model
+from jaxtune.train.planning.cost import abstract_model
+from jaxtune.train.planning.devices import allow_pinned_memory
 
 THREADS = 8
 

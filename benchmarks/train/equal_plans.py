@@ -31,12 +31,12 @@ from benchmarks.random_model import random_model
 from benchmarks.record import environment, write
 from benchmarks.shapes import SHAPES
 from jaxtune.models.lora import linears
-from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.devices import allow_pinned_memory
 from jaxtune.train.loop import compiler_options
-from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.loss import loss_sums
+from jaxtune.train.planning.devices import allow_pinned_memory
 
 OFFLOAD = LayerPlan(*["offload"] * 9)
 PLANS = {
@@ -72,7 +72,7 @@ class Gradients:
     def program(self, plan: LayerPlan, length: int):
         def loss(trainable, frozen, batch):
             model = nnx.merge(self.graph, trainable, frozen)
-            total, count = loss_sum_and_count(
+            total, count, _ = loss_sums(
                 model, batch, max_documents=self.max_documents, plan=ResidualPlan.uniform(plan, self.layers)
             )
             return total / count

@@ -34,12 +34,12 @@ from benchmarks.record import environment, write
 from benchmarks.shapes import SHAPES
 from benchmarks.train import step
 from jaxtune.models.lora import linears
-from jaxtune.models.stack import RECOMPUTE, ResidualPlan
+from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.devices import allow_pinned_memory
-from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.loss import loss_sums
 from jaxtune.train.metrics import memory_peak_bytes
-from jaxtune.train.plan import residuals_text
+from jaxtune.train.planning.devices import allow_pinned_memory
+from jaxtune.train.planning.plan import residuals_text
 
 TOLERANCE = 0.03  # of the norm; rounding to bf16 makes about a third of it, an overflow all
 
@@ -149,7 +149,7 @@ def check(options) -> dict:
 
     def loss(trainable, frozen, batch, plan):
         model = nnx.merge(graph, trainable, frozen)
-        total, count = loss_sum_and_count(model, batch, max_documents=2, plan=plan)
+        total, count, _ = loss_sums(model, batch, max_documents=2, plan=plan)
         return total / count
 
     gradient = jax.jit(jax.value_and_grad(loss), static_argnums=3)

@@ -132,7 +132,7 @@ def device_memory_bytes() -> float | None:
 
 def run_case(name: str, options, cache: str, folder: Path, seconds: float) -> dict:
     """The record of one case, or {"failed": why}."""
-    from jaxtune.train.devices import CONTEXT_BYTES
+    from jaxtune.train.planning.devices import CONTEXT_BYTES
 
     case, environment = CASES[name], dict(os.environ)
     total = device_memory_bytes()
@@ -164,7 +164,7 @@ def must_show(cases: dict[str, dict]) -> list[dict]:
 
     floor and goal are None where nothing is asked but the figure itself.
     """
-    from jaxtune.train.devices import find_device
+    from jaxtune.train.planning.devices import find_device
 
     ran = {name: record for name, record in cases.items() if "failed" not in record}
     rows: list[dict] = []

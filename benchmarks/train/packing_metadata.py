@@ -52,7 +52,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.attention.shapes import log_normal_segments
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.loss import loss_sums
 
 # name -> (Hugging Face config, format of the frozen weights, published gain of the step)
 MODELS = {
@@ -179,7 +179,7 @@ def measure(name: str, options) -> dict:
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
 
     def loss(trainable, frozen, batch):
-        total, count = loss_sum_and_count(nnx.merge(graph, trainable, frozen), batch)
+        total, count, _ = loss_sums(nnx.merge(graph, trainable, frozen), batch)
         return total / count
 
     arms: dict[str, dict] = {}

@@ -26,13 +26,14 @@ from flax import nnx
 
 from benchmarks.shapes import SHAPES
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import hosted, memory
+from jaxtune.train import hosted
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.devices import find_device
 from jaxtune.train.loop import compiler_options
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
-from jaxtune.train.plan import StepPlan, parse_residuals
+from jaxtune.train.planning import cost, forecasts
+from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.plan import StepPlan, parse_residuals
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.step import StepProgram
 
@@ -81,7 +82,7 @@ class Compiled:
 def planned(
     target: Any, shape: str, layers: int, rows: int, length: int, rank: int, load_in: str | None, plan: str,
     optim: OptimConfig = ADAMW,
-) -> tuple[TrainConfig, Any, memory.Anatomy, memory.Forecast]:  # fmt: skip
+) -> tuple[TrainConfig, Any, cost.StepCost, forecasts.Forecast]:  # fmt: skip
     """(config, abstract model, anatomy, forecast) of a step of `layers` layers of a shape, one micro-batch."""
     hf = SHAPES[shape] | {"num_hidden_layers": layers}
     experts = EXPERTS if config_from_hf(hf).moe is not None else None
@@ -95,14 +96,14 @@ def planned(
         memory=MemoryConfig(plan=plan),
     )
     if not rank:  # as the whole model would have it
-        whole = nnx.split(memory.abstract_model(config_from_hf(SHAPES[shape]), config), nnx.Param, ...)[1]
+        whole = nnx.split(cost.abstract_model(config_from_hf(SHAPES[shape]), config), nnx.Param, ...)[1]
         storage = weight_storage(optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(whole)))
         optim = dataclasses.replace(optim, weights=storage)
     config = dataclasses.replace(config, optim=optim)
-    model = memory.abstract_model(config_from_hf(hf), config)
-    parts = memory.anatomy(model, config)
-    step_plan = StepPlan(parse_residuals(plan, layers), 1, 2**26 // parts.vocab_size)
-    return config, model, parts, memory.forecast(parts, step_plan, find_device(target.kind))
+    model = cost.abstract_model(config_from_hf(hf), config)
+    parts = cost.step_cost(model, config)
+    step_plan = StepPlan(parse_residuals(plan, layers, parts.known), 1, 2**26 // parts.vocab_size)
+    return config, model, parts, forecasts.forecast(parts, step_plan, find_device(target.kind))
 
 
 def compiled_step(target: Any, *case: Any) -> Compiled:

@@ -51,7 +51,7 @@ def child(recipe: str) -> None:
 
     mark("python")
     from jaxtune import cli
-    from jaxtune.train import devices
+    from jaxtune.train.planning import devices
 
     programs = dict.fromkeys(EVENTS.values(), 0.0) | {"programs": 0}
     before_imports = devices.allow_pinned_memory  # the command calls it, and then imports the rest

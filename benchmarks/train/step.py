@@ -45,10 +45,10 @@ from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelC
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
-from jaxtune.train.devices import allow_pinned_memory
 from jaxtune.train.loop import Trainer
 from jaxtune.train.metrics import device_peak_flops, memory_peak_bytes
-from jaxtune.train.plan import residuals_text
+from jaxtune.train.planning.devices import allow_pinned_memory
+from jaxtune.train.planning.plan import residuals_text
 
 
 def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Documents:

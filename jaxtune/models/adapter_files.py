@@ -29,8 +29,8 @@ from safetensors.numpy import save_file
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder
+from jaxtune.models.layers.experts import ExpertLora
 from jaxtune.models.lora import experts, get_peft_model, linears, matrices, name_matches, pattern_value
-from jaxtune.models.moe import ExpertLora
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"

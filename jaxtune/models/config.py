@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +15,7 @@ class RopeConfig:
 
     kind: "default"; "linear" (positions divided by factor); "llama3"; "longrope" (per-dimension factors, the long
     ones where a batch goes past the original context); "yarn". attention_factor multiplies cos and sin; None is the
-    kind's own formula in factor (longrope, yarn).
+    kind's own formula in factor (longrope, yarn). head_dim: of the heads that it rotates; None: the decoder's.
     """
 
     theta: float = 10000.0
@@ -28,6 +31,20 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    head_dim: int | None = None
+
+
+class PartConfig(Protocol):
+    """A frozen, hashable description of a mixer or a feed-forward; see models/layers.
+
+    their_name: what Hugging Face calls it in a layer, such as self_attn.
+    """
+
+    their_name: ClassVar[str]
+
+    def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
+        """The module, with random weights."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +53,14 @@ class LayerSpec:
 
     window: sliding window in tokens (a query sees itself and window - 1 keys before it), or None for full attention.
     rotary: which of the model's rotary bases, or None for no position encoding.
+    mixer: what mixes tokens; None: attention of the decoder's shape.
+    feed_forward: what follows it; None: experts where the decoder has them, an MLP where not.
     """
 
     window: int | None = None
     rotary: int | None = 0
+    mixer: PartConfig | None = None
+    feed_forward: PartConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.block import Block, MoEBlock
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
-from jaxtune.models.rope import rotary_table
-from jaxtune.models.stack import ResidualPlan, run_stack, run_stack_and_routers
+from jaxtune.models.residual_plan import ResidualPlan
+from jaxtune.models.rope import rotary_tables
+from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.routing import RouterSums
 
 
 class Embedding(nnx.Module):
@@ -62,8 +64,8 @@ class Decoder(nnx.Module):
         self.qat: FakeQuant | None = None
         keys = jax.random.split(key, config.num_layers + 2)
         self.embedding = Embedding(config, keys[0], dtype)
-        kind = Block if config.moe is None else MoEBlock
-        self.layers = nnx.List([kind(config, k, dtype) for k in keys[2:]])
+        blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
+        self.layers = nnx.List(blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
         size, std = (config.hidden_size, config.vocab_size), config.initializer_range
         tied = config.tie_embeddings
@@ -99,13 +101,10 @@ class Decoder(nnx.Module):
         with jax.named_scope("layout"):
             layout = packed_layout(shape, segment_ids, max_documents)
             positions = layout.positions() if positions is None else positions
-            config = self.config
-            tables = tuple(
-                rotary_table(rope, config.head_dim, config.max_position_embeddings, positions) for rope in config.rotary
-            )
+            tables = rotary_tables(self.config, positions)
             return PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
 
-    def hidden_states(
+    def run(
         self,
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
@@ -114,9 +113,10 @@ class Decoder(nnx.Module):
         max_documents: int | None = None,
         plan: ResidualPlan | None = None,
         dropout_key: jax.Array | None = None,
-        begun=None,
-    ) -> jax.Array:
-        """int32[B, T] -> [B, T, hidden] after the final norm, in the compute dtype: what the loss uses.
+        gradient_sums: Any = None,
+        aux: tuple[str, ...] = (),
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """int32[B, T] -> ([B, T, hidden] after the final norm, in the compute dtype; {name: what layers gave beside}).
 
         Args:
           segment_ids: int32[B, T], documents of a packed row; 0 is padding. None: one document a row.
@@ -124,32 +124,18 @@ class Decoder(nnx.Module):
           max_documents: a promise about segment_ids that lets faster attention be chosen; see PackedLayout.
           plan: what happens to each layer's residuals; everything is kept by default.
           dropout_key: dropout of the adapters, for training.
-          begun: sums that the layers' gradients are added to; see run_stack_and_routers.
+          gradient_sums, aux: see run_stack.
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
-        x = run_stack(self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key, begun)
+        x = self.embed(tokens)
+        x, values = run_stack(self.layers, self.config.layers, x, layout, plan, dropout_key, gradient_sums, aux)
         with jax.named_scope("final_norm"):
-            return self.norm(x)
+            return self.norm(x), values
 
-    def hidden_states_and_routers(
-        self,
-        tokens: jax.Array,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        *,
-        max_documents: int | None = None,
-        plan: ResidualPlan | None = None,
-        dropout_key: jax.Array | None = None,
-        begun=None,
-    ) -> tuple[jax.Array, RouterSums]:
-        """(hidden_states, what the losses on the routers are made of); of a model with experts."""
-        rows, length = tokens.shape
-        layout = self.layout((rows, length), segment_ids, positions, max_documents)
-        arguments = (self.layers, self.config.layers, self.embed(tokens), layout, plan, dropout_key, begun)
-        x, sums = run_stack_and_routers(*arguments)
-        with jax.named_scope("final_norm"):
-            return self.norm(x), sums
+    def hidden_states(self, *arguments: Any, **options: Any) -> jax.Array:
+        """[B, T, hidden] after the final norm, in the compute dtype: what the loss uses. Arguments as in `run`."""
+        return self.run(*arguments, **options)[0]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., hidden] -> float32[..., vocab], soft-capped where the family does that."""
@@ -162,5 +148,5 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """int32[B, T] -> float32[B, T, vocab]; arguments as in hidden_states."""
+        """int32[B, T] -> float32[B, T, vocab]; arguments as in `run`."""
         return self.logits(self.hidden_states(tokens, segment_ids, positions))

@@ -17,9 +17,10 @@ from flax import nnx
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.rope import rotary_table
+from jaxtune.models.layers.segment import Context
+from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
-from jaxtune.pallas.attention import decode_attention
+from jaxtune.pallas.attention import PackedLayout
 
 _SMALLEST_LENGTH = 16  # of a bucket of prompts or of new tokens
 
@@ -167,9 +168,9 @@ def _program(
         x = model.embed(tokens)
         caches = []
         for (layer_graph, *state), spec in zip(splits, config.layers, strict=True):
-            x, kept, _ = layer_forward(layer_graph, spec, ("key", "value"), *state, x, layout, None)
-            room = ((0, 0), (0, new_bucket), (0, 0), (0, 0))
-            caches.append((jnp.pad(kept["key"], room), jnp.pad(kept["value"], room)))
+            mixer = nnx.merge(layer_graph, *state).mixer
+            x, kept, _ = layer_forward(layer_graph, spec, mixer.state_reads, *state, x, layout, None)
+            caches.append(mixer.first_state(kept, new_bucket))
         token = choose(jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1), lengths)
         tokens = jnp.pad(tokens, ((0, 0), (0, new_bucket)))
         carry = (*append(tokens, lengths, ended, token), caches)
@@ -184,10 +185,7 @@ def _program(
             # The newest token is not in the cache yet.
             at = lengths - 1
             x = model.embed(tokens[row, at][:, None])
-            tables = tuple(
-                rotary_table(rope, config.head_dim, config.max_position_embeddings, at[:, None])
-                for rope in config.rotary
-            )
+            tables = rotary_tables(config, at[:, None])
             new_caches = []
             for (layer_graph, *state), spec, cache in zip(splits, config.layers, caches, strict=True):
                 x, cache = _layer_step(layer_graph, spec, *state, x, tables, cache, at)
@@ -200,9 +198,6 @@ def _program(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, cache, at):
     """One layer for one new token a row: (layer_output [B, 1, hidden], cache with the token at index `at` int32[B])."""
-    block = nnx.merge(graph, trainable, frozen)
-    query, key, value = block.project(layer_input, None if spec.rotary is None else tables[spec.rotary])
-    row = jnp.arange(len(at))
-    keys, values = cache[0].at[row, at].set(key[:, 0]), cache[1].at[row, at].set(value[:, 0])
-    out = decode_attention(query, keys, values, at + 1, **block.attention.options(spec.window))
-    return block.feed_forward(block.mix(out, layer_input)), (keys, values)
+    bounds = jnp.zeros((len(at), 1), jnp.int32)  # one token a row, all of it real
+    context = Context(spec, PackedLayout(bounds, bounds + 1, tables, max_documents=1, full=True))
+    return nnx.merge(graph, trainable, frozen).step(layer_input, cache, at, context)

@@ -349,7 +349,9 @@ class Pretrained:
             )
         self._graph, flat, modules = _abstract(config, self._dtype)
         norms = family(config.family).NORMS
-        self._variables = {tensor_name(variable_path, norms): (variable_path, v) for variable_path, v in flat}
+        self._variables = {
+            tensor_name(variable_path, norms, config.layers): (variable_path, v) for variable_path, v in flat
+        }
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         entries = _weight_entries(folder)
         if hf is not whole:
@@ -477,7 +479,7 @@ def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
         path = item[0]
         return ("embedding", "layers", "norm", "head").index(path[0]), path[1] if path[0] == "layers" else 0
 
-    return {tensor_name(path, norms): variable for path, variable in sorted(flat, key=order)}
+    return {tensor_name(path, norms, model.config.layers): variable for path, variable in sorted(flat, key=order)}
 
 
 def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[str, tuple]:

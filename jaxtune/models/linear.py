@@ -93,6 +93,8 @@ class Linear(nnx.Module):
     fake_quant: how the weight, with its adapter merged in, is rounded before it multiplies; None: not at all.
     """
 
+    num_experts = 0
+
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight: nnx.Variable = nnx.Param(
             (jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype)

@@ -7,40 +7,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.layers.experts import ExpertLinear, ExpertLora
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
-from jaxtune.models.moe import ExpertLinear, ExpertLora, MoE
 from jaxtune.pallas.quant_matmul import dense
 
-# Where a block keeps its linears, and what Hugging Face calls them; the names are the same in every family here.
-_LINEARS = {
-    "attention": ("self_attn", ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")),
-    "mlp": ("mlp", ("gate_proj", "up_proj", "gate_up_proj", "down_proj")),
-}
 _SAVABLE = ("embed_tokens", "lm_head")
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """(Hugging Face module name, linear) of all linears in the layers, in order: model.layers.0.self_attn.q_proj ..."""
-    for index, layer in enumerate(model.layers):
-        for part, (their_part, names) in _LINEARS.items():
-            module = getattr(layer, part)  # experts have none of these names
-            for name in names:
-                if hasattr(module, name):
-                    yield f"model.layers.{index}.{their_part}.{name}", getattr(module, name)
+    yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
     """(Hugging Face parameter name, matrices) of all experts: model.layers.0.mlp.experts.gate_up_proj ..."""
+    yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
+
+
+def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
     for index, layer in enumerate(model.layers):
-        if isinstance(layer.mlp, MoE):
-            yield f"model.layers.{index}.mlp.experts.gate_up_proj", layer.mlp.experts.gate_up_proj
-            yield f"model.layers.{index}.mlp.experts.down_proj", layer.mlp.experts.down_proj
+        theirs = {part: module.their_name for part, module in layer.parts.items()}
+        for part, name, matrix in layer.matrices():
+            yield f"model.layers.{index}.{theirs[part]}.{name}", matrix
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
@@ -79,11 +74,12 @@ def _require_expression(key: str, pattern: str) -> None:
         raise ValueError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
 
 
-def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) -> list[str]:
+def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
     """Module names that get an adapter.
 
     Args:
       target_modules: "all-linear"; a regular expression over the whole name; or a list of names or last parts.
+      experts: names of experts' matrices, which are named elsewhere: an error says so.
     Raises:
       ValueError: something that matches no linear, with the names there are.
     """
@@ -104,7 +100,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) ->
     for target in target_modules:
         if not any(name_matches(name, target) for name in names):
             hint = " (put it in modules_to_save to train it whole)" if target in _SAVABLE else ""
-            if target in _LINEARS["mlp"][1]:
+            if experts:
                 hint = " (experts are named in target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj)"
             raise ValueError(
                 f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(known)}{hint}"
@@ -180,14 +176,15 @@ def get_peft_model(
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
     modules = dict(matrices(model))
-    chosen_parameters = select_parameters([name for name, _ in experts(model)], target_parameters or ())
+    expert_names = [name for name, _ in experts(model)]
+    chosen_parameters = select_parameters(expert_names, target_parameters or ())
     if chosen_parameters and (lora_dropout or use_dora):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
     chosen = (
         []
         if chosen_parameters and not target_modules
-        else select_targets([name for name, _ in linears(model)], target_modules)
+        else select_targets([name for name, _ in linears(model)], target_modules, expert_names)
     )
     chosen += chosen_parameters
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.layers.experts import ExpertLinear
 from jaxtune.models.linear import Frozen, Linear, merged_weight
 from jaxtune.models.lora import copy_structure, matrices
-from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.quant import convert_qat, dequantize, qat_spec
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models.config import RopeConfig
+from jaxtune.models.config import DecoderConfig, RopeConfig
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[np.ndarray, np.ndarray | None, float]:
@@ -95,3 +95,9 @@ def _rotated_bwd(table, dout):
 
 
 _rotated.defvjp(_rotated_fwd, _rotated_bwd)
+
+
+def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
+    """One rotary_table for each of the decoder's bases."""
+    limit = config.max_position_embeddings
+    return tuple(rotary_table(rope, rope.head_dim or config.head_dim, limit, positions) for rope in config.rotary)

@@ -25,12 +25,13 @@ from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
 from jaxtune.profile.device import known_devices
-from jaxtune.train import devices, memory, report
+from jaxtune.train import report
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.formats import normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
 from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
+from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.signals import EXIT_SAVED
 
 ADAPTER, MERGED = "adapter", "merged"
@@ -78,7 +79,7 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
             yield (
                 pool.submit(lambda: _adapted(pretrained.load(cancelled), config)),
                 _tokenizer(config, pretrained.folder),
-                memory.abstract_model(pretrained.config, config),
+                cost.abstract_model(pretrained.config, config),
             )
         finally:
             cancelled.set()
@@ -204,13 +205,13 @@ def show_plan(config: TrainConfig, console: Console) -> None:
     device = devices.find_device(name, limit)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    parts = memory.anatomy(memory.abstract_model(shape, config), config)
+    parts = cost.step_cost(cost.abstract_model(shape, config), config)
     try:
-        forecast = memory.choose(parts, config, device, budget_bytes)
-    except memory.PlanError as error:
-        fixes = memory.fitting_settings(shape, config, device, budget_bytes)
-        raise memory.PlanError(error.smallest, budget_bytes, fixes) from None
-    longest = memory.longest_row(parts, config, device, budget_bytes)
+        forecast = choice.choose(parts, config, device, budget_bytes)
+    except choice.PlanError as error:
+        fixes = choice.fitting_settings(shape, config, device, budget_bytes)
+        raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
+    longest = choice.longest_row(parts, config, device, budget_bytes)
     console.print(report.plan_elsewhere(forecast, parts, device, budget_bytes, longest))
 
 

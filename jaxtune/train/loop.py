@@ -18,9 +18,9 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.ferry import IN_FLIGHT
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
+from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
@@ -29,9 +29,9 @@ from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
 from jaxtune.train.flops import flop_counter, sum_squared_documents
 from jaxtune.train.loss import router_losses
-from jaxtune.train.memory import COMPUTE_DTYPES
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
-from jaxtune.train.planner import Planner, out_of_memory
+from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.report import precision_notes
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.stack import ResidualPlan
+from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
@@ -61,7 +61,7 @@ def router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
     return RouterLosses(aux, config.router_z_loss_coef)
 
 
-def loss_sum_and_count(
+def loss_sums(
     model: Decoder,
     batch: Batch,
     *,
@@ -69,42 +69,33 @@ def loss_sum_and_count(
     plan: ResidualPlan | None = None,
     chunk_tokens: int | None = None,
     dropout_key: jax.Array | None = None,
-    begun=None,
-) -> tuple[jax.Array, jax.Array]:
-    """Sum of weighted next-token losses and sum of weights: float32 scalars, differentiable.
+    gradient_sums=None,
+    routers: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(sum of weighted next-token losses, sum of weights, the losses on routers or None): differentiable.
 
-    A step over several batches adds both and divides once: the same gradient however the rows are split.
+    The sums are float32 scalars. A step over several batches adds both and divides once: the same gradient however the
+    rows are split. The losses on routers are float32[2], the load-balancing loss and the router z-loss of the batch.
 
     Args:
       batch: fields [rows, length].
       max_documents: a promise about the rows that lets faster attention be chosen (see PackedLayout).
       plan: what happens to residuals. chunk_tokens: tokens whose logits exist at a time.
       dropout_key: adapters' dropout; None for none.
-      begun: sums that the layers' gradients are added to; see run_stack_and_routers.
+      gradient_sums: sums that the layers' gradients are added to; see run_stack.
+      routers: whether the losses on routers are wanted, of a model with experts.
     """
-    places = (batch.tokens, batch.segment_ids, batch.positions)
-    options: dict[str, Any] = dict(max_documents=max_documents, plan=plan, dropout_key=dropout_key, begun=begun)
-    hidden = model.hidden_states(*places, **options)
-    return _of_hidden(model, hidden, batch, chunk_tokens)
-
-
-def loss_count_and_routers(
-    model: Decoder,
-    batch: Batch,
-    *,
-    max_documents: int | None = None,
-    plan: ResidualPlan | None = None,
-    chunk_tokens: int | None = None,
-    dropout_key: jax.Array | None = None,
-    begun=None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """loss_sum_and_count of a model with experts, and float32[2], differentiable: the load-balancing loss and the
-    router z-loss of the batch."""
-    places = (batch.tokens, batch.segment_ids, batch.positions)
-    options: dict[str, Any] = dict(max_documents=max_documents, plan=plan, dropout_key=dropout_key, begun=begun)
-    hidden, sums = model.hidden_states_and_routers(*places, **options)
-    values = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
-    return *_of_hidden(model, hidden, batch, chunk_tokens), values
+    options: dict[str, Any] = dict(
+        max_documents=max_documents, plan=plan, dropout_key=dropout_key, gradient_sums=gradient_sums
+    )
+    if routers:
+        options["aux"] = ("router_sums",)
+    hidden, values = model.run(batch.tokens, batch.segment_ids, batch.positions, **options)
+    of_routers = None
+    if routers:
+        sums = values["router_sums"]
+        of_routers = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
+    return *_of_hidden(model, hidden, batch, chunk_tokens), of_routers
 
 
 def _of_hidden(model: Decoder, hidden: jax.Array, batch: Batch, chunk_tokens: int | None):

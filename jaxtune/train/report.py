@@ -15,11 +15,12 @@ from rich.text import Text
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import not_quantized, parameters
-from jaxtune.models.stack import Fate
+from jaxtune.models.residual_plan import Placement
 from jaxtune.train.data.preview import preview
-from jaxtune.train.devices import Device
-from jaxtune.train.memory import Anatomy, Forecast, state_seconds
-from jaxtune.train.plan import residuals_text
+from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.forecasts import Forecast, state_seconds
+from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.step import trainable_names
 
 
@@ -118,10 +119,10 @@ def _last_parts(names: list[str]) -> str:
 # ---- the plan
 
 # Fates in the order of the table, with what each costs.
-_FATES: dict[Fate, str] = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
+_FATES: dict[Placement, str] = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
 
 
-def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes: float | None) -> list[str]:
+def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
     """A plan in words: what becomes of each residual, what it costs, and what is predicted."""
     plan = forecast.plan
     rows = parts.rows // plan.micro_batches
@@ -131,7 +132,7 @@ def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes:
         return lines
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for fate, words in _FATES.items():
-        named = (name for layer in plan.residuals.layers for name in layer.named(fate))
+        named = (name for layer in plan.residuals.layers for name in layer.named(fate, parts.known))
         counts = collections.Counter(name for name in named if parts.residuals[name])
         if not counts:
             continue
@@ -152,7 +153,7 @@ def plan_lines(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes:
     peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"
     lines.append(f"{peak}; {speed} ({device.name}: {device.note})")
-    if parts.expert_rows:
+    if parts.has_experts:
         lines.append(
             "  experts are taken to be as fast as dense products; only for Hopper GPUs is there a kernel for them"
         )
@@ -204,7 +205,7 @@ def _parts_table(forecast: Forecast) -> Table:
     return table
 
 
-def plan_elsewhere(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes: float, longest: int) -> Group:
+def plan_elsewhere(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int) -> Group:
     """The report of --plan for a device that is not here. longest: tokens of the longest single row that fits."""
     lines = plan_lines(forecast, parts, device, budget_bytes)
     row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"

@@ -17,10 +17,10 @@ import optax
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.stack import ResidualPlan
+from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.train import hosted
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_count_and_routers, loss_sum_and_count
+from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_sums
 from jaxtune.train.optim import UpdateBound, step_optimizer
 from jaxtune.train.rounding import stochastic_round
 
@@ -72,7 +72,7 @@ class StepProgram:
       graph: graph definition of the model. optimizer: an optax transformation, or an optim.StepOptimizer, over float32
         trainables.
       schedule: learning rate by count of updates made, for the metrics.
-      plan, chunk_tokens, max_documents: as in loss_sum_and_count. dropout: whether any adapter has dropout.
+      plan, chunk_tokens, max_documents: as in loss_sums. dropout: whether any adapter has dropout.
       full: a promise that every row of a micro-batch is one document without padding (PackedLayout.full).
       max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
       weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
@@ -155,27 +155,25 @@ class StepProgram:
             key = jax.random.wrap_key_data(state.dropout_key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
 
-        def scaled_loss(trainable, begun):
-            model = nnx.merge(self.graph, trainable, frozen)
-            options: dict[str, Any] = dict(
+        def scaled_loss(trainable, layer_sums):
+            loss, count, routers = loss_sums(
+                nnx.merge(self.graph, trainable, frozen),
+                batch,
                 max_documents=self.max_documents,
                 plan=self.plan,
                 chunk_tokens=self.chunk_tokens,
                 dropout_key=key,
-                begun=begun,
+                gradient_sums=layer_sums,
+                routers=bool(self.router_losses),
             )
-            routers = None
-            if self.router_losses:
-                loss, count, values = loss_count_and_routers(model, batch, **options)
-                total, routers = loss + count * self.router_losses.added(values), count * values
-            else:
-                loss, count = loss_sum_and_count(model, batch, **options)
-                total = loss
+            total = loss
+            if routers is not None:
+                total, routers = loss + count * self.router_losses.added(routers), count * routers
             return total * state.loss_scale if self.scale_loss else total, (loss, count, routers)
 
         # The layers' gradients are added to their sums one layer after the other, and exist for one layer at a time.
-        begun = sums.gradients.get("layers")
-        (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, begun)
+        layer_sums = sums.gradients.get("layers")
+        (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, layer_sums)
         with jax.named_scope("accumulate"):
             total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
         if layers is not None:
@@ -289,7 +287,7 @@ class StepProgram:
     def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(loss sum, target count) of one batch, without dropout or gradients."""
         model = nnx.merge(self.graph, state.trainable, frozen)
-        return loss_sum_and_count(model, batch, max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+        return loss_sums(model, batch, max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)[:2]
 
 
 # Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxtune.train import metrics as m
-from jaxtune.train.memory import COMPUTE_DTYPES
+from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.report import measured_lines
 
 

@@ -18,12 +18,12 @@ from tiny import CONFIGS, golden_tokens
 from tiny_models import adapted_model, golden_model, named, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, merge_adapter, save_adapter
-from jaxtune.models import ferry
+from jaxtune.models import transfers
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.quant import checkpoint_tensors, dequantize, is_quantized, quantize
-from jaxtune.models.stack import RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.quant_matmul import NF4, FourBit
 from jaxtune.train.report import trained_table
@@ -42,11 +42,13 @@ def moe_model(layers: int = 2, **moe):
 def run_plainly(layers, specs, x, layout, plan, dropout_key):
     """The layers under JAX's own differentiation."""
     for block, spec in zip(layers, specs, strict=True):
-        query, key, value = block.project(x, layout.rotary[0])
-        mid = block.mix(attention(query, key, value, layout, **block.attention.options(spec.window)), x)
-        choice = block.route(mid, jnp.arange(x.shape[1]) < layout.doc_end)
-        x = block.contract(block.expand(mid, choice), choice, mid)
-    return x
+        query, key, value = block.mixer.project(block.normed("mixer", x), layout.rotary[0])
+        out = attention(query, key, value, layout, **block.mixer.options(spec.window))
+        mid = block.added("mixer", x, block.mixer.output(out))
+        normed = block.normed("mlp", mid)
+        choice = block.mlp.choose(normed, jnp.arange(x.shape[1]) < layout.doc_end)
+        x = block.added("mlp", mid, block.mlp.down(block.mlp.gate_up(normed, choice), choice, normed))
+    return x, {}
 
 
 @functools.cache
@@ -73,10 +75,10 @@ def test_full_fine_tuning_equals_plain_differentiation(name):
 
 
 def test_plans_give_the_same_bits(monkeypatch):
-    monkeypatch.setattr(ferry, "PIECE_BYTES", 256)  # sorted rows, tokens by experts: all of them in pieces
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 256)  # sorted rows, tokens by experts: all of them in pieces
     model = adapted_model(moe_model(**GPT_OSS), r=2, target_parameters=BOTH)
     want = loss_and_gradients(model)
-    offload = LayerPlan(*["offload"] * 11)
+    offload = LayerPlan("offload")
     mix = LayerPlan(query="recompute", mid="recompute", gate_up="recompute", choice="offload")
     for plan in (ResidualPlan.uniform(RECOMPUTE, 2), ResidualPlan((offload, mix))):
         got = loss_and_gradients(model, plan)
@@ -86,8 +88,9 @@ def test_plans_give_the_same_bits(monkeypatch):
 
 
 def test_a_choice_of_experts_is_never_made_anew():
+    plan = ResidualPlan.uniform(LayerPlan(choice="recompute"), 2)
     with pytest.raises(ValueError, match="residual choice: it can be kept or offloaded, but nothing can recompute it"):
-        LayerPlan(choice="recompute")
+        loss_and_gradients(moe_model(), plan)
 
 
 # ---- checkpoints

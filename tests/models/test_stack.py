@@ -10,10 +10,11 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from benchmarks.transfers import transfers
-from jaxtune.models import ferry
-from jaxtune.models.block import Block
+from jaxtune.models import transfers as schedule
 from jaxtune.models.config import LayerSpec, RopeConfig
-from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, run_stack
+from jaxtune.models.layers.attention import Attention
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.quant_matmul import reference
 
@@ -21,14 +22,14 @@ LAYERS = 2
 SPECS = (LayerSpec(window=4), LayerSpec(rotary=1))
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [0] + [3] * 8 + [0] * 3], np.int32)
 
-OFFLOAD = LayerPlan(*["offload"] * 9)
+OFFLOAD = LayerPlan("offload")
 MIX = LayerPlan(query="recompute", lse="offload", mid="recompute", gate="offload", up="recompute")
 PLANS = {
     "keep": ResidualPlan.uniform(KEEP, LAYERS),
     "recompute": ResidualPlan.uniform(RECOMPUTE, LAYERS),
     "offload": ResidualPlan.uniform(OFFLOAD, LAYERS),
     "a mix in a layer": ResidualPlan.uniform(MIX, LAYERS),
-    "a layer each": ResidualPlan((LayerPlan("offload", *["recompute"] * 8), LayerPlan(attention_out="recompute"))),
+    "a layer each": ResidualPlan((LayerPlan("recompute", layer_input="offload"), LayerPlan(attention_out="recompute"))),
 }
 
 
@@ -49,7 +50,7 @@ def loss_and_gradients(model, plan=None, dropout_key=None, run=run_stack):
         def total(trainable, x):
             model = nnx.merge(graph, trainable, frozen)
             layout = model.layout(SEGMENTS.shape, jnp.asarray(SEGMENTS))
-            return (run(model.layers, model.config.layers, x, layout, plan, dropout_key) * probe).sum()
+            return (run(model.layers, model.config.layers, x, layout, plan, dropout_key)[0] * probe).sum()
 
         return jax.value_and_grad(total, (0, 1))(trainable, x)
 
@@ -60,16 +61,16 @@ def run_plainly(layers, specs, x, layout, plan, dropout_key):
     """The same layers under JAX's own differentiation: no segments, no plan, no hand-written backward."""
     assert plan is None and dropout_key is None
     for block, spec in zip(layers, specs, strict=True):
-        config = block.attention.config
+        config = block.mixer.config
         rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
-        query, key, value = block.project(x, rotary)
+        query, key, value = block.mixer.project(block.normed("mixer", x), rotary)
         out = attention(
             query, key, value, layout,
             scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap,
         )  # fmt: skip
-        mid = block.mix(out, x)
-        x = block.contract(*block.expand(mid), mid)
-    return x
+        mid = block.added("mixer", x, block.mixer.output(out))
+        x = block.added("mlp", mid, block.mlp.down(*block.mlp.gate_up(block.normed("mlp", mid))))
+    return x, {}
 
 
 def assert_same(one, other):
@@ -110,7 +111,7 @@ def test_products_are_the_same_instructions_under_every_plan(plan):
     def total(trainable):
         model = nnx.merge(graph, trainable, frozen)
         x, layout = jnp.ones((*SEGMENTS.shape, model.config.hidden_size)), model.layout(SEGMENTS.shape)
-        return run_stack(model.layers, model.config.layers, x, layout, PLANS[plan]).sum()
+        return run_stack(model.layers, model.config.layers, x, layout, PLANS[plan])[0].sum()
 
     text = jax.jit(jax.grad(total)).lower(trainable).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
@@ -139,7 +140,7 @@ def test_a_tiled_mlp_gives_the_same(tile):
     """One tile: the same bits. More: the same but for the order of the sums of the weights' gradients."""
     model = make_model(use_dora=True, target_modules=TARGETS)
     want_loss, (want, want_x) = loss_and_gradients(model, PLANS["recompute"])
-    plan = ResidualPlan((RECOMPUTE, LayerPlan("offload", gate="recompute", up="recompute")), tile)
+    plan = ResidualPlan((RECOMPUTE, LayerPlan(layer_input="offload", gate="recompute", up="recompute")), tile)
     loss, (trainable, x) = loss_and_gradients(model, plan)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     for (path, a), b in zip(
@@ -188,13 +189,13 @@ def test_dropout_masks_differ_by_layer_and_segment(monkeypatch):
 def test_equal_layers_are_traced_once(monkeypatch):
     """32 layers of two kinds: two traces of a layer's forward and two of its backward."""
     counts = {"project": 0}
-    project = Block.project
+    project = Attention.project
 
     def counted(self, *arguments, **options):
         counts["project"] += 1
         return project(self, *arguments, **options)
 
-    monkeypatch.setattr(Block, "project", counted)
+    monkeypatch.setattr(Attention, "project", counted)
     kinds = (LayerSpec(), LayerSpec(window=3))
     model = adapted_model(tiny_model(hidden_size=24, head_dim=4, layers=kinds * 16), r=3)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -235,8 +236,12 @@ def test_offloaded_residuals_are_on_the_host_and_come_back():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LayerPlan(gate="drop"), "residual gate: fate 'drop' is not one of keep, offload, recompute"),
-        (lambda: LayerPlan(layer_input="recompute"), "residual layer_input: it can be kept or offloaded"),
+        (lambda: LayerPlan(gate="drop"), "residual gate: placement 'drop' is not one of keep, offload, recompute"),
+        (
+            lambda: run_plan(gat="offload"),
+            "no layer has a residual 'gat' \\(nearest: gate\\); there are: layer_input, query",
+        ),
+        (lambda: run_plan(layer_input="recompute"), "residual layer_input: it can be kept or offloaded"),
     ],
 )
 def test_layer_plan_errors(make, message):
@@ -244,9 +249,14 @@ def test_layer_plan_errors(make, message):
         make()
 
 
+def run_plan(**placements):
+    plan = ResidualPlan.uniform(LayerPlan(**placements), LAYERS)
+    return make_model().hidden_states(jnp.zeros((1, 4), jnp.int32), plan=plan)
+
+
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
 @pytest.mark.parametrize("target", ["all-linear", r".*layers\.1\..*"])  # the second leaves a layer without adapters
-def test_gradients_are_added_to_sums_that_have_begun(plan, target):
+def test_gradients_are_added_to_sums(plan, target):
     rotary = (RopeConfig(), RopeConfig(theta=100.0))
     model = adapted_model(tiny_model(layers=SPECS, rotary=rotary), r=2, target_modules=target)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -256,7 +266,7 @@ def test_gradients_are_added_to_sums_that_have_begun(plan, target):
     def gradients(trainable, begun):
         def loss(trainable, begun):
             model = nnx.merge(graph, trainable, frozen)
-            return model.hidden_states(jnp.asarray(SEGMENTS), plan=PLANS[plan], begun=begun).sum()
+            return model.hidden_states(jnp.asarray(SEGMENTS), plan=PLANS[plan], gradient_sums=begun).sum()
 
         return jax.grad(loss, (0, 1))(trainable, begun)
 
@@ -303,8 +313,8 @@ def test_a_plan_of_another_depth():
 
 @pytest.mark.parametrize("shape", [(3, 5, 4), (1, 12, 4), (12, 4), (12, 1), (1, 1, 4)])
 def test_pieces_make_the_whole(monkeypatch, shape):
-    monkeypatch.setattr(ferry, "PIECE_BYTES", 32)
+    monkeypatch.setattr(schedule, "PIECE_BYTES", 32)
     array = jnp.arange(np.prod(shape)).reshape(shape)
-    (pieces,) = ferry.cut([array], [1.0])
+    (pieces,) = schedule.cut([array], [1.0])
     assert len(pieces.arrays) > 1 or max(shape[:2]) == 1
-    np.testing.assert_array_equal(ferry.join(pieces), array)
+    np.testing.assert_array_equal(schedule.join(pieces), array)

@@ -22,7 +22,7 @@ from jaxtune.models.hf import from_pretrained, model_from_config, save_pretraine
 from jaxtune.models.registry import config_from_hf, family
 from jaxtune.models.rope import rotary_table
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import loss_count_and_routers
+from jaxtune.train.loss import loss_sums
 
 families = pytest.mark.parametrize("name", CONFIGS)
 
@@ -85,7 +85,7 @@ def test_load_balancing_and_z_loss(name, both):
     assert coefficient == theirs.config.router_aux_loss_coef
 
     def loss(model):
-        total, count, values = loss_count_and_routers(model, batch)
+        total, count, values = loss_sums(model, batch, routers=True)
         return total / count + coefficient * values[0], values
 
     (value, values), grads = nnx.value_and_grad(loss, has_aux=True)(ours)

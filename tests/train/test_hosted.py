@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import hosted, memory
+from jaxtune.train import hosted
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -27,9 +27,10 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.devices import find_device
 from jaxtune.train.loop import Trainer
 from jaxtune.train.optim import make_optimizer, update_bound
+from jaxtune.train.planning import choice, cost
+from jaxtune.train.planning.devices import find_device
 from jaxtune.train.report import precision_notes
 from jaxtune.train.step import StepProgram, Sums
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -215,7 +216,7 @@ def test_refusals_of_the_optimizer():
 def test_what_is_counted_is_what_the_trainer_holds(small, tmp_path):
     trainer = trainer_of(tmp_path)
     state, _, _ = trainer.first_state()
-    parts = trainer.planner.anatomy
+    parts = trainer.planner.cost
     leaves = jax.tree.leaves(state.opt_state)
     on_host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
     assert parts.hosted_bytes == on_host > 0
@@ -227,18 +228,18 @@ def test_8b_without_an_adapter():
     shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
     config = TrainConfig(model=ModelConfig(path="a shape"), data=DataConfig(train="rows"), steps=9, rows_per_step=2)
     device = dataclasses.replace(find_device("NVIDIA H200", 80e9), host_bytes=100e9)
-    parts = memory.anatomy(memory.abstract_model(shape, config), config)
-    with pytest.raises(memory.PlanError):
-        memory.choose(parts, config, device, 80e9)
-    found = memory.fitting_settings(shape, config, device, 80e9)
+    parts = cost.step_cost(cost.abstract_model(shape, config), config)
+    with pytest.raises(choice.PlanError):
+        choice.choose(parts, config, device, 80e9)
+    found = choice.fitting_settings(shape, config, device, 80e9)
     assert "optim.offload=true" in found
     offloaded = dataclasses.replace(config, optim=OptimConfig(offload=True))
-    other = memory.anatomy(memory.abstract_model(shape, offloaded), offloaded)
+    other = cost.step_cost(cost.abstract_model(shape, offloaded), offloaded)
     assert other.hosted_bytes == pytest.approx(8 * parts.trained, rel=1e-3)
     assert parts.fixed_bytes(1) - other.fixed_bytes(1) == other.hosted_bytes
-    plan = memory.choose(other, offloaded, device, 80e9)
+    plan = choice.choose(other, offloaded, device, 80e9)
     assert plan.host_bytes >= other.hosted_bytes and plan.host_bytes <= 100e9
     with pytest.raises(
         ValueError, match=r"optim.offload: the states of adamw take 64\.\d GB of host memory, of which 60"
     ):
-        memory.choose(other, offloaded, dataclasses.replace(device, host_bytes=60e9), 80e9)
+        choice.choose(other, offloaded, dataclasses.replace(device, host_bytes=60e9), 80e9)

@@ -148,7 +148,7 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     write_checkpoint(tmp_path / "model", config, shapes_of(config))
     wanted = command_config(tmp_path / "model", model=ModelConfig(path=str(tmp_path / "model"), load_in=load_in))
     pretrained = Pretrained(tmp_path / "model", "float32", load_in)
-    ahead = app.memory.abstract_model(pretrained.config, wanted)
+    ahead = app.cost.abstract_model(pretrained.config, wanted)
     assert shapes(ahead) == shapes(app._adapted(pretrained.load(), wanted))
 
 

@@ -37,7 +37,7 @@ from jaxtune.train.config import (
 from jaxtune.train.config_file import config_to_yaml
 from jaxtune.train.data.packing import Document
 from jaxtune.train.loop import Trainer, make_mesh
-from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.loss import loss_sums
 from jaxtune.train.metrics import read_metrics
 from jaxtune.train.watch import TrainingStopped
 from tests.train.data.conftest import make_tokenizer
@@ -166,7 +166,7 @@ def test_the_model_given_is_untouched_and_alive(run):
 
 def test_the_trained_model_has_the_loss_that_was_reported(run):
     batch = jax.tree.map(jnp.asarray, run.trainer.eval_data.rows.batch())
-    loss, count = loss_sum_and_count(run.trained, batch)
+    loss, count, _ = loss_sums(run.trained, batch)
     assert float(loss / count) == pytest.approx(run.trainer.history[-1]["eval_loss"], rel=1e-6)
     assert run.trained.dtype == run.given.dtype
 
@@ -505,7 +505,7 @@ def test_a_model_that_nobody_keeps_is_let_go_and_trained_as_another(tmp_path):
         trained.append(trainer.train())
         gc.collect()
         assert {start() is not None for start in starts} == {keeps_model}
-        planned.append(trainer.planner.anatomy.fixed_bytes(1))
+        planned.append(trainer.planner.cost.fixed_bytes(1))
     assert_same(*trained)
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(trained[0], nnx.Param)))
     assert planned[0] - planned[1] == adapter

@@ -15,18 +15,24 @@ from jaxtune import cli
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, layer_forward
+from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of
+from jaxtune.models.stack import layer_forward
 from jaxtune.profile.device import data_sheet
-from jaxtune.train import loop, memory
+from jaxtune.train import loop
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
-from jaxtune.train.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.loop import Trainer
-from jaxtune.train.memory import PlanError, abstract_model, anatomy, choose, forecast
-from jaxtune.train.plan import RESIDUALS, StepPlan, parse_residuals, residuals_text
+from jaxtune.train.planning import choice
+from jaxtune.train.planning.choice import PlanError, choose
+from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
+from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 SHAPE = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+DENSE = residuals_of(tiny_model().layers)
+NAMES = [residual.name for residual in DENSE]
 H200 = find_device("NVIDIA H200", 140e9)
 
 
@@ -42,7 +48,7 @@ def config_8b(**changes) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def parts_8b():
-    return anatomy(abstract_model(SHAPE, config_8b()), config_8b())
+    return step_cost(abstract_model(SHAPE, config_8b()), config_8b())
 
 
 # ---- plans as text
@@ -60,22 +66,22 @@ def parts_8b():
     ],
 )
 def test_the_text_of_a_plan_is_read_as_it_was_written(text):
-    plan = parse_residuals(text, 6)
+    plan = parse_residuals(text, 6, DENSE)
     assert residuals_text(plan) == text
-    assert parse_residuals(residuals_text(plan), 6) == plan
+    assert parse_residuals(residuals_text(plan), 6, DENSE) == plan
 
 
 def test_a_word_with_exceptions_is_what_it_says():
-    plan = parse_residuals(" 0: recompute,mid=keep ;1-2 :up=offload", 3).layers
-    assert plan == (dataclasses.replace(RECOMPUTE, mid="keep"), *[LayerPlan(up="offload")] * 2)
+    plan = parse_residuals(" 0: recompute,mid=keep ;1-2 :up=offload", 3, DENSE).layers
+    assert plan == (LayerPlan("recompute", mid="keep"), *[LayerPlan(up="offload")] * 2)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("kep", "cannot read 'kep' (nearest: keep)"),
-        ("gate=drop", "residual gate: fate 'drop' is not one of keep, offload, recompute"),
-        ("gates=keep", "cannot read 'gates=keep'"),
+        ("gate=drop", "residual gate: placement 'drop' is not one of keep, offload, recompute"),
+        ("gates=keep", "cannot read 'gates=keep': no layer has a residual 'gates' (nearest: gate)"),
         ("layer_input=recompute", "nothing can recompute it"),
         ("0-2: keep", "layers 0-2 are not in a model of 2 layers"),
         ("0: keep", "layer 1 is not named"),
@@ -86,7 +92,7 @@ def test_a_word_with_exceptions_is_what_it_says():
 )
 def test_a_plan_that_cannot_be_read(text, words):
     with pytest.raises(ValueError) as error:
-        parse_residuals(text, 2)
+        parse_residuals(text, 2, DENSE)
     assert str(error.value).startswith(f"memory.plan = {text!r}: ") and words in str(error.value)
 
 
@@ -98,15 +104,15 @@ def test_a_plan_that_cannot_be_read(text, words):
 def test_residual_bytes_are_those_of_the_arrays(experts, length):
     moe = MoEConfig(num_experts=8, experts_per_token=3, expert_size=8)
     model = tiny_model(moe=moe, layers=(LayerSpec(),)) if experts else lora_model("float32", layers=1)
-    parts = anatomy(model, make_config("out"))
+    parts = step_cost(model, make_config("out"))
     graph, trainable, frozen = nnx.split(model.layers[0], nnx.Param, ...)
+    names = tuple(residual.name for residual in model.layers[0].residuals())
     x = np.zeros((2, length, 16), np.float32)
     _, arrays, _ = layer_forward(
-        graph, model.config.layers[0], RESIDUALS, trainable, frozen, x, model.layout((2, length)), None
+        graph, model.config.layers[0], names, trainable, frozen, x, model.layout((2, length)), None
     )
     counted = {name: parts.residual_bytes(name, 2 * length) for name in parts.residuals}
-    # Zero: what other kinds of layers have.
-    assert {n: size for n, size in counted.items() if size} == {n: array.nbytes for n, array in arrays.items()}
+    assert counted == {n: array.nbytes for n, array in arrays.items()}
     assert ("gate_up" in arrays) == experts and ("gate" in arrays) != experts
 
 
@@ -114,15 +120,15 @@ def test_experts_count_as_a_token_meets_them():
     """Qwen3-30B-A3B: 3.3 billion weights meet a token, 30.5 billion are stored."""
     config = config_8b(model=ModelConfig(path="a shape"), adapter=AdapterConfig(target_parameters=EXPERTS))
     shape = config_from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"])
-    parts = anatomy(abstract_model(shape, config), config)
-    met = sum(work.flops for work in parts.work.values()) / 2 * parts.num_layers
+    parts = step_cost(abstract_model(shape, config), config)
+    met = sum(segment.work.flops for segment in parts.segments) / 2 * parts.num_layers
     assert met + shape.vocab_size * shape.hidden_size == pytest.approx(3.03e9, rel=0.01)  # embedding: 0.31e9 more
     assert parts.fixed["frozen weights"] / 2 == pytest.approx(30.53e9, rel=0.001)
     rank = 16 * parts.num_layers
     attention = rank * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
     assert parts.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
     # Small micro-batches pay for empty rows: half a tile an expert.
-    work = parts.work["expand"]
+    (work,) = (segment.work for segment in parts.segments if segment.name == "expand")
     assert work.empty_flops == work.flops / 8 * 128 * 64
 
 
@@ -132,7 +138,7 @@ def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
         trainer = Trainer(lora_model(), None, config, dataset(documents(20)))
         state, sums, frozen = trainer.first_state()
         held = (frozen, trainer._trainable, state.trainable, state.opt_state, sums.gradients)
-        assert list(trainer.planner.anatomy.fixed.values()) == [
+        assert list(trainer.planner.cost.fixed.values()) == [
             sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in held
         ]
 
@@ -150,7 +156,7 @@ COMPILED = [
     ("recompute", 4, 8, 2048, 2.702),
     ("gate=offload, up=offload", 8, 8, 2048, 8.280),
     ("recompute, layer_input=offload", 8, 8, 2048, 2.285),
-    (", ".join(f"{name}=offload" for name in RESIDUALS), 8, 8, 2048, 4.509),
+    (", ".join(f"{name}=offload" for name in NAMES), 8, 8, 2048, 4.509),
     ("keep", 4, 2, 2048, 3.295),
 ]
 
@@ -158,31 +164,33 @@ COMPILED = [
 @pytest.mark.parametrize(("text", "layers", "rows", "length", "gb"), COMPILED)
 def test_temporaries_beside_the_compilers(parts_8b, text, layers, rows, length, gb):
     parts = dataclasses.replace(parts_8b, num_layers=layers, rows=rows, length=length, fixed={})
-    plan = StepPlan(parse_residuals(text, layers), 1, 2**28 // SHAPE.vocab_size)
+    plan = StepPlan(parse_residuals(text, layers, DENSE), 1, 2**28 // SHAPE.vocab_size)
     assert forecast(parts, plan, H200).peak_bytes / 1e9 == pytest.approx(gb, rel=0.04)
 
 
 def test_gate_and_up_are_written_over_on_hopper_only(parts_8b):
-    plan = StepPlan(parse_residuals("recompute", parts_8b.num_layers), 1, 2093)
+    plan = StepPlan(parse_residuals("recompute", parts_8b.num_layers, DENSE), 1, 2093)
     here, elsewhere = (forecast(parts_8b, plan, find_device(name)).peak_bytes for name in ("NVIDIA H100", "A100"))
     wide = parts_8b.rows * parts_8b.length * parts_8b.residuals["gate"]
     assert 2.5 * wide < elsewhere - here < 3.5 * wide
     for changes in (dict(precision="fp16"), dict(precision="fp32")):
         config = config_8b(**changes)
-        assert not anatomy(abstract_model(SHAPE, config), config).gated_in_place
+        parts = step_cost(abstract_model(SHAPE, config), config)
+        hopper, ampere = (forecast(parts, plan, find_device(name)).peak_bytes for name in ("NVIDIA H100", "A100"))
+        assert hopper == ampere
 
 
 def test_measured_steps_of_the_8b_shape(parts_8b):
     """One H200, benchmarks/results: bf16 base of step_8b_8x2048.json, NF4 base of memory.json."""
     config = config_8b(model=ModelConfig(path="a shape"))
-    parts_bf16 = anatomy(abstract_model(SHAPE, config), config)
+    parts_bf16 = step_cost(abstract_model(SHAPE, config), config)
     for parts, text, seconds in (
         (parts_bf16, "keep", 0.944),
         (parts_8b, "keep", 0.952),
         (parts_8b, "recompute", 1.243),
         (parts_8b, "recompute, layer_input=offload", 1.249),
     ):
-        predicted = forecast(parts, StepPlan(parse_residuals(text, 32), 1, 2093), H200).step_seconds
+        predicted = forecast(parts, StepPlan(parse_residuals(text, 32, DENSE), 1, 2093), H200).step_seconds
         assert predicted == pytest.approx(seconds, rel=0.03), text
 
 
@@ -209,7 +217,7 @@ def test_a_choice_beats_every_uniform_plan_that_fits(parts_8b):
     for gb, micro in ((24, 1), (16, 1), (16, None)):
         config = config_8b(micro_batches=micro)
         best = choose(parts_8b, config, H200, gb * 1e9)
-        for plan in memory._layer_plans(True):
+        for plan in choice._layer_plans(True):
             for parts in [micro] if micro else (1, 2, 4, 8):
                 other = forecast(parts_8b, StepPlan(ResidualPlan.uniform(plan, 32), parts, 523), H200)
                 if other.peak_bytes <= gb * 1e9 and other.host_bytes <= H200.host_bytes:
@@ -250,20 +258,20 @@ def test_the_choice_is_quick(parts_8b):
 def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
-        choose(anatomy(abstract_model(SHAPE, config), config), config, H200, 12e9)
+        choose(step_cost(abstract_model(SHAPE, config), config), config, H200, 12e9)
     assert str(error.value).count(" GB;") == 2 and "frozen weights 16.06 GB" in str(error.value)
-    found = memory.fitting_settings(SHAPE, config, H200, 12e9)
+    found = choice.fitting_settings(SHAPE, config, H200, 12e9)
     assert len(found) == 2 and found[0] == "model.load_in=nf4"
-    tight = memory.fitting_settings(SHAPE, config_8b(), H200, 7.2e9)
+    tight = choice.fitting_settings(SHAPE, config_8b(), H200, 7.2e9)
     assert len(tight) == 3
     lengths = [int(text.split("=")[1]) for text in tight if text.startswith("data.length")]
     shorter = config_8b(data=DataConfig(train="rows", length=lengths[0]))
-    choose(anatomy(abstract_model(SHAPE, shorter), shorter), shorter, H200, 7.2e9)  # as it says
+    choose(step_cost(abstract_model(SHAPE, shorter), shorter), shorter, H200, 7.2e9)  # as it says
 
 
 def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     config = config_8b()
-    longest = memory.longest_row(parts_8b, config, H200, 24e9)
+    longest = choice.longest_row(parts_8b, config, H200, 24e9)
     assert longest % 1024 == 0 and longest > 16384
     one = config_8b(rows_per_step=1, micro_batches=1)
     choose(dataclasses.replace(parts_8b, rows=1, length=longest), one, H200, 24e9)
@@ -316,7 +324,7 @@ def test_a_plan_for_a_device_that_is_too_small(capsys):
 def tiny_budget(tmp_path, **changes):
     """(config whose budget has no room for keeping everything in one micro-batch, model)."""
     model, config = lora_model(layers=2), make_config(tmp_path, rows_per_step=8, steps=4, **changes)
-    parts = anatomy(model, config, LENGTH)
+    parts = step_cost(model, config, LENGTH)
     most = choose(parts, config, find_device("cpu"), None).peak_bytes
     return dataclasses.replace(config, memory=MemoryConfig(budget_gb=0.75 * most / 1e9)), model
 
@@ -435,14 +443,14 @@ def test_predicted_stands_beside_measured():
     assert measured_lines(SimpleNamespace(forecast=plan, device=find_device("cpu")), [1.0], 1) == []
 
 
-def test_tiny_shapes_have_an_anatomy_too():
-    parts = anatomy(abstract_model(tiny_config(), make_config("out")), make_config("out"))
+def test_tiny_shapes_have_a_cost_too():
+    parts = step_cost(abstract_model(tiny_config(), make_config("out")), make_config("out"))
     assert parts.num_layers == 2 and parts.head_trains  # without an adapter everything trains
     assert parts.cast_bytes == 0  # fp32 compute needs no copies of fp32 masters
 
 
 def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
-    from jaxtune.train import devices
+    from jaxtune.train.planning import devices
 
     monkeypatch.setattr(devices, "_host_bytes", lambda: 200e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")  # so that it is put back

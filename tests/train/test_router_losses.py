@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ from flax import nnx
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.stack import RECOMPUTE, ResidualPlan
+from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.data.packing import pack
 from jaxtune.train.loop import Trainer
-from jaxtune.train.loss import loss_count_and_routers
+from jaxtune.train.loss import loss_sums
 from jaxtune.train.report import precision_notes
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -39,12 +40,13 @@ def losses_by_definition(model, batch):
     layout = model.layout(batch.tokens.shape, batch.segment_ids, batch.positions)
     x, all_logits = model.embed(batch.tokens), []
     for block, spec in zip(model.layers, model.config.layers, strict=True):
-        query, key, value = block.project(x, layout.rotary[0])
-        out = attention(query, key, value, layout, **block.attention.options(spec.window))
-        mid = block.mix(out, x)
-        all_logits.append(block.mlp.router(block._normed(mid).reshape(-1, mid.shape[-1])))
-        choice = block.route(mid, batch.segment_ids > 0)
-        x = block.contract(block.expand(mid, choice), choice, mid)
+        query, key, value = block.mixer.project(block.normed("mixer", x), layout.rotary[0])
+        out = attention(query, key, value, layout, **block.mixer.options(spec.window))
+        mid = block.added("mixer", x, block.mixer.output(out))
+        normed = block.normed("mlp", mid)
+        all_logits.append(block.mlp.router(normed.reshape(-1, mid.shape[-1])))
+        choice = block.mlp.choose(normed, batch.segment_ids > 0)
+        x = block.added("mlp", mid, block.mlp.down(block.mlp.gate_up(normed, choice), choice, normed))
     logits = jnp.concatenate(all_logits)
     mask = jnp.tile(batch.segment_ids.reshape(-1) > 0, len(all_logits))
     probability = jax.nn.softmax(logits, axis=-1)
@@ -68,7 +70,7 @@ def test_gradients_through_the_stack_are_those_of_the_definition():
     @jax.jit
     def ours(trainable):
         model = nnx.merge(graph, trainable, frozen)
-        values = loss_count_and_routers(model, batch, plan=plan)[2]
+        values = loss_sums(model, batch, plan=plan, routers=True)[2]
         return AUX * values[0] + Z * values[1], values
 
     @jax.jit
@@ -91,7 +93,7 @@ def test_packed_rows_have_the_losses_of_padded_ones():
     each = jax.tree.map(jnp.asarray, dataset(made, packing=False).batches(len(made), shuffle=False).batch_at(0))
     packed = jax.tree.map(jnp.asarray, pack(made, LENGTH)[0])
     assert len(packed.tokens) < len(each.tokens)
-    one, other = (jax.jit(loss_count_and_routers)(model, batch) for batch in (each, packed))
+    one, other = (jax.jit(functools.partial(loss_sums, routers=True))(model, batch) for batch in (each, packed))
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -114,7 +116,7 @@ def test_a_step_adds_what_is_documented(tmp_path, changes):
 
     def step_loss(trainable):
         model = nnx.merge(graph, trainable, frozen)
-        found = [loss_count_and_routers(model, part) for part in batches]
+        found = [loss_sums(model, part, routers=True) for part in batches]
         values = sum(count * value for count, (_, _, value) in zip(counts, found, strict=True)) / sum(counts)
         return sum(loss for loss, _, _ in found) / sum(counts) + AUX * values[0] + Z * values[1], values
 

@@ -22,7 +22,7 @@ from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleCo
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing import Document, pack
 from jaxtune.train.loop import Trainer
-from jaxtune.train.loss import loss_sum_and_count
+from jaxtune.train.loss import loss_sums
 from jaxtune.train.optim import make_optimizer
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.step import StepProgram, Sums
@@ -517,7 +517,7 @@ def test_a_schedule_ends_at_its_last_rate_and_stays(name):
 def test_the_loss_is_a_sum_and_a_count():
     model = lora_model()
     batch = jax.tree.map(jnp.asarray, pack(DOCUMENTS, LENGTH)[0])
-    loss, count = loss_sum_and_count(model, batch)
+    loss, count, _ = loss_sums(model, batch)
     logits = np.asarray(model(batch.tokens, batch.segment_ids, batch.positions), np.float64)
     logits -= logits.max(-1, keepdims=True)
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.asarray(batch.targets)[..., None], -1)[..., 0]

@@ -32,10 +32,10 @@ _UNSUPPORTED = (
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 GEMMA_NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_post_norm": "post_attention_layernorm",
+    "mixer_norm": "input_layernorm",
+    "mixer_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
@@ -290,11 +290,16 @@ def gemma_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def tensor_name(path: Sequence[Any], norms: Mapping[str, str]) -> str:
-    """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ..."""
+def tensor_name(path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = ()) -> str:
+    """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ...
+
+    layers: the decoder's, where any has a mixer or a feed-forward of its own.
+    """
     if path[0] == "layers":
         _, index, part, *rest = path
-        part = {"attention": "self_attn", "mlp": "mlp", **norms}[str(part)]
+        spec = layers[int(index)] if layers else LayerSpec()
+        mixer, feed_forward = (config and config.their_name for config in (spec.mixer, spec.feed_forward))
+        part = {"mixer": mixer or "self_attn", "mlp": feed_forward or "mlp", **norms}[str(part)]
         if rest[0] == "experts":  # all experts' matrices are tensors of one module, not modules
             return f"model.layers.{index}.{part}.experts.{rest[1]}" + ("_bias" if rest[2] == "bias" else "")
         if rest[0] == "router":

@@ -16,7 +16,7 @@ from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
-from jaxtune.models.stack import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loop import compiler_options

@@ -14,7 +14,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxtune.models.quant import prepare_qat
-from jaxtune.models.stack import KEEP, ResidualPlan
+from jaxtune.models.residual_plan import KEEP, ResidualPlan
 from jaxtune.train import hosted
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.data.batches import Batch

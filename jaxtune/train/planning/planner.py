@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.train import devices, memory
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.memory import Forecast, PlanError
-from jaxtune.train.plan import StepPlan
+from jaxtune.train.planning import devices
+from jaxtune.train.planning.choice import PlanError, choose, fitting_settings
+from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.forecasts import Forecast, forecast
+from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.report import plan_lines
 
 # A step that ran out of memory needed more than was predicted; by how much nobody says.
@@ -29,7 +31,7 @@ class Planner:
       model: what is trained. length: of its rows, in tokens. device: a jax.Device. keeps_model: whether somebody holds
         the model beside the run.
 
-    Attributes: device (devices.Device), budget_bytes (None: no limit), anatomy, forecast (of the plan in force).
+    Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan in force).
 
     Raises:
       PlanError: nothing fits.
@@ -40,7 +42,7 @@ class Planner:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
         self.budget_bytes = devices.budget(config, self.device)
-        self.anatomy = memory.anatomy(model, config, length, keeps_model)
+        self.cost = step_cost(model, config, length, keeps_model)
         self.forecast = self._choose(self.budget_bytes)
 
     @property
@@ -49,14 +51,14 @@ class Planner:
 
     def lines(self) -> list[str]:
         """The plan in words."""
-        return plan_lines(self.forecast, self.anatomy, self.device, self.budget_bytes)
+        return plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
 
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes a checkpoint's plan, unless the config asks for another: one chosen anew might not be the same."""
-        stored = StepPlan.from_record(record, self.anatomy.num_layers)
+        stored = StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
-            self.forecast = memory.forecast(self.anatomy, stored, self.device)
+            self.forecast = forecast(self.cost, stored, self.device)
 
     def replan(self, problem: str, need_bytes: float | None, print_line: Callable[[str], None]) -> None:
         """Another plan, smaller by as much as the last one's need was underestimated (None: not known)."""
@@ -77,15 +79,15 @@ class Planner:
 
     def _choose(self, budget_bytes: float | None) -> Forecast:
         try:
-            return memory.choose(self.anatomy, self.config, self.device, budget_bytes)
+            return choose(self.cost, self.config, self.device, budget_bytes)
         except PlanError as error:
             fixes = self._fixes(error.budget_bytes)
             raise PlanError(error.smallest, error.budget_bytes, fixes) from None
 
     def _fixes(self, budget_bytes: float) -> list[str]:
-        data = dataclasses.replace(self.config.data, length=self.anatomy.length)
+        data = dataclasses.replace(self.config.data, length=self.cost.length)
         config = dataclasses.replace(self.config, data=data)
-        return memory.fitting_settings(self.shape, config, self.device, budget_bytes)
+        return fitting_settings(self.shape, config, self.device, budget_bytes)
 
     def compiled_bytes(self, *programs: Any) -> float:
         """What the compiler says that the programs of a step need at most, with all that lies beside their arguments.
@@ -97,4 +99,4 @@ class Planner:
             analysis = program.memory_analysis()
             added = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             needs.append(analysis.temp_size_in_bytes + max(added, 0))
-        return self.anatomy.fixed_bytes(self.plan.micro_batches) + max(needs)
+        return self.cost.fixed_bytes(self.plan.micro_batches) + max(needs)

@@ -1,4 +1,4 @@
-"""The mixture of experts of a block: a router, and experts whose tokens are sorted into segments.
+"""A mixture of experts, a feed-forward: a router, and experts whose tokens are sorted into segments.
 
 A token's weight for an expert is applied before the down projection, where the rows are narrow: the router's gradient
 then needs no second look at the experts' outputs.
@@ -6,9 +6,10 @@ then needs no second look at the experts' outputs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
-from jaxtune.models.mlp import ACTIVATIONS
+from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Scratch, Segment, Sizes
+from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias
 from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.routing import (
@@ -85,6 +87,10 @@ class ExpertLinear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
         self.lora: ExpertLora | None = nnx.data(None)  # an ExpertLora, once the model has adapters
         self.transposed = transposed
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight.shape[0]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -180,8 +186,28 @@ def _on_each_device(function):
     return run
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertsShape:
+    """LayerSpec.feed_forward of a layer with experts that the decoder's other layers do not have."""
+
+    their_name: ClassVar[str] = "mlp"
+
+    moe: MoEConfig
+
+    def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
+        return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
+
+
 class MoE(nnx.Module):
-    """Router and experts. x is [B, T, hidden] throughout; choice int32[B * T, k], as from `choose`."""
+    """Router and experts. x is [B, T, hidden] throughout; choice int32[B * T, k], as from `choose`.
+
+    Norm and router run in each segment that needs them: they are cheap, and `choice` is what must be the same
+    everywhere, so nothing chooses anew.
+    """
+
+    their_name = ExpertsShape.their_name
+    # The sort by `choice` and the norm of the input, a tenth of the gradient of experts' rows beside it, are shared.
+    order = BackwardOrder(derivatives_at_once=True, shared=("choice", INPUT), weights_first=False)
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         assert config.moe is not None
@@ -235,3 +261,67 @@ class MoE(nnx.Module):
         limit = self.moe.swiglu_limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
+
+    def segments(self) -> tuple[Segment, ...]:
+        met = self.moe.experts_per_token
+        choice = Residual("choice", recomputable=False, small=True, axes=("tokens", None))
+
+        def router_alone(tokens: int, length: int, backward: bool) -> float:
+            return float(tokens * self.config.hidden_size)
+
+        return (
+            Segment("route", (INPUT,), (choice,), MoE._route, differentiable=False, multiplications=router_alone),
+            Segment(
+                "balance",
+                (INPUT, "choice"),
+                (Residual("router_sums"),),
+                lambda moe, context, x, choice: (moe.router_sums(x, choice),),
+                aux=True,
+                multiplications=router_alone,
+            ),
+            Segment(
+                "expand",
+                (INPUT, "choice"),
+                (Residual("gate_up", axes=("tokens", "inner")),),
+                lambda moe, context, x, choice: (moe.gate_up(x, choice),),
+                matrices=("experts.gate_up_proj",),
+                experts_per_token=met,
+                decodes_once=True,
+            ),
+            Segment(
+                "contract",
+                ("gate_up", "choice", INPUT),
+                (Residual(OUTPUT),),
+                lambda moe, context, gate_up, choice, x: (moe.down(gate_up, choice, x),),
+                matrices=("experts.down_proj",),
+                experts_per_token=met,
+            ),
+        )
+
+    def _route(self, context: Context, x: jax.Array):
+        layout = context.layout
+        real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
+        return (self.choose(x, real),)
+
+    # ---- what the planner asks. Factors were fitted to programs compiled for an H200; see benchmarks/train/predictions.py
+
+    def forward_bytes(self, sizes: Sizes) -> float:
+        return 2.9 * sizes["layer_input"]
+
+    def backward_bytes(self, sizes: Sizes) -> Scratch:
+        """Twice gate_up, for the activation and its gradients; or gradients of gate_up and of rows, which are as many
+        as sorted rows.
+
+        Where products do not bring rows themselves, sorted rows too; or, beside a decoded weight, if gate_up runs
+        again, its rows and those of a gradient; if not, gradients of gate_up and of rows.
+        """
+        gate_up = sizes["gate_up"]
+        rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up
+        weights = [linear.stored_weight for linear in (self.experts.gate_up_proj, self.experts.down_proj)]
+        decoded = max((w.size for w in weights if isinstance(w, FourBit)), default=0) * sizes.dtype.itemsize
+        if sizes.hopper and not decoded:  # grouped_matmul's `gathers`
+            work = max(2 * gate_up, gate_up + 1.3 * rows)
+        else:
+            again = 2.05 * rows if "gate_up" in sizes.recomputed else gate_up + rows
+            work = max(2 * gate_up + 1.25 * rows, again + 1.1 * decoded)
+        return Scratch(0.6 * sizes["layer_input"], work, covers_mixer=True)

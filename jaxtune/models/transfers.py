@@ -41,7 +41,7 @@ IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 def copies_start_at_once() -> contextlib.AbstractContextManager:
     """Kernels traced here count as a microsecond for XLA's scheduler.
 
-    Those of every layer, with cargo or without: XLA chooses a product's algorithm by its instruction's text, in which
+    Those of every layer, with copies or without: XLA chooses a product's algorithm by its instruction's text, in which
     this stands, and plans should differ in no bit.
     """
     return set_xla_metadata(latency_metadata="1000")
@@ -57,7 +57,7 @@ class Pieces:
 
 
 def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, ...]:
-    """Pieces of each array, to be carried under `stages`, in multiplications.
+    """Pieces of each array, to be copied under `stages`, in multiplications.
 
     Along the first axis, or along the second of an array with one row; no smaller than what the longest stage covers.
     """
@@ -119,50 +119,50 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
     return chosen
 
 
-class Ferry:
-    """Carries pieces to `space` during the stages of a layer.
+class TransferSchedule:
+    """Copies arrays to `space` during the stages of a layer.
 
     Args:
-      cargo: pytree of arrays.
+      arrays: a pytree of them.
       stages: how long each stage takes, in multiplications. The last of several has nothing that waits for its end but
-        the next layer (a backward: thin products of adapters' gradients, put off until then), and carries only what
-        has no time elsewhere if `last_is_thin`.
+        the next layer (a backward: thin products of adapters' gradients, put off until then), and copies only what has
+        no time elsewhere if `last_is_thin`.
       space: a jax.memory.Space.
     """
 
-    def __init__(self, cargo: Any, stages: Sequence[float], space: Any, last_is_thin: bool = False):
-        self._pieces, self._structure = jax.tree.flatten(cargo)
+    def __init__(self, arrays: Any, stages: Sequence[float], space: Any, last_is_thin: bool = False):
+        self._arrays, self._structure = jax.tree.flatten(arrays)
         self._space = space
-        self._departures: list[list[int]] = [[] for _ in stages]
-        self._arrivals: list[list[int]] = [[] for _ in stages]
-        sizes = [piece.nbytes for piece in self._pieces]
+        self._starting: list[list[int]] = [[] for _ in stages]
+        self._ending: list[list[int]] = [[] for _ in stages]
+        sizes = [array.nbytes for array in self._arrays]
         if last_is_thin and sum(sizes) * _MULTIPLICATIONS_PER_BYTE * _ROOM < sum(stages[:-1]):
             stages = stages[:-1]
         late = space == jax.memory.Space.Device
         order = sorted(range(len(sizes)), key=lambda index: sizes[index], reverse=not late)
         for index, (first, last) in zip(order, windows([sizes[index] for index in order], stages, late), strict=True):
-            self._departures[first].append(index)
-            self._arrivals[last].append(index)
+            self._starting[first].append(index)
+            self._ending[last].append(index)
 
-    def depart(self, stage: int, values: Any) -> Any:
-        """Starts what leaves at the beginning of a stage; `values`, which the stage works on, are there before."""
-        indices = self._departures[stage]
+    def start(self, stage: int, values: Any) -> Any:
+        """Starts the copies of a stage at its beginning; `values`, which the stage works on, are there before."""
+        indices = self._starting[stage]
         if indices:
-            leaving, values = optimization_barrier(([self._pieces[i] for i in indices], values))
-            for index, piece in zip(indices, leaving, strict=True):
-                self._pieces[index] = jax.device_put(piece, self._space)
+            leaving, values = optimization_barrier(([self._arrays[i] for i in indices], values))
+            for index, array in zip(indices, leaving, strict=True):
+                self._arrays[index] = jax.device_put(array, self._space)
         return values
 
-    def arrive(self, stage: int, values: Any) -> Any:
-        """Nothing uses `values`, a stage's results, before what arrives with the stage is there."""
-        indices = self._arrivals[stage]
+    def finish(self, stage: int, values: Any) -> Any:
+        """Nothing uses `values`, a stage's results, before the copies that end with the stage are there."""
+        indices = self._ending[stage]
         if indices:
-            arrived, values = optimization_barrier(([self._pieces[i] for i in indices], values))
-            for index, piece in zip(indices, arrived, strict=True):
-                self._pieces[index] = piece
+            arrived, values = optimization_barrier(([self._arrays[i] for i in indices], values))
+            for index, array in zip(indices, arrived, strict=True):
+                self._arrays[index] = array
         return values
 
     @property
-    def landed(self) -> Any:
-        """The cargo, once every stage has ended."""
-        return jax.tree.unflatten(self._structure, self._pieces)
+    def arrays(self) -> Any:
+        """The copies, once every stage has ended."""
+        return jax.tree.unflatten(self._structure, self._arrays)

@@ -1,0 +1,173 @@
+"""Softmax attention, a mixer: projections in, attention over a packed row, projection out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
+from jaxtune.models.linear import Linear, apply_together
+from jaxtune.models.norm import RMSNorm
+from jaxtune.models.rope import rotate
+from jaxtune.pallas.attention import attention_backward, attention_forward, decode_attention
+
+_HEADS = ("rows", "length", "heads", None)
+_KV_HEADS = ("rows", "length", "kv_heads", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """LayerSpec.mixer of a layer whose attention has other heads than the decoder's."""
+
+    their_name: ClassVar[str] = "self_attn"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_scale: float
+
+    def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
+        return Attention(dataclasses.replace(config, **dataclasses.asdict(self)), key, dtype)
+
+
+class Attention(nnx.Module):
+    """q_proj, k_proj, v_proj (or one qkv_proj) and o_proj, with optional norms of queries and keys."""
+
+    their_name = AttentionShape.their_name
+    state_reads = ("key", "value")
+
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
+        self.config = config
+        keys = jax.random.split(key, 4)
+        hidden, std = config.hidden_size, config.initializer_range
+
+        def linear(k, in_size, out_size, bias):
+            return Linear(in_size, out_size, bias=bias, std=std, key=k, dtype=dtype)
+
+        if config.fused:
+            self.qkv_proj = linear(keys[0], hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
+        else:
+            self.q_proj = linear(keys[0], hidden, config.query_size, config.qkv_bias)
+            self.k_proj = linear(keys[1], hidden, config.kv_size, config.qkv_bias)
+            self.v_proj = linear(keys[2], hidden, config.kv_size, config.qkv_bias)
+        self.o_proj = linear(keys[3], config.query_size, hidden, config.out_bias)
+        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.attention_sinks else None
+        if config.qk_norm:
+            whole = config.qk_norm == "projection"
+            sizes = (config.query_size, config.kv_size) if whole else (config.head_dim, config.head_dim)
+            self.q_norm = RMSNorm(sizes[0], config.norm_eps, config.norm_offset, dtype)
+            self.k_norm = RMSNorm(sizes[1], config.norm_eps, config.norm_offset, dtype)
+
+    def segments(self) -> tuple[Segment, ...]:
+        width = self.config.query_size
+
+        def multiplications(tokens: int, length: int, backward: bool) -> float:
+            # Our attention is slower than a product, by this factor on an H200.
+            return 1.15 * (1 + 1150 / length) * tokens * width * length * (2.9 if backward else 1.0)
+
+        return (
+            Segment(
+                "project",
+                (INPUT,),
+                (
+                    Residual("query", axes=_HEADS),
+                    Residual("key", axes=_KV_HEADS),
+                    Residual("value", decided_with="key", axes=_KV_HEADS),
+                ),
+                Attention._project,
+                matrices=("qkv_proj",) if self.config.fused else ("q_proj", "k_proj", "v_proj"),
+            ),
+            Segment(
+                "attend",
+                ("query", "key", "value"),
+                (
+                    Residual("attention_out", axes=_HEADS),
+                    Residual("lse", decided_with="attention_out", axes=("rows", "heads", "length")),
+                ),
+                Attention._attend,
+                backward=_attend_backward,
+                attention_width=width,
+                multiplications=multiplications,
+            ),
+            Segment("mix", ("attention_out",), (Residual(OUTPUT),), Attention._mix, matrices=("o_proj",)),
+        )
+
+    def options(self, window: int | None) -> dict[str, Any]:
+        """Arguments of the attention functions that are the same for training and generation."""
+        sinks = None if self.sinks is None else self.sinks[...]
+        config = self.config
+        return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
+
+    def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
+        """[B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated."""
+        config = self.config
+        if config.fused:
+            both = self.qkv_proj(x, key)
+            q, kv = config.query_size, config.kv_size
+            query, key_, value = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
+        else:
+            query, key_, value = apply_together(x, (self.q_proj, self.k_proj, self.v_proj), key)
+        if config.qk_norm == "projection":
+            query, key_ = self.q_norm(query), self.k_norm(key_)
+        query, key_, value = (a.reshape(*a.shape[:2], -1, config.head_dim) for a in (query, key_, value))
+        if config.qk_norm == "head":
+            query, key_ = self.q_norm(query), self.k_norm(key_)
+        return rotate(query, rotary), rotate(key_, rotary), value
+
+    def output(self, out: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """[B, T, heads, D] -> [B, T, hidden]."""
+        return self.o_proj(out.reshape(*out.shape[:2], -1), key)
+
+    def _project(self, context: Context, x: jax.Array):
+        return self.project(x, context.rotary, context.key)
+
+    def _attend(self, context: Context, query: jax.Array, key: jax.Array, value: jax.Array):
+        return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
+
+    def _mix(self, context: Context, out: jax.Array):
+        return (self.output(out, context.key),)
+
+    # ---- generation
+
+    def first_state(self, values: Mapping[str, jax.Array], new_tokens: int):
+        """Keys and values [B, T, kv_heads, D] of the prompt, with room."""
+        room = ((0, 0), (0, new_tokens), (0, 0), (0, 0))
+        return tuple(jnp.pad(values[name], room) for name in self.state_reads)
+
+    def step(self, x: jax.Array, state, at: jax.Array, context: Context):
+        query, key, value = self.project(x, context.rotary)
+        row = jnp.arange(len(at))
+        keys, values = state[0].at[row, at].set(key[:, 0]), state[1].at[row, at].set(value[:, 0])
+        out = decode_attention(query, keys, values, at + 1, **self.options(context.spec.window))
+        return self.output(out), (keys, values)
+
+    # ---- what the planner asks. Factors were fitted to programs compiled for an H200; see benchmarks/train/predictions.py
+
+    def waiting_bytes(self, sizes: Sizes) -> float:
+        return 0.7 * sizes["query"]
+
+    def backward_bytes(self, sizes: Sizes) -> float:
+        """Gradients of query, key and value, and what of the residual stream is beside them."""
+        stream = 2.2 * sizes["layer_input"]
+        if sizes.tiles == 1:
+            return 2 * sizes["query"] + sizes["key"] + sizes["value"] + stream
+        # cuDNN's work space, which counts where nothing is larger: gradients of query in float32, and of key and value
+        # for each of its heads. By one step of 350,208 tokens on an H200, 3.5 to 3.9 times the query.
+        return 6 * sizes["query"] + sizes["key"] + sizes["value"] + stream - sizes["layer_input"]
+
+
+def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):
+    """The kernels' own backward, from the saved output and log-sum-exp."""
+    attention: Attention = module_of(trainable)
+    options = attention.options(context.spec.window)
+    *dinputs, dsinks = attention_backward(*inputs, *outputs, gradients[0], context.layout, **options)
+    if not isinstance(attention.sinks, nnx.Param):
+        return None, tuple(dinputs)
+    _, pullback = jax.vjp(lambda t: module_of(t).sinks[...], trainable)
+    return pullback(dsinks)[0], tuple(dinputs)

@@ -1,0 +1,134 @@
+"""One layer: norms and residual additions around a mixer and a feed-forward.
+
+layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.layers.attention import Attention
+from jaxtune.models.layers.experts import MoE
+from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Segment, matrix_of
+from jaxtune.models.layers.tiles import in_tiles
+from jaxtune.models.norm import RMSNorm
+
+LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
+
+
+class Block(nnx.Module):
+    """A mixer and a feed-forward. Holds nothing that differs from layer to layer of one kind.
+
+    The feed-forward's attribute is `mlp`, as in Hugging Face's classes, whatever it is.
+    """
+
+    def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):
+        keys = jax.random.split(key)
+
+        def norm(wanted):
+            return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype) if wanted else None
+
+        feed_forward = MLP if config.moe is None else MoE
+        self.mixer: Any = (spec.mixer.make if spec.mixer else Attention)(config, keys[0], dtype)
+        self.mlp: Any = (spec.feed_forward.make if spec.feed_forward else feed_forward)(config, keys[1], dtype)
+        self.mixer_norm = norm(config.pre_norm)
+        self.mlp_norm = norm(config.pre_norm)
+        self.mixer_post_norm = norm(config.post_norm)
+        self.mlp_post_norm = norm(config.post_norm)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """{attribute: mixer or feed-forward}, in the order in which they run."""
+        return {"mixer": self.mixer, "mlp": self.mlp}
+
+    def normed(self, part: str, x: jax.Array) -> jax.Array:
+        norm = getattr(self, f"{part}_norm")
+        return x if norm is None else norm(x)
+
+    def added(self, part: str, x: jax.Array, out: jax.Array) -> jax.Array:
+        norm = getattr(self, f"{part}_post_norm")
+        return x + (out if norm is None else norm(out))
+
+    def segments(self, tile: int | None = None, aux: Collection[str] = ()) -> tuple[Segment, ...]:
+        """The chain from layer_input to layer_output; `run` and `backward` take the block, of which `matrices` are.
+
+        Args:
+          tile: tokens of each row that tokenwise segments run over at a time, as one segment; None: they run whole.
+          aux: the names wanted of what leaves the layer beside its output.
+        """
+        chain = self.part_segments("mixer") + self.part_segments("mlp")
+        chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
+        return chain if tile is None else in_tiles(self, chain, tile)
+
+    @property
+    def aux(self) -> tuple[str, ...]:
+        """Names of all that can leave the layer beside its output."""
+        return tuple(name for part in ("mixer", "mlp") for s in self.part_segments(part) if s.aux for name in s.outputs)
+
+    @property
+    def order(self) -> BackwardOrder:
+        order = self.mlp.order
+        return dataclasses.replace(order, shared=tuple(MID if name == INPUT else name for name in order.shared))
+
+    def part_segments(self, part: str) -> tuple[Segment, ...]:
+        """Those of "mixer" or of "mlp"."""
+        begins, ends = (LAYER_INPUT, MID) if part == "mixer" else (MID, LAYER_OUTPUT)
+        return tuple(_in_block(segment, part, begins, ends) for segment in getattr(self, part).segments())
+
+    def residuals(self) -> tuple[Residual, ...]:
+        """What the layer may leave for its backward, in the order in which it is made."""
+        made = [residual for segment in self.segments() for residual in segment.makes]
+        return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
+
+    def matrices(self) -> list[tuple[str, str, Any]]:
+        """(mixer or mlp, dotted name in it, Linear or ExpertLinear) of every matrix, in the order they multiply."""
+        named = (name for segment in self.segments() for name in segment.matrices)
+        return [(*name.split(".", 1), matrix_of(self, name)) for name in named]  # type: ignore[misc]
+
+    def step(self, layer_input: jax.Array, state, at: jax.Array, context: Context):
+        """One token a row, for generation: (layer_output [B, 1, hidden], the mixer's next state)."""
+        out, state = self.mixer.step(self.normed("mixer", layer_input), state, at, context)
+        values = {MID: self.added("mixer", layer_input, out)}
+        for segment in self.part_segments("mlp"):
+            if not segment.aux:
+                values |= zip(segment.outputs, segment.run(self, context, *map(values.get, segment.reads)), strict=True)
+        return values[LAYER_OUTPUT], state
+
+
+def _in_block(segment: Segment, part: str, begins: str, ends: str) -> Segment:
+    """A part's segment as one of the block: fed with the normed value `begins`, and added to it where the part ends."""
+    ending = segment.outputs == (OUTPUT,)
+    reads = tuple(begins if name == INPUT else name for name in segment.reads)
+    added = ending and begins not in reads
+
+    def run(block: Block, context: Context, *values):
+        beside = values[reads.index(begins)] if begins in reads else values[-1] if added else None
+        given = values[:-1] if added else values
+        given = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, given, strict=True)]
+        outputs = segment.run(getattr(block, part), context, *given)
+        return (block.added(part, beside, outputs[0]),) if ending else tuple(outputs)
+
+    backward = segment.backward
+    if backward is not None:
+        assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
+        backward = functools.partial(_backward_in_block, segment.backward, part)
+    return dataclasses.replace(
+        segment,
+        reads=(*reads, begins) if added else reads,
+        makes=(dataclasses.replace(segment.makes[0], name=ends),) if ending else segment.makes,
+        run=run,
+        backward=backward,
+        matrices=tuple(f"{part}.{name}" for name in segment.matrices),
+    )
+
+
+def _backward_in_block(backward, part: str, block_of, trainable, *arguments):
+    return backward(lambda trainable: getattr(block_of(trainable), part), trainable, *arguments)

@@ -1,0 +1,71 @@
+"""Segments that run over tiles of tokens, one after the other: what they make inside exists for a tile only."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.layers.segment import Context, Segment, multiplications
+
+
+def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
+    """Names of what tokenwise segments make for each other: all of it is recomputed where they run over tiles."""
+    return tuple(name for s in segments if s.tokenwise for name in s.outputs)[:-1]
+
+
+def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tuple[Segment, ...]:
+    """The chain with its tokenwise segments, which follow one another, as one that runs over tiles of `tile` tokens of
+    each row. Sums of the weights' gradients are then over tiles."""
+    chain = [segment for segment in segments if segment.tokenwise]
+    if not chain:
+        return segments
+
+    def whole(module, context: Context, x: jax.Array) -> jax.Array:
+        values = {chain[0].reads[0]: x}
+        for segment in chain:
+            with jax.named_scope(segment.name):
+                outputs = segment.run(module, context, *(values[name] for name in segment.reads))
+            values |= zip(segment.outputs, outputs, strict=True)
+        return outputs[0]
+
+    def run(module, context: Context, x: jax.Array):
+        return _over_tiles(lambda _, piece: (None, whole(module, context, piece)), None, x, (), tile)[1:]
+
+    def backward(module_of, trainable, context: Context, inputs, outputs, gradients):
+        del outputs
+
+        def one(total, doutput, x):
+            _, pullback = jax.vjp(lambda t, x: whole(module_of(t), context, x), trainable, x)
+            dtrainable, dx = pullback(doutput)
+            return jax.tree.map(jnp.add, total, dtrainable), dx
+
+        zeros = jax.tree.map(jnp.zeros_like, trainable)
+        total, dx = _over_tiles(one, zeros, gradients[0], inputs, tile)
+        return total, (dx,)
+
+    def work(tokens: int, length: int, backward: bool) -> float:
+        once = sum(multiplications(segment, module, tokens, length) for segment in chain)
+        return 2 * once if backward else once
+
+    joined = Segment(
+        "tiles", chain[0].reads[:1], chain[-1].makes, run, backward=backward, scoped=False, multiplications=work
+    )
+    first = segments.index(chain[0])
+    return (*segments[:first], joined, *segments[first + len(chain) :])
+
+
+def _over_tiles(step, carry, array: jax.Array, beside: tuple[jax.Array, ...], tile: int):
+    """(the last carry, array with every tile replaced), in place: step(carry, tile of array, tiles of `beside`) gives
+    (carry, what replaces the tile). Tiles are of the second axis.
+
+    Not a scan, which stacks what comes out beside what goes in: XLA keeps both until the backward.
+    """
+
+    def one(index, state):
+        carry, array = state
+        pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (array, *beside)]
+        carry, piece = step(carry, *pieces)
+        return carry, jax.lax.dynamic_update_slice_in_dim(array, piece, index * tile, axis=1)
+
+    return jax.lax.fori_loop(0, array.shape[1] // tile, one, (carry, array))

@@ -1,0 +1,261 @@
+"""The choice of a plan: which residuals are kept, offloaded or computed again, by layer; in how many micro-batches; with
+how many logits at a time.
+
+`choose` takes the fastest plan that fits a budget. The forecast ranks; only the winner is compiled, and the compiler's
+own figure checks it (planner.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.layers.segment import Residual
+from jaxtune.models.residual_plan import LayerPlan, ResidualPlan
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
+from jaxtune.train.planning.devices import CONTEXT_BYTES, Device, with_fragments
+from jaxtune.train.planning.forecasts import (
+    GAPS,
+    Forecast,
+    LayerForecast,
+    forecast,
+    head_forecast,
+    layer_forecasts,
+)
+from jaxtune.train.planning.plan import StepPlan, parse_residuals
+
+_TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
+_CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
+
+
+@functools.cache
+def _layer_plans(known: tuple[Residual, ...], offload: bool) -> tuple[LayerPlan, ...]:
+    """The plans to choose from: residuals that are decided together have one placement."""
+    together: dict[str, list[Residual]] = {}
+    for residual in known:
+        if not residual.small:
+            together.setdefault(residual.decided_with or residual.name, []).append(residual)
+    placements = ("keep", "offload", "recompute") if offload else ("keep", "recompute")
+    plans = []
+    for chosen in itertools.product(placements, repeat=len(together)):
+        pairs = list(zip(together.values(), chosen, strict=True))
+        if all(how != "recompute" or all(r.recomputable for r in group) for group, how in pairs):
+            plans.append(LayerPlan(**{r.name: how for group, how in pairs for r in group}).resolved(known))
+    return tuple(plans)
+
+
+def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
+    """Numbers of micro-batches that the rows of a step can be computed in."""
+    if wanted is not None:
+        return [wanted]
+    return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
+
+
+def choose(
+    parts: StepCost,
+    config: TrainConfig,
+    device: Device,
+    budget_bytes: float | None,
+    chunk_logits: Sequence[int] = _CHUNK_LOGITS,
+) -> Forecast:
+    """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast ones that with the lower peak.
+
+    What config.memory.plan and config.micro_batches fix stays as they say.
+
+    Args:
+      chunk_logits: numbers of logits at a time to choose from.
+    Raises:
+      PlanError: nothing fits.
+      ValueError: the host cannot hold the optimizer's states.
+    """
+    if device.link and parts.hosted_bytes > device.host_bytes:
+        raise ValueError(
+            f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory, "
+            f"of which {device.host_bytes / 1e9:.1f} GB may be pinned; use optim.name=adamw_8bit, or unset it"
+        )
+    # What residuals may take of it.
+    device = dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
+    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
+    budget = math.inf if budget_bytes is None else budget_bytes
+    found: list[Forecast] = []
+    for micro in splits(parts.rows, parts.devices, config.micro_batches):
+        tokens = parts.rows / micro / parts.devices * parts.length
+        # No more logits at a time than there are tokens, and no more sizes than make a difference.
+        chunks = sorted({max(1, min(int(tokens), count // parts.vocab_size)) for count in chunk_logits})
+        if fixed is not None:
+            found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
+        else:
+            for tile in (None, _tile_tokens(parts, config)):
+                table = _best_layers(parts, tokens, device, tile)
+                found += [_best_pair(parts, table, micro, chunk, device, budget, tile) for chunk in chunks]
+    fitting = [one for one in found if one.peak_bytes <= budget]
+    if not fitting:
+        raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
+    return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
+
+
+def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:
+    """The largest tile of at most _TILE_TOKENS that divides a long row; None for other rows, and with dropout."""
+    dropout = config.adapter is not None and config.adapter.lora_dropout > 0
+    if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
+        return None
+    tile = next(size for size in range(_TILE_TOKENS, 0, -1) if parts.length % size == 0)
+    return tile if tile >= _TILE_TOKENS // 8 else None
+
+
+def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None) -> Forecast:
+    """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
+    longest, and one for the rest; the smallest mixture where none fits."""
+    count = parts.num_layers
+    tokens = parts.rows / micro / parts.devices * parts.length
+    head = head_forecast(parts, chunk_tokens, tokens, device)
+    kept, hosted, leaving, arriving, work_forward, work, seconds = np.array(
+        [
+            (f.kept, f.hosted, GAPS * f.leaving, f.arriving, f.work_forward, f.work, f.forward + f.backward)
+            for _, f in table
+        ]
+    ).T
+    work, forward = work + parts.head_gradient_bytes, hosted + work_forward
+    budget -= parts.fixed_bytes(micro) + parts.cast_bytes
+    # Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
+    last_work = work + np.maximum(arriving[:, None] - arriving[None, :], 0.0)
+    over = count * kept + np.maximum(np.maximum(head[0] + hosted, forward + leaving), last_work) - budget
+    saved = kept[None, :] - kept[:, None]  # by one layer more under the first plan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
+    number = np.clip(number, 0, count)
+    rest = count - number
+    residuals = number * kept[:, None] + rest * kept[None, :]
+    last_work = np.where(rest > 0, last_work, 0.0)
+    last_hosted = np.where(rest > 0, hosted[None, :], hosted[:, None])
+    first_peak = np.where(number > 0, number * kept[:, None] + work[:, None], 0.0)
+    last_forward = np.where(rest > 0, forward[None, :], forward[:, None])
+    last_forward += np.where(rest > 1, leaving[None, :], leaving[:, None])  # of the layer before the last
+    last_moments = np.maximum(np.maximum(head[0] + last_hosted, last_forward), last_work)
+    peak = np.maximum(residuals + last_moments, first_peak)
+    time = number * seconds[:, None] + rest * seconds[None, :]
+    fits = (peak <= budget) & (number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes)
+    order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf)
+    if not fits.any():
+        allowed = number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes
+        order = np.where(allowed, peak, np.inf)
+    first, last = np.unravel_index(int(np.argmin(order)), order.shape)
+    first_layers = int(number[first, last])
+    layers = (table[first][0],) * first_layers + (table[last][0],) * (count - first_layers)
+    return forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
+
+
+def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
+    """The layer plans that no other beats in memory kept, memory at work and time at once."""
+    of = layer_forecasts(parts, tokens, device, tile)
+    table = [(plan, of(plan)) for plan in _layer_plans(parts.known, device.link > 0)]
+    figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]).T
+    # [i, j]: i is no worse than j in anything.
+    no_more = functools.reduce(np.logical_and, (figure[:, None] <= figure[None, :] for figure in figures))
+    beaten = (no_more & ~no_more.T).any(0)
+    return [entry for entry, worse in zip(table, beaten, strict=True) if not worse]
+
+
+class PlanError(ValueError):
+    """Nothing fits. smallest: the forecast that needs least; budget_bytes: what there is."""
+
+    def __init__(self, smallest: Forecast, budget_bytes: float, fixes: Sequence[str] = (), problem: str = ""):
+        self.smallest, self.budget_bytes = smallest, budget_bytes
+        largest = sorted(smallest.parts.items(), key=lambda part: -part[1])[:3]
+        problem = problem or "no plan fits: the smallest"
+        text = f"{problem} needs {smallest.peak_bytes / 1e9:.2f} GB of {budget_bytes / 1e9:.2f} GB. "
+        text += "Its largest parts: " + "; ".join(f"{name} {value / 1e9:.2f} GB" for name, value in largest) + "."
+        if fixes:
+            text += " What would fit: " + "; ".join(fixes) + "."
+        super().__init__(text)
+
+
+def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: float, wanted: int = 3) -> list[str]:
+    """Changes of the config, each enough alone, under which a plan fits; the gentlest first."""
+
+    def changed(section: str, **values) -> TrainConfig:
+        return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+    options: list[tuple[str, TrainConfig]] = []
+    if config.micro_batches is not None or config.memory.plan is not None:
+        free = dataclasses.replace(changed("memory", plan=None), micro_batches=None)
+        options.append(("memory.plan=null micro_batches=null (the planner chooses)", free))
+    if config.optim.name == "adamw":
+        options.append(("optim.name=adamw_8bit", changed("optim", name="adamw_8bit")))
+    adam = config.optim.name in ("adamw", "adamw_8bit")
+    if adam and config.adapter is None and not config.optim.offload and config.max_grad_norm is not None:
+        options.append(("optim.offload=true", changed("optim", offload=True)))
+    if config.adapter is not None and config.model.load_in is None:
+        options.append(("model.load_in=nf4", changed("model", load_in="nf4")))
+    if config.adapter is not None and config.adapter.target_parameters:
+        alone = "adapter.target_parameters=null (no adapters on experts)"
+        options.append((alone, changed("adapter", target_parameters=None)))
+    length = config.data.length // 2
+    while length >= 256:
+        options.append((f"data.length={length}", changed("data", length=length)))
+        length //= 2
+    if config.adapter is None:
+        from jaxtune.train.config import AdapterConfig
+
+        adapted = dataclasses.replace(config, adapter=AdapterConfig())
+        options.append(("adapter={r: 16}", adapted))
+        if config.model.from_config is None:
+            model = dataclasses.replace(config.model, load_in="nf4")
+            options.append(("adapter={r: 16} model.load_in=nf4", dataclasses.replace(adapted, model=model)))
+    found: list[str] = []
+    models: dict[tuple, Decoder] = {}
+
+    def parts_of(option: TrainConfig) -> StepCost:
+        key = (option.model, repr(option.adapter))
+        if key not in models:
+            models[key] = abstract_model(shape, option)
+        return step_cost(models[key], option)
+
+    for text, option in options:
+        key = text.split("=")[0]
+        if len(found) < wanted and not any(other.split("=")[0] == key for other in found):
+            try:
+                choose(parts_of(option), option, device, budget_bytes)
+            except ValueError:
+                continue
+            found.append(text)
+    if len(found) < wanted:
+        smallest = with_fragments(minimum_bytes(parts_of(config), config, device)) + CONTEXT_BYTES
+        found.append(f"a device with {smallest / 1e9:.1f} GB free")
+    return found
+
+
+def minimum_bytes(parts: StepCost, config: TrainConfig, device: Device) -> float:
+    """The least that any plan needs."""
+    try:
+        return choose(parts, config, device, 0.0).peak_bytes
+    except PlanError as error:
+        return error.smallest.peak_bytes
+
+
+def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
+    """The longest single row, in tokens, a multiple of `step`, with which some plan fits; 0 if none does."""
+
+    def fits(length: int) -> bool:
+        row = dataclasses.replace(parts, rows=parts.devices, length=length)
+        one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
+        try:
+            choose(row, one, device, budget_bytes, _CHUNK_LOGITS[-1:])  # the fewest logits at a time
+        except PlanError:
+            return False
+        return True
+
+    low, high = 0, 1
+    while high < 4096 and fits(high * step):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step

@@ -1,0 +1,330 @@
+"""What a step consists of: bytes and work, read from the model's layers before it is decided how to run it.
+
+A layer's residuals and its work are read from its shapes and from what its segments declare (models/layers/segment.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
+from jaxtune.models.layers.segment import Residual, Segment, matrix_of, numbers_met
+from jaxtune.models.layers.tiles import tiled_residuals
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.quant import quantize
+from jaxtune.models.residual_plan import residuals_of
+from jaxtune.models.rope import rotary_tables
+from jaxtune.models.stack import layer_forward
+from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
+from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.train import hosted
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.optim import make_optimizer, weight_storage
+from jaxtune.train.schedule import learning_rate_schedule
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+_PROBE_TOKENS = 128
+_ADAM8_STATES = 2 + 8 / 256  # bytes for an element
+_PACKED_SLACK = 0.09  # of four-bit weights: what the allocator loses on them (0.36 GB for 8B on an H200)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One segment's forward, for one token: FLOPs of products and of attention, bytes moved by everything else.
+
+    weight_flops: of the weights' own gradients. Once a pass, whatever the tokens: weight_bytes read, elements decoded,
+    and empty_flops, products with the rows that fill up the experts' last tiles.
+    """
+
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+    weight_flops: float = 0.0
+    weight_bytes: float = 0.0
+    decoded: float = 0.0
+    empty_flops: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentCost:
+    """A segment of those layers that have it; its work is spread over all layers.
+
+    in_mixer: it belongs to the mixer, first: as its first. ends: it makes the layer's output.
+    separable, tokenwise, decodes_once: as in models/layers/segment.py.
+    """
+
+    name: str
+    outputs: tuple[str, ...]
+    work: Work
+    in_mixer: bool
+    first: bool
+    ends: bool
+    separable: bool
+    tokenwise: bool
+    decodes_once: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Layers that have the same residuals and the same work: bytes a token of each residual, bytes beside that whatever
+    the tokens (empty rows of experts), and the work of each segment. block: one of them, its arrays abstract."""
+
+    block: Block
+    residuals: Mapping[str, float]
+    padding: Mapping[str, float]
+    work: Mapping[str, Work]
+
+    def residual_bytes(self, name: str, tokens: float) -> float:
+        return self.residuals[name] * tokens + self.padding[name]
+
+    @functools.cached_property
+    def mixer_outputs(self) -> tuple[tuple[str, ...], ...]:
+        """What each of the mixer's segments makes."""
+        return tuple(segment.outputs for segment in self.block.part_segments("mixer"))
+
+    @functools.cached_property
+    def feed_forward_outputs(self) -> tuple[str, ...]:
+        return tuple(name for segment in self.block.part_segments("mlp") for name in segment.outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
+
+    known: the residuals of all layers. residuals: {name: bytes a token} of a layer, the mean of all layers; padding:
+    {name: bytes} beside that, whatever the tokens. segments: likewise, the mean of all layers. kinds: the different
+    layers there are. tiled: residuals that exist for a tile only where layers run in tiles.
+    fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained
+    weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
+    gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
+    float32. head_gradient_bytes: later, of it alone.
+    hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
+    """
+
+    rows: int
+    length: int
+    devices: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: jnp.dtype
+    known: tuple[Residual, ...]
+    residuals: Mapping[str, float]
+    padding: Mapping[str, float]
+    segments: tuple[SegmentCost, ...]
+    kinds: tuple[LayerKind, ...]
+    fixed: Mapping[str, float]
+    cast_bytes: float
+    head_bytes: float
+    head_gradient_bytes: float
+    head_trains: bool
+    trained: float  # parameters
+    has_experts: bool = False
+    tiled: tuple[str, ...] = ()
+    hosted_bytes: float = 0.0
+    update_bytes: float = 0.0
+    less_sums: float = 0.0
+
+    def fixed_bytes(self, micro_batches: int) -> float:
+        """Of a step of so many."""
+        return sum(self.fixed.values()) - (self.less_sums if micro_batches == 1 else 0.0)
+
+    def residual_bytes(self, name: str, tokens: float) -> float:
+        """Of the mean layer, for `tokens` tokens on a device."""
+        return self.residuals[name] * tokens + self.padding[name]
+
+
+def step_cost(model: Decoder, config: TrainConfig, length: int | None = None, keeps_model: bool = False) -> StepCost:
+    """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length;
+    keeps_model: the model that was given lies beside the run, as it does not in a run of the command."""
+    length = length or config.data.length
+    shape = model.config
+    dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
+    _, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
+    schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
+    states = jax.eval_shape(make_optimizer(config.optim, schedule).init, masters)
+    storage = weight_storage(config.optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(masters)))
+    kept = jax.tree.map(
+        lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
+    )
+    on_host = float(hosted.hosted_bytes(states)) if config.optim.offload else 0.0
+    packed = sum(nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
+    fixed = {
+        "frozen weights": nbytes(frozen) + _PACKED_SLACK * packed,
+        **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
+        f"trained parameters ({storage})": nbytes(kept),
+        "optimizer states": nbytes(states) - on_host,
+        "gradient sums": nbytes(masters if config.micro_batches != 1 else kept),
+    }
+    kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
+    known = residuals_of(model.layers)
+    residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
+    padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
+    head = model.head_variable
+    head_trains = isinstance(head, nnx.Param)
+    head_size = math.prod(head.shape)
+    head_loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
+    return StepCost(
+        rows=config.rows_per_step,
+        length=length,
+        devices=config.mesh.data,
+        num_layers=len(kinds),
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        dtype=dtype,
+        known=known,
+        residuals=residuals,
+        padding=padding,
+        segments=_segment_costs(kinds),
+        kinds=tuple({id(kind): kind for kind in kinds}.values()),
+        fixed=fixed,
+        cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
+        head_bytes=head_size * head_loss if head_trains else 0.0,
+        head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
+        head_trains=head_trains,
+        trained=nbytes(masters) / 4,
+        has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
+        tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
+        hosted_bytes=on_host * config.mesh.data,
+        update_bytes=_update_bytes(masters, config),
+        less_sums=0.0 if config.micro_batches == 1 else float(nbytes(masters) - nbytes(kept)),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
+    """The segments of all layers, their work the mean over all of them. kinds: one a layer."""
+    found: dict[tuple, tuple[Segment, bool, bool]] = {}
+    for kind in {id(kind): kind for kind in kinds}.values():
+        for segment in kind.block.segments():
+            in_mixer, first = segment.outputs in kind.mixer_outputs, segment.outputs == kind.mixer_outputs[0]
+            found.setdefault((segment.name, segment.outputs), (segment, in_mixer, first))
+    costs = []
+    for (name, outputs), (segment, in_mixer, first) in found.items():
+        of_layers = [kind.work.get(name, Work()) if _makes(kind, name, outputs) else Work() for kind in kinds]
+        work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
+        flags = (segment.separable, segment.tokenwise, segment.decodes_once)
+        costs.append(SegmentCost(name, outputs, work, in_mixer, first, LAYER_OUTPUT in outputs, *flags))
+    return tuple(costs)
+
+
+def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
+    return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
+
+
+def _update_bytes(masters, config: TrainConfig) -> float:
+    """Of an update tensor by tensor (hosted.py), at its largest tensor; of adapters, nothing that counts."""
+    if config.adapter is not None:
+        return 0.0
+    size = max(leaf.size for leaf in jax.tree.leaves(masters))
+    if config.optim.name == "adamw_8bit":
+        # The direction, and where the update is made twice (step.py), moments for the first time. Beside states on the
+        # host: a tensor's, and one of the next tensor's moments.
+        beside = 1.5 if config.optim.offload else 1.0 if config.max_grad_norm is None else 0.0
+        return size * (4.0 + beside * _ADAM8_STATES)
+    # Moments as they come and as they go, with the gaps that the compiler leaves between large buffers.
+    return size * 24.0 if config.optim.offload else 0.0
+
+
+def _is_packed(leaf) -> bool:
+    return isinstance(leaf, FourBit)
+
+
+def abstract_model(shape, config: TrainConfig) -> Decoder:
+    """The model that `config` asks for, of this DecoderConfig, without arrays."""
+
+    def make():
+        model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
+        if config.model.load_in is not None:
+            model = quantize(model, config.model.load_in)
+        if config.adapter is not None:
+            settings = dataclasses.asdict(config.adapter)
+            settings.pop("path")
+            model = get_peft_model(model, **settings, seed=config.seed)
+        return model
+
+    return nnx.eval_shape(make)
+
+
+# ---- a layer
+
+
+def nbytes(tree) -> float:
+    return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
+
+
+def _trained_matrix_bytes(layer: Block, dtype) -> float:
+    """A layer's trained matrices in a compute dtype that is not their masters'."""
+    trained = [matrix.weight for *_, matrix in layer.matrices() if isinstance(matrix.weight, nnx.Param)]
+    return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
+
+
+def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
+    """The kind of a layer; equal layers have the same one."""
+    graph, trained, rest = nnx.split(layer, nnx.Param, ...)
+    leaves, structure = jax.tree.flatten((trained, rest))
+    abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+    return _kind_of(graph, spec, shape, length, dtype, abstract, structure)
+
+
+@functools.lru_cache(64)
+def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
+    arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    block = nnx.merge(graph, *arrays)
+    once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
+    residuals = {name: (nbytes(twice[name]) - nbytes(once[name])) / _PROBE_TOKENS for name in once}
+    padding = {name: 2 * nbytes(once[name]) - nbytes(twice[name]) for name in once}
+    moved = residuals | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
+    window = min(spec.window or length, length)
+    seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
+    work = {s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype) for s in block.segments()}
+    return LayerKind(block, residuals, padding, work)
+
+
+def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
+    sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
+    for name in segment.matrices:
+        matrix = matrix_of(block, name)
+        size, used, weight = math.prod(matrix.sizes), numbers_met(segment, matrix), matrix.stored_weight
+        if segment.experts_per_token:
+            sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
+            # To and from the rows sorted by expert.
+            sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
+        sums["flops"] += 2.0 * used
+        sums["weight_bytes"] += nbytes(weight)
+        sums["decoded"] += size if _is_packed(weight) else 0.0
+        sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+    if segment.attention_width:
+        sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys
+    else:
+        sums["moved_bytes"] += sum(residuals[name] for name in (*segment.reads, *segment.outputs))
+    return Work(**sums)
+
+
+def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, Any]:
+    """Shapes of a layer's residuals."""
+
+    def run(trainable, frozen, x):
+        layout = packed_layout((1, tokens), None, 1)
+        tables = rotary_tables(shape, layout.positions())
+        layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
+        names = tuple(residual.name for residual in nnx.merge(graph, trainable, frozen).residuals())
+        # Not the jitted function: what it traces here must not be found again by a run on another device.
+        one_layer = layer_forward.__wrapped__  # type: ignore[attr-defined]
+        return one_layer(graph, spec, names, trainable, frozen, x, layout, None)[1]
+
+    return jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))

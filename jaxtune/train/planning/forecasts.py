@@ -1,0 +1,290 @@
+"""What a plan costs: the bytes and seconds of a step under it, predicted.
+
+Bytes of residuals are exact, from the shapes of the segments; what the compiler adds around them, and the rates, were
+fitted to programs compiled for an H200 and to steps measured on it. How well they hold is what
+benchmarks/train/predictions.py and memory.py record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+
+from jaxtune.models.layers.segment import Sizes
+from jaxtune.models.residual_plan import LayerPlan
+from jaxtune.train.planning.cost import LayerKind, StepCost, Work
+from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.plan import StepPlan
+
+# Fitted to steps of the 8B shape on an H200: everything that is not a product moves each segment's inputs and outputs
+# this many times, forward and backward.
+_PASSES_FORWARD, _PASSES_BACKWARD = 2.0, 2.2
+# Four bits to 16: bytes moved for an element, at the speed of our kernel.
+_DECODE_BYTES, _DECODE_SHARE = 2.5, 0.8
+_EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dense ones; by three steps of gpt-oss-20b
+# Attention against large products, and the tokens at which it reaches half of that; its backward against it.
+_ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
+_ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
+_HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
+# Of a layer's time, one direction, that transfers can hide under (models/transfers.py); and of theirs, what is lost then.
+_COVER, _CARRY_LOSS = 0.9, 0.03
+GAPS = 1.4  # what leaves takes with the gaps that it leaves
+_LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
+_MICRO_BATCH_SECONDS = 6e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerForecast:
+    """A layer under a LayerPlan for one micro-batch, in bytes and seconds.
+
+    kept, hosted: from forward to backward. work: on the device in its own backward, beyond what is kept, where the next
+    layer is like it; work_forward: at the end of its forward. leaving, arriving: of the hosted bytes, those that are on
+    their way at the MLP of the layer above.
+    lost: seconds of recomputation and of waits for the link, part of forward + backward.
+    """
+
+    kept: float
+    hosted: float
+    leaving: float
+    arriving: float
+    work_forward: float
+    work: float
+    forward: float
+    backward: float
+    recompute: float
+    wait: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A step under a plan. parts: {what: bytes} at the moment of the peak, for one device.
+
+    recompute_seconds, wait_seconds (for the host link): parts of step_seconds. host_bytes: pinned.
+    """
+
+    plan: StepPlan
+    parts: Mapping[str, float]
+    step_seconds: float
+    recompute_seconds: float
+    wait_seconds: float
+    host_bytes: float
+    tokens: int
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+
+def _decode_seconds(work: Work, device: Device) -> float:
+    return work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
+
+
+def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
+    """(forward, backward) of one segment over `tokens` tokens in documents of `length`."""
+    rate = device.gemm * tokens / (tokens + _HALF_SPEED_TOKENS)
+    weights = work.weight_bytes / device.copy
+    product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
+    product = product / (_EXPERT_SHARE if work.empty_flops else 1.0) + _decode_seconds(work, device)
+    attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
+    passes = work.moved_bytes * tokens / device.copy
+    forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
+    backward = (
+        product + _ATTENTION_BACKWARD * attention * (1 + _ATTENTION_HALF_BACKWARD / length) + _PASSES_BACKWARD * passes
+    )
+    return forward, backward + work.weight_flops * tokens / rate
+
+
+def layer_forecast(
+    parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
+) -> LayerForecast:
+    """What the mean layer costs for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
+    return layer_forecasts(parts, tokens, device, tile_tokens)(plan)
+
+
+def layer_forecasts(
+    parts: StepCost, tokens: float, device: Device, tile_tokens: int | None
+) -> Callable[[LayerPlan], LayerForecast]:
+    """layer_forecast of any plan: what does not depend on the plan is computed once."""
+    whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
+    of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
+    most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
+
+    def segment_seconds(tiles: int) -> list[tuple[float, float]]:
+        seconds = []
+        for segment in parts.segments:
+            work = segment.work
+            if segment.tokenwise:  # the weights are read, and decoded, for every tile
+                work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
+            seconds.append(_segment_seconds(work, tokens, parts.length, device))
+        return seconds
+
+    seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
+
+    def one(plan: LayerPlan) -> LayerForecast:
+        placements = {residual.name: plan.of(residual) for residual in parts.known}
+        tiles = most_tiles if all(placements[name] == "recompute" for name in parts.tiled) else 1
+        return _layer_forecast(parts, placements, whole, of_kinds, seconds_of[tiles], device, tiles)
+
+    return one
+
+
+def _layer_forecast(parts: StepCost, placements, whole, of_kinds, seconds, device, tiles) -> LayerForecast:
+    """whole: {residual: bytes}, of_kinds: the same of each kind of layer; seconds: (forward, backward) by segment."""
+    kept, hosted = (sum(whole[n] for n, placed in placements.items() if placed == how) for how in ("keep", "offload"))
+    dropped = frozenset(name for name, placed in placements.items() if placed == "recompute")
+
+    def in_tiles(sizes):
+        return sizes | {name: sizes[name] / tiles for name in parts.tiled if name in sizes}
+
+    size = in_tiles(whole)
+    recompute = 0.0
+    for segment, (once, _) in zip(parts.segments, seconds, strict=True):
+        missing = sum(size[name] for name in segment.outputs if name in dropped)
+        if missing and not segment.ends:
+            share = missing / sum(size[name] for name in segment.outputs) if segment.separable else 1.0
+            recompute += share * once
+            if segment.decodes_once:
+                recompute -= _decode_seconds(segment.work, device)
+    forward = sum(f for f, _ in seconds) + _LAYER_PASS_SECONDS
+    backward = sum(b for _, b in seconds) + recompute + 2 * _LAYER_PASS_SECONDS
+    link = hosted / (device.link or device.copy)
+    waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
+    leaving, arriving = _travelling(parts, placements, whole, hosted, seconds, device)
+    work = work_forward = 0.0
+    for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
+        facts = Sizes(
+            residuals=in_tiles(sizes),
+            recomputed=dropped,
+            tiles=tiles,
+            dtype=parts.dtype,
+            length=parts.length,
+            hopper=device.hopper,
+            one_device=parts.devices == 1,
+        )
+        work = max(work, _backward_bytes(kind, facts, hosted + arriving, 2 * hosted))
+        work_forward = max(work_forward, kind.block.mlp.forward_bytes(facts))
+    forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
+    return LayerForecast(kept, hosted, leaving, arriving, work_forward, work, forward, backward, recompute, sum(waits))
+
+
+def _travelling(parts: StepCost, placements, whole, hosted: float, seconds, device) -> list[float]:
+    """Bytes on their way at the feed-forward of the layer above: (forward, backward).
+
+    Of what is offloaded, the largest leave first and come last: under the mixer, if they can.
+    """
+    travelling = [hosted, hosted]
+    offloaded = [name for name, placed in placements.items() if placed == "offload"]
+    offloaded.sort(key=lambda name: whole[name], reverse=True)
+    for direction in (0, 1):
+        stages = [
+            times[direction]
+            for segment, times in zip(parts.segments, seconds, strict=True)
+            if segment.in_mixer and not (direction and segment.first)
+        ]
+        room = _COVER * sum(stages) * (device.link or device.copy)
+        for name in offloaded:
+            if whole[name] > room:
+                break
+            room -= whole[name]
+            travelling[direction] -= whole[name]
+    return travelling
+
+
+def _backward_bytes(kind: LayerKind, sizes: Sizes, arrived: float, arrived_last: float) -> float:
+    """Bytes of what a layer recomputes and makes in its backward, and of what was offloaded.
+
+    arrived, arrived_last: bytes that have come from the host at the feed-forward's backward, and at the mixer's.
+    """
+    dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
+    total = sum(dropped.values())
+    mixer, feed_forward = kind.block.mixer, kind.block.mlp
+    scratch = feed_forward.backward_bytes(sizes)
+    if scratch.covers_mixer:
+        return scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total + arrived_last
+    first, *middle, last = kind.mixer_outputs
+    at_feed_forward = total + scratch.own
+    if not any(name in dropped for outputs in middle for name in outputs):  # then what these read is not made before
+        at_feed_forward -= sum(dropped.get(name, 0.0) for name in first)
+    at_mixer = total
+    for name in kind.feed_forward_outputs:
+        at_mixer -= dropped.get(name, 0.0)
+    at_mixer += mixer.backward_bytes(sizes)
+    if sizes.tiles > 1:
+        at_mixer -= sum(dropped.get(name, 0.0) for name in last)
+    return max(at_feed_forward + scratch.around + arrived, at_mixer + arrived_last)
+
+
+def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
+    """Bytes and seconds of a step under `plan`."""
+    cache: dict[LayerPlan, LayerForecast] = {}
+    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
+    for layer in plan.residuals.layers:
+        if layer not in cache:
+            cache[layer] = layer_forecast(parts, layer, tokens, device, plan.residuals.tile_tokens)
+    groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
+    return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
+
+
+def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
+    """(bytes around the loss, seconds) of the head and the loss of a micro-batch."""
+    chunk = min(chunk_tokens, tokens)
+    hidden = tokens * parts.hidden_size * parts.dtype.itemsize
+    logits = chunk * parts.vocab_size * (4.0 + parts.dtype.itemsize)
+    products = 3 if parts.head_trains else 2
+    flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
+    passes = tokens * parts.vocab_size * 18.0 / device.copy
+    if parts.head_trains:  # the gradient's sum is read and written for every chunk
+        passes += tokens / chunk * parts.vocab_size * parts.hidden_size * 8.0 / device.copy
+    seconds = flops / (device.gemm * chunk / (chunk + _HALF_SPEED_TOKENS)) + passes
+    return logits + 3.5 * hidden + parts.head_bytes, seconds
+
+
+def state_seconds(parts: StepCost, device: Device) -> float:
+    """Of a step: the optimizer's states from the host and back, one after the other (hosted.py)."""
+    return 2 * parts.hosted_bytes / parts.devices / (device.link or device.copy)
+
+
+def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
+    """groups: runs of layers with one plan, first layers first."""
+    head_bytes, head_seconds = head
+    kept = sum(layer.kept * count for layer, count in groups)
+    # What the last layer should offload stays: the backward begins with it.
+    last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
+    moments = [
+        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted),
+        ("the forward of a layer", kept, last.hosted + last.work_forward + GAPS * before.leaving),
+    ]
+    below = arriving = 0.0
+    for layer, count in groups:
+        below += layer.kept * count
+        more = max(arriving - layer.arriving, 0.0)  # under the lowest of these layers comes what another plan has
+        moments.append(("the backward of a layer", below, layer.work + more))
+        arriving = layer.arriving
+    what, residuals, work = max(moments, key=lambda moment: moment[1] + moment[2])
+    bytes_ = {"kept residuals": residuals, what: work}
+    if parts.cast_bytes:
+        bytes_["trained weights in the compute dtype"] = parts.cast_bytes
+    if parts.head_bytes and what.startswith("the backward"):
+        bytes_["gradient of the head"] = parts.head_gradient_bytes
+    if parts.update_bytes > sum(bytes_.values()):
+        bytes_ = {"the update of the largest tensor": parts.update_bytes}
+    bytes_ = {**parts.fixed, **bytes_}
+    micro = plan.micro_batches
+    if micro == 1 and parts.less_sums:
+        bytes_["gradient sums"] -= parts.less_sums
+    step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
+    update = max(parts.trained * 4.0 * 9 / device.copy, state_seconds(parts, device))
+    return Forecast(
+        plan=plan,
+        parts={name: value for name, value in bytes_.items() if value},
+        step_seconds=micro * (step + _MICRO_BATCH_SECONDS) + update,
+        recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
+        wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
+        host_bytes=sum(layer.hosted * count for layer, count in groups) + parts.hosted_bytes,
+        tokens=parts.rows * parts.length,
+    )

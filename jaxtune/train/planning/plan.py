@@ -1,0 +1,122 @@
+"""The plan of a step as a value, and as the text that configs, checkpoints and reports hold.
+
+- `keep`: every residual stays in device memory;
+- `recompute`: only each layer's input stays;
+- `gate=offload, up=offload`: what is not named is kept;
+- `recompute, layer_input=offload`: a word for all, then exceptions;
+- `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layers, all of them named;
+- `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row.
+
+Which residuals there are, the model's layers say (models/layers).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+
+from jaxtune.models.layers.segment import Residual
+from jaxtune.models.residual_plan import (
+    KEEP,
+    PLACEMENTS,
+    RECOMPUTE,
+    LayerPlan,
+    Placement,
+    ResidualPlan,
+    unknown_residual,
+)
+
+_WORDS = {"keep": KEEP, "recompute": RECOMPUTE}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """How a step is run. Static: a program is compiled for one plan.
+
+    residuals: their placements, by layer. micro_batches: parts that the rows of a step are computed in.
+    chunk_tokens: tokens whose logits exist at a time.
+    """
+
+    residuals: ResidualPlan
+    micro_batches: int
+    chunk_tokens: int
+
+    def to_record(self) -> dict[str, object]:
+        """What a checkpoint stores; `from_record` reads it."""
+        text = residuals_text(self.residuals)
+        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens}
+
+    @classmethod
+    def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
+        plan = parse_residuals(record["residuals"], num_layers, residuals)
+        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]))
+
+
+def residuals_text(plan: ResidualPlan) -> str:
+    """The text of a plan, which `parse_residuals` reads."""
+    groups: list[tuple[int, int, LayerPlan]] = []
+    for index, layer in enumerate(plan.layers):
+        if groups and groups[-1][2] == layer:
+            groups[-1] = (groups[-1][0], index, layer)
+        else:
+            groups.append((index, index, layer))
+    tile = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
+    if len(groups) == 1:
+        return "; ".join([str(groups[0][2]), *tile])
+    return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *tile])
+
+
+def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
+    """A plan from its text, for a model of `num_layers` layers that have these residuals.
+
+    Raises:
+      ValueError: an unknown word, residual or placement; layers that are named twice, not at all, or not there.
+    """
+    layers: list[LayerPlan | None] = [None] * num_layers
+    *parts, last_part = text.split(";")
+    tile = re.fullmatch(r"\s*tile\s*=\s*([1-9]\d*)\s*", last_part) if parts else None
+    try:
+        for part in parts if tile else [*parts, last_part]:
+            match = re.fullmatch(r"\s*(?:(\d+)(?:-(\d+))?\s*:)?(.*)", part, re.DOTALL)
+            assert match is not None
+            first = int(match[1]) if match[1] else 0
+            last = int(match[2] or match[1]) if match[1] else num_layers - 1
+            if not first <= last < num_layers:
+                known = f"0-{num_layers - 1}"
+                raise ValueError(f"layers {first}-{last} are not in a model of {num_layers} layers ({known})")
+            plan = _parse_layer(match[3], residuals)
+            for index in range(first, last + 1):
+                if layers[index] is not None:
+                    raise ValueError(f"layer {index} is named twice")
+                layers[index] = plan
+        if None in layers:
+            missing = layers.index(None)
+            raise ValueError(f"layer {missing} is not named; the model has layers 0-{num_layers - 1}")
+    except ValueError as error:
+        names = ", ".join(residual.name for residual in residuals)
+        raise ValueError(
+            f"memory.plan = {text!r}: {error}. Residuals: {names}; placements: {', '.join(PLACEMENTS)}; "
+            "layers: 0-11: recompute; 12-31: keep"
+        ) from None
+    return ResidualPlan(tuple(layer for layer in layers if layer is not None), int(tile[1]) if tile else None)
+
+
+def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
+    rest: Placement = "keep"
+    named: dict[str, Placement] = {}
+    known = [residual.name for residual in residuals]
+    for position, item in enumerate(text.split(",")):
+        name, equals, placement = (piece.strip() for piece in item.partition("="))
+        if not equals and position == 0 and name in _WORDS:
+            rest = _WORDS[name].rest
+        elif not equals:
+            near = difflib.get_close_matches(name, [*known, *_WORDS], 1)
+            hint = f" (nearest: {near[0]})" if near else ""
+            raise ValueError(f"cannot read {item.strip()!r}{hint}; write keep, recompute, or residual=placement")
+        elif name not in known:
+            raise ValueError(f"cannot read {item.strip()!r}: {unknown_residual(name, known)}")
+        else:
+            named[name] = placement  # type: ignore[assignment]
+    return LayerPlan(rest, **named).resolved(residuals)
