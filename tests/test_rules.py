@@ -21,10 +21,13 @@ MAX_LINES = 700
 # What each room may import of ours; imports go one way.
 MAY_IMPORT = {
     "pallas": ("jaxtune.pallas",),
-    "models": ("jaxtune.pallas", "jaxtune.models"),
-    "train": ("jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.__version__"),
-    "profile": ("jaxtune.profile",),
-}
+    "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.terminal"),
+    "train": (
+        "jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.terminal",
+        "jaxtune.__version__",
+    ),
+    "profile": ("jaxtune.profile", "jaxtune.terminal"),
+}  # fmt: skip
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.
 NOT_IN_PALLAS = {
     "transformers", "tokenizers", "datasets", "huggingface_hub", "safetensors", "flax", "optax", "orbax", "pydantic",
@@ -126,6 +129,7 @@ def test_a_wrong_import_is_found(module, source, message):
         ("jaxtune.models.families.gemma2", "from jaxtune.models.config import DecoderConfig"),
         ("jaxtune.models.families.gemma2", "from jaxtune.models.families.common import rename"),
         ("jaxtune.train.loop", "from jaxtune.profile import capture"),
+        ("jaxtune.profile.text", "from jaxtune.terminal import plain"),
     ],
 )
 def test_a_right_import_is_not(module, source):
@@ -174,6 +178,7 @@ TEXT = {".py", ".toml", ".txt", ".yaml", ".yml", ".md", ".sh", ".json", ".jsonl"
 def project_files() -> list[Path]:
     folders = [ROOT / name for name in ("jaxtune", "tests", "scripts", "benchmarks", ".ci")]
     files = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.glob("*"))
+    files = [path for path in files if path.name != ".git"]  # a file in a worktree: where its repository lies
     return [path for path in files if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts]
 
 
