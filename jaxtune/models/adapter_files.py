@@ -15,7 +15,6 @@ import dataclasses
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ from safetensors.numpy import save_file
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder
-from jaxtune.models.lora import experts, get_peft_model, linears, matrices, name_matches, pattern_value
-from jaxtune.models.moe import ExpertLora
+from jaxtune.models.lora import adapter_settings, experts, get_peft_model, linears, name_matches, pattern_value
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -210,49 +208,12 @@ def _some(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(the commonest value, {last part of a name, or whole name: value} for the rest): a default and its pattern."""
-    default = Counter(values.values()).most_common(1)[0][0]
-    by_part: dict[str, set] = {}
-    for name, value in values.items():
-        by_part.setdefault(name.rsplit(".", 1)[1], set()).add(value)
-    rest = {}
-    for name, value in values.items():
-        part = name.rsplit(".", 1)[1]
-        if value != default:
-            rest[part if len(by_part[part]) == 1 else name] = value
-    return default, rest
-
-
 def _config_of(model: Decoder) -> dict[str, Any]:
     """adapter_config.json, derived from the modules."""
-    everything = dict(matrices(model))
-    loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
-    if not loras:
+    settings = adapter_settings(model)
+    if settings is None:
         raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
-
-    def common(setting, values):
-        if len(set(values)) > 1:
-            raise ValueError(f"save_adapter: {setting} differs between modules ({set(values)}); PEFT has one for all")
-        return next(iter(values))
-
-    rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
-    alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
-    # Last parts where all their modules are adapted, whole names elsewhere: exactly this set, in PEFT's matching too.
-    targets, parameters = set(), set()
-    for name, lora in loras.items():
-        part = name.rsplit(".", 1)[1]
-        whole = all(other in loras for other in everything if other.endswith("." + part))
-        if isinstance(lora, ExpertLora):
-            parameters.add(f"mlp.experts.{part}" if whole else name)
-        else:
-            targets.add(part if whole else name)
-    saved = [
-        name
-        for name, variable in (("embed_tokens", model.embedding.weight), ("lm_head", model.head_variable))
-        if isinstance(variable, nnx.Param)
-    ]
-    return {
+    return settings | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "peft_version": _PEFT_VERSION,
@@ -260,31 +221,17 @@ def _config_of(model: Decoder) -> dict[str, Any]:
         "base_model_name_or_path": None if model.source is None else model.source.path,
         "revision": None,
         "inference_mode": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": common("lora_dropout", [lora.rate for lora in loras.values()]),
-        "target_modules": sorted(targets),
         "exclude_modules": None,
-        "modules_to_save": saved or None,
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": alpha_pattern,
-        "use_rslora": common("use_rslora", [lora.rslora for lora in loras.values()]),
-        "use_dora": common("use_dora", [lora.magnitude is not None for lora in loras.values()]),
         # A tied head stays tied when PEFT loads it.
-        "ensure_weight_tying": bool(saved) and model.head is None,
+        "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "layers_to_transform": None,
         "layers_pattern": None,
         "lora_bias": False,
-        "target_parameters": sorted(parameters) or None,
         "trainable_token_indices": None,
     }
-
-
-def _number(value: float) -> int | float:
-    return int(value) if float(value).is_integer() else value
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,9 @@ Functions return a new module that shares the frozen arrays; the argument is nev
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +142,26 @@ def freeze(model: Decoder) -> Decoder:
     return model
 
 
+def _chosen(
+    model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
+) -> dict[str, tuple[int, float]]:
+    """{name of a matrix that gets an adapter: (rank, alpha)}; arguments and errors as in get_peft_model."""
+    parameters = select_parameters([name for name, _ in experts(model)], target_parameters or ())
+    chosen = []
+    if target_modules or not parameters:
+        chosen = select_targets([name for name, _ in linears(model)], target_modules)
+    chosen += parameters
+    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
+    for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        for pattern, value in patterns.items():
+            _require_expression(key, pattern)
+            if value <= 0:
+                raise ValueError(f"{key}: {pattern!r}: {value} must be greater than 0")
+            if not any(pattern_value({pattern: 1}, name, 0) for name in chosen):
+                raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
+    return {name: (pattern_value(ranks, name, r), pattern_value(alphas, name, lora_alpha)) for name in chosen}
+
+
 def get_peft_model(
     model: Decoder,
     r: int = 16,
@@ -180,29 +202,13 @@ def get_peft_model(
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
     modules = dict(matrices(model))
-    chosen_parameters = select_parameters([name for name, _ in experts(model)], target_parameters or ())
-    if chosen_parameters and (lora_dropout or use_dora):
+    chosen = _chosen(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
+    if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in chosen):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
-    chosen = (
-        []
-        if chosen_parameters and not target_modules
-        else select_targets([name for name, _ in linears(model)], target_modules)
-    )
-    chosen += chosen_parameters
-    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
-        for pattern, value in patterns.items():
-            _require_expression(key, pattern)
-            if value <= 0:
-                raise ValueError(f"{key}: {pattern!r}: {value} must be greater than 0")
-            if not any(pattern_value({pattern: 1}, name, 0) for name in chosen):
-                raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
     keys = jax.random.split(jax.random.key(seed), len(chosen))
-    for name, key in zip(chosen, keys, strict=True):
+    for (name, (rank, alpha)), key in zip(chosen.items(), keys, strict=True):
         linear = modules[name]
-        rank = pattern_value(ranks, name, r)
-        alpha = pattern_value(alphas, name, lora_alpha)
         if isinstance(linear, ExpertLinear):
             count, out_size, in_size = linear.sizes
             linear.lora = ExpertLora(count, in_size, out_size, rank, alpha, key, rslora=use_rslora)
@@ -219,3 +225,88 @@ def get_peft_model(
         if isinstance(holder.weight, Frozen):
             holder.weight = nnx.Param(holder.weight.get_value().astype(jnp.float32))
     return model
+
+
+def adapter_settings(model: Decoder) -> dict[str, Any] | None:
+    """Arguments of get_peft_model (all but the seed) that give a model's adapters; None where it has none.
+
+    Raises:
+      ValueError: a setting that differs between modules, of which PEFT has one for all.
+    """
+    everything = dict(matrices(model))
+    loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
+    if not loras:
+        return None
+
+    def common(setting, values):
+        if len(set(values)) > 1:
+            raise ValueError(f"{setting} differs between adapters ({set(values)}); PEFT has one for all")
+        return next(iter(values))
+
+    rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
+    alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
+    # Last parts where all their modules are adapted, whole names elsewhere: exactly this set, in PEFT's matching too.
+    targets, parameters = set(), set()
+    for name, lora in loras.items():
+        part = name.rsplit(".", 1)[1]
+        whole = all(other in loras for other in everything if other.endswith("." + part))
+        if isinstance(lora, ExpertLora):
+            parameters.add(f"mlp.experts.{part}" if whole else name)
+        else:
+            targets.add(part if whole else name)
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(targets),
+        "target_parameters": sorted(parameters) or None,
+        "lora_dropout": common("lora_dropout", [lora.rate for lora in loras.values()]),
+        "use_rslora": common("use_rslora", [lora.rslora for lora in loras.values()]),
+        "use_dora": common("use_dora", [lora.magnitude is not None for lora in loras.values()]),
+        "modules_to_save": _saved(model) or None,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+    }
+
+
+def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
+    """Whether get_peft_model(base, **settings) gives the adapters that `model` has, but for their values."""
+    actual = adapter_settings(model)
+    if actual is None:
+        return False
+    choice = ("r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
+    try:
+        wanted = _chosen(model, *(settings[key] for key in choice))
+    except ValueError:
+        return False
+    loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}
+    saved = set(settings["modules_to_save"] or ())
+    saved = set(_SAVABLE) if saved and model.head is None else saved
+    return (
+        wanted == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}
+        and all(settings[key] == actual[key] for key in ("lora_dropout", "use_rslora", "use_dora"))
+        and saved == set(actual["modules_to_save"] or ())
+    )
+
+
+def _saved(model: Decoder) -> list[str]:
+    """modules_to_save of a model with adapters; both names of a tied head that trains."""
+    holders = zip(_SAVABLE, (model.embedding.weight, model.head_variable), strict=True)
+    return [name for name, variable in holders if isinstance(variable, nnx.Param)]
+
+
+def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(the commonest value, {last part of a name, or whole name: value} for the rest): a default and its pattern."""
+    default = Counter(values.values()).most_common(1)[0][0]
+    by_part: dict[str, set] = {}
+    for name, value in values.items():
+        by_part.setdefault(name.rsplit(".", 1)[1], set()).add(value)
+    rest = {}
+    for name, value in values.items():
+        part = name.rsplit(".", 1)[1]
+        if value != default:
+            rest[part if len(by_part[part]) == 1 else name] = value
+    return default, rest
+
+
+def _number(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else value

@@ -32,6 +32,7 @@ from jaxtune.train.loss import router_losses
 from jaxtune.train.memory import COMPUTE_DTYPES
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planner import Planner, out_of_memory
+from jaxtune.train.recorded import recorded_config
 from jaxtune.train.report import precision_notes
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
@@ -135,7 +136,8 @@ class Trainer:
     Args:
       model: a Decoder; its `nnx.Param`s are what trains (see get_peft_model, or everything for full fine-tuning).
       tokenizer: its Hugging Face tokenizer.
-      config: a TrainConfig; its `model` and `adapter` say where the model came from and are recorded, not applied.
+      config: a TrainConfig. Its `model` and `adapter` say where the model came from and are not applied; `adapter` and
+        `model.load_in` are recorded as the model has them (see recorded_config).
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
         that config.data names.
       keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
@@ -160,7 +162,8 @@ class Trainer:
         keeps_model: bool = True,
         weights: Future[Decoder] | None = None,
     ):
-        self.config = config
+        # What the model is, not what the caller's config says of it: it is what is recorded.
+        self.config = config = recorded_config(config, model)
         self._keeps_model = keeps_model
         self.tokenizer = tokenizer
         self.output = Path(config.output)

@@ -20,6 +20,7 @@ from flax import nnx
 from rich.console import Console
 from tiny_models import tiny_model
 
+from jaxtune.models.adapter_files import save_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.train import report
@@ -34,7 +35,7 @@ from jaxtune.train.config import (
     OptimConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config_file import config_to_yaml
+from jaxtune.train.config_file import config_to_yaml, load_config
 from jaxtune.train.data.packing import Document
 from jaxtune.train.loop import Trainer, make_mesh
 from jaxtune.train.loss import loss_sum_and_count
@@ -176,6 +177,18 @@ def test_what_the_output_folder_holds(run):
     assert names == {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints"}
     steps = sorted(p.name for p in (run.trainer.output / "checkpoints").iterdir() if p.name.startswith("step_"))
     assert steps == ["step_00000020", "step_00000024"]  # every four, the newest two
+
+
+def test_what_is_recorded_is_the_adapter_that_trained(run, tmp_path):
+    """The config given says nothing of an adapter; the model has one, with dropout."""
+    save_adapter(run.trained, tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    in_yaml = load_config(str(run.trainer.output / "config.yaml")).adapter
+    in_checkpoint = json.loads(next(run.trainer.output.glob("checkpoints/step_*24/meta.json")).read_text())
+    for recorded in (dataclasses.asdict(in_yaml), in_checkpoint["meta"]["config"]["adapter"]):
+        for key in ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora", "modules_to_save", "rank_pattern"):
+            assert recorded[key] == written[key], key
+        assert sorted(recorded["target_modules"]) == written["target_modules"]
 
 
 def test_evaluate_is_the_loss_of_the_model_as_it_is(run):
