@@ -20,13 +20,13 @@ MAX_LINES = 700
 
 # What each room may import of ours; imports go one way.
 MAY_IMPORT = {
-    "pallas": ("jaxtune.pallas",),
-    "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.terminal"),
+    "pallas": ("jaxtune.pallas", "jaxtune.files"),
+    "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.terminal", "jaxtune.files"),
     "train": (
-        "jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.terminal",
+        "jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.terminal", "jaxtune.files",
         "jaxtune.__version__",
     ),
-    "profile": ("jaxtune.profile", "jaxtune.terminal"),
+    "profile": ("jaxtune.profile", "jaxtune.terminal", "jaxtune.files"),
 }  # fmt: skip
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.
 NOT_IN_PALLAS = {

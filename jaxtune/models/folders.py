@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxtune.files import sync, unfinished_name
+
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
     """`path`, if it does not exist or is an empty folder; ValueError otherwise: nothing is ever overwritten."""
@@ -23,23 +25,14 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
     """A temporary folder beside `path`, which takes its name when the block ends well and vanishes when it fails."""
     path = require_new(path, what)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run with this process id
+    temporary = unfinished_name(path)
     temporary.mkdir()
     try:
         yield temporary
         for entry in [*temporary.rglob("*"), temporary]:
-            _sync(entry)
+            sync(entry)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

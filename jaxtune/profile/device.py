@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxtune.files import atomic_write
+
 
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
@@ -114,9 +116,7 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
     measured = _measure(device)
     file = cache_file(device.device_kind)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(measured.to_dict(), indent=2), encoding="utf-8")
-    partial.replace(file)
+    atomic_write(file, json.dumps(measured.to_dict(), indent=2))
     return measured
 
 

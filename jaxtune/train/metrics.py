@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtune.files import atomic_write
+
 logger = logging.getLogger(__name__)
 
 JSONL = "metrics.jsonl"
@@ -148,7 +150,7 @@ class _WandbSink(_Sink):
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
         self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
-        id_file.write_text(self._run.id)
+        atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
         self._run.log(_numbers(line), step=line["step"])
@@ -208,9 +210,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line.get("step", last_step + 1) <= last_step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(_plain(line)) + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    atomic_write(path, "".join(json.dumps(_plain(line)) + "\n" for line in kept))
 
 
 # ---- the progress bar
