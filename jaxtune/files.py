@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 
-def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644) -> None:
+def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
     """Writes a file that a reader, a crash or a full disk sees whole: as it was before, or as it is now.
 
     Args:
       path: a link of that name is replaced, not followed. Its folder must exist.
       data: text is written as UTF-8.
       mode: permissions of the file, less the process's umask.
+      durable: wait until the disk holds it. Without, a power cut may leave less than all of it: for what is checked
+        when it is read.
     Raises:
       OSError: the disk is full or the folder cannot be written; what was there before is untouched.
     """
@@ -30,13 +32,15 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644) 
         with open(descriptor, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def unfinished_name(path: str | os.PathLike) -> Path:

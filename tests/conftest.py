@@ -24,6 +24,14 @@ hypothesis.settings.register_profile("jaxtune", derandomize=True, database=None,
 hypothesis.settings.load_profile("jaxtune")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_kept_as_the_command_keeps_them():
+    """From the first test on, whichever it is: else the first one that runs the command would begin another cache."""
+    from jaxtune.train.program_cache import use_program_cache
+
+    use_program_cache()
+
+
 @pytest.fixture(scope="session")
 def test_data() -> Path:
     """The folder of real models, tokenizers and datasets that nobody here made."""

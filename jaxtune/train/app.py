@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
 import sys
 import threading
@@ -31,20 +30,10 @@ from jaxtune.train.data.formats import normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
 from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
+from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.signals import EXIT_SAVED
 
 ADAPTER, MERGED = "adapter", "merged"
-_SMALLEST_CACHED = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
-    if jax.config.jax_compilation_cache_dir is None:
-        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    if _SMALLEST_CACHED not in os.environ:
-        # Small ones too: a start has dozens, and on a GPU each takes a tenth of a second to compile.
-        jax.config.update(_SMALLEST_CACHED.lower(), 0.0)
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
@@ -147,7 +136,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
         return 0
-    use_compilation_cache()
+    use_program_cache()
     results: dict[str, Any] = {}
     measure = config.evaluation.exact_match_rows > 0
     with loading(config) as (weights, tokenizer, model):
@@ -259,7 +248,7 @@ def _once(folder: Path, write, console: Console) -> None:
 
 def evaluate(config: TrainConfig) -> dict[str, Any]:
     """Evaluation loss, and exact match where the config asks for it, of the model as it is."""
-    use_compilation_cache()
+    use_program_cache()
     model, tokenizer = load_model(config)
     trainer = Trainer(model, tokenizer, config)
     results: dict[str, Any] = trainer.evaluate()

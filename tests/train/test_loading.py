@@ -26,6 +26,7 @@ from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, QatConfig
 from jaxtune.train.loop import Trainer
+from jaxtune.train.program_cache import use_program_cache
 from tests.train.test_loop import assert_same
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -223,11 +224,11 @@ def test_small_programs_are_cached_too_wherever_the_cache_is(monkeypatch, tmp_pa
             jax.config.update(names[1], 1.0)
             monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
             monkeypatch.delenv(names[1].upper(), raising=False)
-            app.use_compilation_cache()
+            use_program_cache()
             assert [getattr(jax.config, name) for name in names] == [str(tmp_path), 0.0]
         jax.config.update(names[1], 2.0)
         monkeypatch.setenv(names[1].upper(), "2")
-        app.use_compilation_cache()
+        use_program_cache()
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 2.0
     finally:
         for name, value in zip(names, before, strict=True):
