@@ -11,8 +11,8 @@ class RopeConfig:
     """A rotary base and how it is stretched; field names as in Hugging Face's rope_scaling.
 
     kind: "default"; "linear" (positions divided by factor); "llama3"; "longrope" (per-dimension factors, the long
-    ones where a batch goes past the original context); "yarn". attention_factor multiplies cos and sin; None is the
-    kind's own formula in factor (longrope, yarn).
+    ones for a document that goes past the original context); "yarn". attention_factor multiplies cos and sin; None is
+    the kind's own formula in factor (longrope, yarn).
     """
 
     theta: float = 10000.0

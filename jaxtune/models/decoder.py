@@ -98,10 +98,15 @@ class Decoder(nnx.Module):
         """Document bounds and rotary tables of a batch of `shape` = (rows, length): once for all layers."""
         with jax.named_scope("layout"):
             layout = packed_layout(shape, segment_ids, max_documents)
-            positions = layout.positions() if positions is None else positions
+            if positions is None:
+                positions, lengths = layout.positions(), layout.doc_end - layout.doc_start
+            else:  # a document reaches to its last token's position
+                last = jnp.maximum(layout.doc_end - 1, 0)
+                lengths = jnp.take_along_axis(jnp.broadcast_to(positions, shape), last, axis=1) + 1
             config = self.config
             tables = tuple(
-                rotary_table(rope, config.head_dim, config.max_position_embeddings, positions) for rope in config.rotary
+                rotary_table(rope, config.head_dim, config.max_position_embeddings, positions, lengths)
+                for rope in config.rotary
             )
             return PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
 

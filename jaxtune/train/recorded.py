@@ -6,8 +6,8 @@ import dataclasses
 import json
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import adapter_settings, gives_adapter, matrices
-from jaxtune.pallas.quant_matmul import FourBit
+from jaxtune.models.lora import adapter_settings, gives_adapter
+from jaxtune.models.quant import is_quantized
 from jaxtune.train.config import AdapterConfig, TrainConfig
 
 
@@ -27,7 +27,7 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
         adapter = None
     elif adapter is None or (adapter.path is None and not gives_adapter(model, _settings_of(adapter))):
         adapter = AdapterConfig(**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
-    four_bits = any(isinstance(matrix.stored_weight, FourBit) for _, matrix in matrices(model))
+    four_bits = is_quantized(model)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
     load_in = config.model.load_in
     if not four_bits:
