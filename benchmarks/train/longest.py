@@ -36,9 +36,8 @@ from benchmarks.train import step
 from jaxtune.models.lora import linears
 from jaxtune.models.stack import RECOMPUTE, ResidualPlan
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.devices import allow_pinned_memory
+from jaxtune.train.devices import allow_pinned_memory, memory_peak_bytes
 from jaxtune.train.loss import loss_sum_and_count
-from jaxtune.train.metrics import memory_peak_bytes
 from jaxtune.train.plan import residuals_text
 
 TOLERANCE = 0.03  # of the norm; rounding to bf16 makes about a third of it, an overflow all

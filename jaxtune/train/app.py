@@ -23,7 +23,6 @@ from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
-from jaxtune.profile.device import known_devices
 from jaxtune.train import devices, memory, report
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.formats import normalize
@@ -180,8 +179,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         here = jax.local_devices()[0]
         if here.platform == "cpu":
             raise ValueError(
-                "plan.device is not set, and this machine has no GPU: name one, such as "
-                f"plan.device={known_devices()[0]}"
+                "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
             )
         name, limit = here.device_kind, (here.memory_stats() or {}).get("bytes_limit")
     if config.adapter is not None and config.adapter.path is not None:
@@ -190,7 +188,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
             "adapter.path=null and adapter.r"
         )
     shape = config_from_hf(find_config(config.model.from_config or config.model.path or ""))
-    device = devices.find_device(name, limit)
+    device = devices.find_device(name, limit, config.plan.host_gb)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
     parts = memory.anatomy(memory.abstract_model(shape, config), config)

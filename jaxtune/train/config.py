@@ -239,6 +239,16 @@ class PlanConfig:
     __pydantic_config__ = _STRICT
 
     device: Annotated[str | None, "A device that is not here, such as RTX 4090; default: this machine's."] = None
+    host_gb: Annotated[
+        float | None, "Memory of that device's machine, in GB, for each device; default: what is usual beside it."
+    ] = None
+
+    def __post_init__(self) -> None:
+        _require(self.host_gb is None or self.host_gb > 0, "plan.host_gb", self.host_gb, "must be over 0")
+        _require(
+            self.host_gb is None or self.device is not None, "plan.host_gb", self.host_gb,
+            "is of a device that is not here: set plan.device too",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -207,5 +207,12 @@ def _parts_table(forecast: Forecast) -> Table:
 def plan_elsewhere(forecast: Forecast, parts: Anatomy, device: Device, budget_bytes: float, longest: int) -> Group:
     """The report of --plan for a device that is not here. longest: tokens of the longest single row that fits."""
     lines = plan_lines(forecast, parts, device, budget_bytes)
+    if device.host_note:
+        lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
+    if device.usual_host_bytes is not None and forecast.host_bytes > device.usual_host_bytes:
+        lines.append(
+            f"warning: the plan pins {forecast.host_bytes / 1e9:.1f} GB of host memory; machines with this device "
+            f"usually let {device.usual_host_bytes / 1e9:.1f} GB be pinned"
+        )
     row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
     return Group(*(Text(line) for line in lines), Text(), _parts_table(forecast), Text(row))
