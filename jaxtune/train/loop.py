@@ -402,9 +402,7 @@ class Trainer:
                 self._follow_plan()
         raise self.planner.hopeless(problem)
 
-    def _first_step(
-        self, programs, sums, state, frozen, parts, step: int, print_line, compiling=contextlib.nullcontext
-    ) -> tuple[_Programs, Sums]:
+    def _first_step(self, programs, sums, state, frozen, parts, step, print_line, compiling=contextlib.nullcontext):
         """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, once more under a
         smaller plan, which is compiled in the context that `compiling` makes.
 
