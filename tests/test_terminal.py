@@ -5,9 +5,11 @@ import logging
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
-from jaxtune.terminal import PrintableFormatter, plain, printable
+from jaxtune.terminal import PrintableFormatter, console, plain, printable, say
 
 ANY_TEXT = st.text(st.characters())  # surrogates too
 
@@ -40,3 +42,19 @@ def test_rich_takes_any_text_as_it_is(text):
 def test_log_records_are_made_printable():
     record = logging.LogRecord("x", logging.ERROR, __file__, 1, "%s failed", ("\x1b[2J",), None)
     assert PrintableFormatter().format(record) == r"\x1b[2J failed"
+
+
+HOSTILE = "OUT[/b]\x1b[2J\u202e"
+SHOWN = r"OUT[/b]\x1b[2J\u202e"
+
+
+def test_a_console_of_ours_draws_text_as_text(capsys):
+    out = io.StringIO()
+    screen = console(file=out, width=60, force_terminal=True, color_system=None)
+    table = Table(HOSTILE, title=HOSTILE)
+    table.add_row(HOSTILE)
+    screen.print(HOSTILE)
+    screen.print(Group(Text(HOSTILE), table), f"wrote {HOSTILE} :smile:")
+    assert out.getvalue().count(SHOWN) == 6 and ":smile:" in out.getvalue() and "\x1b" not in out.getvalue()
+    say(HOSTILE)
+    assert capsys.readouterr().out == SHOWN + "\n"

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from rich.console import Console
 
+from jaxtune import terminal
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained, find_config, load_tokenizer, model_from_config, save_pretrained
@@ -29,8 +29,12 @@ from jaxtune.train.data.formats import normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
 from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
+from jaxtune.train.metrics import require_packages
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.signals import EXIT_SAVED
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ADAPTER, MERGED = "adapter", "merged"
 
@@ -131,7 +135,8 @@ def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
     """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, saved, resumable)."""
-    console = console or Console(soft_wrap=True)
+    console = console or terminal.console(soft_wrap=True)
+    require_packages(config.metrics.tensorboard, config.metrics.wandb_project)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
         return 0
@@ -214,10 +219,14 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
             question = conversations(config, 1)[0]["messages"][-2]["content"]
         ask = f"{python} -m jaxtune.cli generate {shlex.quote(str(trained[0]))} --prompt {shlex.quote(question)}"
         commands.append(("ask the trained model", ask))
-    train = f"{python} -m jaxtune.train"
-    commands.append(("train a model of the hub on rows of your own", f"{train} lora-0.5b data.train=rows.jsonl"))
-    plan = f"{train} qlora-8b --plan plan.device='RTX 4090'"
-    commands.append(("what an 8B model needs on a GPU, and how fast it would be", plan))
+    if (profile := output / "profile").is_dir():
+        shown = f"{python} -m jaxtune.cli profile show {shlex.quote(str(profile))}"
+        commands.append(("where the time of the profiled steps went", shown))
+    if Path(config.model.path or "").is_relative_to(Path(__file__).parents[1]):  # the packaged model: a first run
+        train = f"{python} -m jaxtune.train"
+        commands.append(("train a model of the hub on rows of your own", f"{train} lora-0.5b data.train=rows.jsonl"))
+        plan = f"{train} qlora-8b --plan plan.device='RTX 4090'"
+        commands.append(("what an 8B model needs on a GPU, and how fast it would be", plan))
     return commands
 
 
@@ -251,5 +260,5 @@ def evaluate(config: TrainConfig) -> dict[str, Any]:
     trainer = Trainer(model, tokenizer, config)
     results: dict[str, Any] = trainer.evaluate()
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, Console(stderr=True, soft_wrap=True), "exact match")
+        results |= answer(model, tokenizer, config, terminal.console(stderr=True, soft_wrap=True), "exact match")
     return results

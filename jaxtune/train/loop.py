@@ -22,6 +22,7 @@ from jaxtune.models.ferry import IN_FLIGHT
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
 from jaxtune.profile import capture
+from jaxtune.terminal import say
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
 from jaxtune.train.config import OptimConfig, TrainConfig
@@ -482,8 +483,7 @@ class Trainer:
         if resumed is not None and start >= self.total_steps:
             progress.print(f"this run is complete: {start} steps (output {self.output})")
             return resumed
-        for text in self.planner.lines():
-            progress.print(text)
+        progress.print("\n".join(self.planner.lines()))
         # One line, once the folder is this run's: an error before leaves it to another.
         with watch.pause("load", start) as line:
             with progress.compiling():
@@ -667,10 +667,10 @@ class Trainer:
             harmless.extend(require_compatible(saved, self._meta(), _INCOMPATIBLE))
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
-        print(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
+        say(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
         for difference in harmless:
-            exact = not difference.key.startswith(_NUMERICS)
-            print(f"  {'changed' if exact else 'not bit for bit the same run'}: {difference}")
+            other = difference.key.startswith(_NUMERICS)
+            say(f"  {'not bit for bit the same run' if other else 'changed'}: {difference}")
         if not self._keeps_model:
             self.release_model()
         return restored["state"], step

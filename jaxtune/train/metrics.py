@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtune import terminal
 from jaxtune.files import atomic_write
-from jaxtune.terminal import plain
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class MetricsLogger:
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
     ):
+        require_packages(tensorboard, wandb_project)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / JSONL
@@ -63,10 +64,8 @@ class MetricsLogger:
             raise ValueError(f"{self.path} is of another run: resume that one or choose another output folder")
         makers: dict[str, Callable[[], _Sink]] = {JSONL: lambda: _JsonlSink(self.path)}
         if tensorboard:
-            _require_package("tensorboardX", "metrics.tensorboard", "tensorboard")
             makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)
         if wandb_project is not None:
-            _require_package("wandb", "metrics.wandb_project", "wandb")
             makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
         self._sinks: dict[str, _Sink] = {}
         self._reported: set[str] = set()
@@ -159,6 +158,14 @@ class _WandbSink(_Sink):
         self._run.finish()
 
 
+def require_packages(tensorboard: bool, wandb_project: str | None) -> None:
+    """Imports what the loggers that are asked for need. Raises ValueError, with the key and how to install it."""
+    if tensorboard:
+        _require_package("tensorboardX", "metrics.tensorboard", "tensorboard")
+    if wandb_project is not None:
+        _require_package("wandb", "metrics.wandb_project", "wandb")
+
+
 def _require_package(package: str, key: str, extra: str) -> None:
     try:
         importlib.import_module(package)
@@ -231,10 +238,8 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
-        from rich.console import Console
-
         self.total_steps = total_steps
-        self.console = console if console is not None else Console(stderr=True)
+        self.console = console if console is not None else terminal.console(stderr=True)
         self._start_step, self._line_seconds = start_step, line_seconds
         self._first: tuple[int, float] | None = None  # step and time from which the speed counts: after the compile
         self._last_line_seconds = -math.inf
@@ -321,7 +326,7 @@ class Progress:
 
     def print(self, text: str) -> None:
         """A line of its own, above the bar on a terminal; never wrapped, cut or coloured."""
-        self.console.print(plain(text), soft_wrap=True)
+        self.console.print(terminal.plain(text), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         first_step, first_seconds = self._first or (step, now)

@@ -16,7 +16,7 @@ from rich.text import Text
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import not_quantized, parameters
 from jaxtune.models.stack import Fate
-from jaxtune.train.data.preview import preview
+from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.devices import Device
 from jaxtune.train.memory import Anatomy, Forecast, state_seconds
 from jaxtune.train.plan import residuals_text
@@ -79,12 +79,14 @@ def data_summary(trainer: Any) -> Text:
 def check(trainer: Any, model: Decoder, console: Console) -> None:
     """The report of --check: what would be trained, and one packed row with its loss mask."""
     batch = trainer.batches.batch_at(0)
+    colours = console.color_system is not None
+    how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     parts: list[RenderableType] = [
         trained_table(model),
         Text(),
         data_summary(trainer),
-        Text("\nOne packed row: trained tokens stand out, the rest is dim.\n"),
-        preview(batch, trainer.tokenizer, 0),
+        Text(f"\nOne packed row: what is trained is {how}, the rest is only read.\n"),
+        preview(batch, trainer.tokenizer, 0, marks=not colours),
     ]
     console.print(Group(*parts))
 

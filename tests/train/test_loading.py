@@ -24,7 +24,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.train import app
-from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, QatConfig
+from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.loop import Trainer
 from jaxtune.train.program_cache import use_program_cache
 from tests.train.test_loop import assert_same
@@ -139,7 +139,9 @@ def command_config(folder: Path, **changes):
         adapter=AdapterConfig(r=2),
         steps=2,
     )
-    return make_config(folder.parent / "run", **(settings | changes))
+    return make_config(
+        folder.parent / "OUT[/b]\x1b[2J", **(settings | changes)
+    )  # a name that rich or a terminal may read
 
 
 @pytest.mark.parametrize("load_in", [None, "nf4"])
@@ -153,7 +155,7 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     assert shapes(ahead) == shapes(app._adapted(pretrained.load(), wanted))
 
 
-def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch):
+def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch, capsys):
     """The start values of the adapter are freed once they are copied."""
     starts: list[weakref.ref] = []
     real = app.get_peft_model
@@ -175,6 +177,8 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
     monkeypatch.setattr(app, "Trainer", Watched)
     config = command_config(folder)
     assert app.run(config) == 0
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err and r"OUT[/b]\x1b[2J/merged" in printed.out
     assert starts and alive == [0]
     trained, _ = from_pretrained(Path(config.output) / "merged", dtype="float32")
     base, _ = from_pretrained(folder, dtype="float32")
@@ -184,6 +188,14 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
 
 def _weights(model):
     return [(name, linear.weight) for name, linear in linears(model)]
+
+
+@pytest.mark.parametrize("how", [{}, {"check": True}, {"plan": True}])
+def test_a_package_that_is_missing_is_found_before_anything_is_read(how, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    config = command_config(tmp_path / "no model is here", metrics=MetricsConfig(tensorboard=True))
+    with pytest.raises(ValueError, match=r"metrics\.tensorboard needs tensorboardX"):
+        app.run(config, **how)
 
 
 def test_a_check_does_not_wait_for_the_weights(folder, monkeypatch):

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import weakref
@@ -478,6 +479,8 @@ def test_the_reports_of_check_and_plan(tmp_path):
     console = Console(file=io.StringIO(), width=200, soft_wrap=True)
     report.check(trainer, model, console)
     text = console.file.getvalue()
+    assert re.search("\u27e6 ?I am a bot", text)  # no colours: brackets
+    assert "what is trained is between \u27e6 and \u27e7" in text
     trainable, total = report.parameter_counts(model)
     assert trainable == 2 * 2 * (16 + 16) + 2 * (16 + 24) + 3 * (16 + 24)
     assert f"Trained: {trainable:,} of {total:,} parameters" in text

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxtune import terminal
 from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, Documents, Overflow, PackedRows, PackingReport
@@ -177,9 +178,7 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """A progress bar where somebody watches a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield from chunks
         return
