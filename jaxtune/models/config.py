@@ -127,6 +127,17 @@ class DecoderConfig:
                 raise ValueError(f"layer {index} names rotary base {layer.rotary}; there are {len(self.rotary)}")
 
     @property
+    def context_length(self) -> int:
+        """Positions that the model was made for: max_position_embeddings, or more where a rotary base is stretched
+        beyond it (yarn: factor times the original context)."""
+        stretched = (
+            int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
+            for rope in self.rotary
+            if rope.kind == "yarn"
+        )
+        return max(self.max_position_embeddings, *stretched, 0)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

@@ -23,9 +23,10 @@ from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
+from jaxtune.terminal import printable
 from jaxtune.train import devices, memory, report
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data.formats import normalize
+from jaxtune.train.data.formats import RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
 from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
@@ -109,7 +110,11 @@ def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
     for row in read_rows(open_sources(config.data.eval), config.data.format):
         if row.value is None:
             continue
-        example = normalize(row.value, row.format)
+        example = attempt(normalize, row.value, row.format)
+        if isinstance(example, RowError):
+            if config.data.on_bad_row == "skip":
+                continue
+            raise ValueError(f"{printable(row.place)}: {printable(example)}")
         if example.messages and example.messages[-1]["role"] == "assistant":
             rows.append({"messages": list(example.messages)})
         if len(rows) == limit:

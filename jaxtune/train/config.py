@@ -126,6 +126,10 @@ class DataConfig:
     )
     response_part: Annotated[str | None, "Text that opens an assistant turn; goes with data.instruction_part."] = None
     last_response_only: Annotated[bool, "Train on the last response of a conversation only."] = False
+    mask_spans: Annotated[
+        tuple[tuple[str, str], ...] | None,
+        "Spans of responses that are not trained on, as [opening, closing], e.g. [[<think>, </think>]].",
+    ] = None
     length: Annotated[int, "Tokens in a row."] = 2048
     packing: Annotated[bool, "Fill rows with several whole documents; false: one padded document a row."] = True
     overflow: Annotated[Literal["truncate", "split", "error"], "Documents longer than data.length."] = "truncate"
@@ -152,6 +156,11 @@ class DataConfig:
                 _require(
                     self.train_on == "responses", f"data.{key}", getattr(self, key), "needs data.train_on=responses"
                 )
+        for pair in self.mask_spans or ():
+            _require(
+                all(part.strip() for part in pair), "data.mask_spans", self.mask_spans,
+                "an opening and a closing must not be empty, as in [[<think>, </think>]]",
+            )  # fmt: skip
         if self.last_response_only:
             _require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
 

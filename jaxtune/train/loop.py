@@ -48,6 +48,7 @@ _ROW_OPTIONS = (
     "instruction_part",
     "response_part",
     "last_response_only",
+    "mask_spans",
     "length",
     "packing",
     "overflow",
@@ -250,7 +251,7 @@ class Trainer:
 
         def load(rows, max_rows):
             prepared = opened(rows, max_rows)
-            limit = self._given.config.max_position_embeddings
+            limit = self._given.config.context_length
             longest = min(data.length, int(prepared.documents.lengths.max()))
             if longest > limit:  # a longer row is fine: positions restart with each document
                 raise ValueError(

@@ -16,6 +16,7 @@ from rich.text import Text
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import not_quantized, parameters
 from jaxtune.models.stack import Fate
+from jaxtune.terminal import printable
 from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.devices import Device
 from jaxtune.train.memory import Anatomy, Forecast, state_seconds
@@ -63,17 +64,23 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def data_summary(trainer: Any) -> Text:
-    """What became of the rows."""
-    lines = [f"training rows: {trainer.train_data.report}"]
-    if trainer.eval_data is not None:
-        lines.append(f"evaluation rows: {trainer.eval_data.report}")
-    for data in (trainer.train_data, trainer.eval_data):
-        if data is not None and data.summary.bad_rows:
-            shown = "; ".join(data.summary.offenders[:3])
-            lines.append(f"left out (data.on_bad_row: skip): {data.summary.bad_rows:,} rows, first {shown}")
+    """What became of the rows, and what somebody should know of them before training."""
+    train, held_out = trainer.train_data, trainer.eval_data
+    lines = [f"training rows: {train.report}"]
+    warnings = train.warnings()
+    if held_out is not None:
+        lines.append(f"evaluation rows: {held_out.report}")
+        # Rows taken out of the training file were counted with it.
+        warnings += [f"evaluation rows: {line}" for line in held_out.warnings() if line not in warnings]
+    length, context = trainer.config.data.length, trainer._given.config.context_length
+    if length > context:
+        warnings.append(
+            f"data.length = {length:,} is more than the {context:,} positions that the model was made for: rows hold "
+            f"several documents, none of which may be longer than {context:,} tokens"
+        )
     per_epoch = trainer.batches.steps_per_epoch
-    lines.append(f"{trainer.total_steps:,} steps; {per_epoch:,} in an epoch of {len(trainer.train_data.rows):,} rows")
-    return Text("\n".join(lines))
+    lines.append(f"{trainer.total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")
+    return Text("\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)]))
 
 
 def check(trainer: Any, model: Decoder, console: Console) -> None:

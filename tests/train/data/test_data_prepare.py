@@ -76,7 +76,7 @@ MARKERS = {"instruction_part": "### Instruction:\n", "response_part": "### Respo
         ([CHAT], {"overflow": "wrap"}, "data.overflow must be one of truncate, split, error, got 'wrap'"),
         ([CHAT], {"template": "nope"}, "data.template='nope' is not known"),
         ([CHAT], {"response_part": "x"}, "data.instruction_part is missing"),
-        ([{"body": 1}], {}, "rows: columns body fit no known form"),
+        ([{"body": 1}], {}, "rows:1: columns body fit no known form"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(tokenizer, rows, options, message):
