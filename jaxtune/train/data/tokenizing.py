@@ -2,6 +2,7 @@
 
 A text longer than a window is tokenised window by window. Neighbouring windows overlap, and are joined where both
 have the same token at the same place, away from the edges of both: there they agree with the text tokenised whole.
+(But for a repetition longer than the overlap, whose tokens may then begin at another of its periods.)
 """
 
 from __future__ import annotations
