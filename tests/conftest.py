@@ -21,7 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
 
 # The same examples on every run: a test that fails here fails everywhere.
 hypothesis.settings.register_profile("jaxtune", derandomize=True, database=None, deadline=None, max_examples=30)
-hypothesis.settings.load_profile("jaxtune")
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=3000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "jaxtune"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import IO, Any
 
+from jaxtune.terminal import printable
 from jaxtune.train.data.formats import FORMATS, RowError, detect_format
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -320,7 +322,7 @@ def _read_csv(file: Path) -> Iterator[Row]:
                 return
             except csv.Error as error:
                 yield Row(str(file), number, None, error=f"bad CSV: {error}")
-                if source.gi_frame is None:  # ended by its own error: go on after the line that is too long
+                if inspect.getgeneratorstate(source) == inspect.GEN_CLOSED:  # go on after a line that is too long
                     before, source = number, lines(stream)
                     reader = csv.reader(source, strict=True)
                 continue
@@ -371,7 +373,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
                         raise refusal
                     yield row
     except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file}: not a readable Parquet file: {error}") from None
+        raise ValueError(f"{file}: not a readable Parquet file: {printable(error).strip()}") from None
 
 
 def _read_list(values: list[Any]) -> Iterator[Row]:
@@ -386,5 +388,7 @@ def _read_dataset(dataset: Any, name: str) -> Iterator[Row]:
         except StopIteration:
             return
         except Exception as error:  # each kind of column has a decoder of its own, with errors of its own
-            raise ValueError(f"{name}: row {number} cannot be read: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{name}: row {number} cannot be read: {type(error).__name__}: {printable(error)}"
+            ) from error
         yield _object(name, number, value)
