@@ -42,18 +42,9 @@ from jaxtune.train.watch import Watch
 
 # What config.data says of how rows become tokens and packed rows.
 _ROW_OPTIONS = (
-    "format",
-    "template",
-    "train_on",
-    "instruction_part",
-    "response_part",
-    "last_response_only",
-    "mask_spans",
-    "length",
-    "packing",
-    "overflow",
-    "on_bad_row",
-)
+    "format", "template", "train_on", "instruction_part", "response_part", "last_response_only", "mask_spans", "length",
+    "packing", "overflow", "on_bad_row",
+)  # fmt: skip
 
 # Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
 # rows lie may change: their content is compared. So may where optimizer states lie.
