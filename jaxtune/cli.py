@@ -29,7 +29,7 @@ USER_ERROR = 2
 def console(arguments: Sequence[str] | None = None) -> int:
     """`main` in a process of its own."""
     # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses. It is
-    # hidden until transformers has looked (hf.load_tokenizer).
+    # hidden until transformers has looked (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     return main(arguments)
 
@@ -191,7 +191,13 @@ def generate(arguments: Sequence[str]) -> None:
     model, tokenizer = _load(options.model, options.dtype)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
-    if options.raw or not getattr(tokenizer, "chat_template", None):
+    templated = bool(tokenizer.chat_template)
+    if not options.raw and not templated:
+        print(
+            f"jaxtune: note: {options.model} has no chat template: the prompt is given as it stands (--raw says so)",
+            file=sys.stderr,
+        )
+    if options.raw or not templated:
         prompts = [tokenizer(prompt)["input_ids"] for prompt in options.prompt]
     else:
         chats = [[{"role": "user", "content": prompt}] for prompt in options.prompt]
@@ -386,7 +392,9 @@ def _base_of(folder: str) -> str | None:
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
         return None
-    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    from jaxtune.models.adapter_files import read_adapter_config
+
+    base = read_adapter_config(Path(folder)).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
     return base
@@ -398,7 +406,11 @@ def _load(name: str, dtype: str):
 
     base = _base_of(name)
     model, tokenizer = jaxtune.from_pretrained(base or name, dtype=dtype)
-    return (jaxtune.load_adapter(model, name) if base else model), tokenizer
+    if base is None:
+        return model, tokenizer
+    from jaxtune.models.model_folder import load_tokenizer
+
+    return jaxtune.load_adapter(model, name), load_tokenizer(Path(name)) or tokenizer
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {

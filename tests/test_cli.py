@@ -318,6 +318,25 @@ def test_generate_puts_prompts_into_the_chat_template(tmp_path, capsys):
     assert two == f"--- w1 w2\n{first}\n--- w3\n{second}\n"
 
 
+def test_generate_takes_the_template_beside_the_adapter(tmp_path, capsys):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    jaxtune.save_pretrained(tiny_model(), base, tokenizer=word_tokenizer(None))
+    model = jaxtune.get_peft_model(jaxtune.from_pretrained(base, dtype="float32")[0], r=2)
+    jaxtune.save_adapter(model, adapter, word_tokenizer("w7 {{ messages[0]['content'] }} w8"))
+
+    def output(folder: Path, *flags: str) -> tuple[str, str]:
+        arguments = ["generate", str(folder), "--prompt", "w1 w2", "--max-new-tokens", "5", "--dtype", "float32"]
+        assert cli.main([*arguments, *flags]) == 0
+        return capsys.readouterr()
+
+    [chat, raw] = jaxtune.generate(model, [[7, 1, 2, 8]], 5) + jaxtune.generate(model, [[1, 2]], 5)
+    words = [" ".join(f"w{i}" for i in answer if i != 0) + "\n" for answer in (chat, raw)]
+    assert output(adapter) == (words[0], "")
+    assert output(base)[0] == words[1]
+    assert "base has no chat template: the prompt is given as it stands" in output(base)[1]
+    assert output(base, "--raw")[1] == ""
+
+
 def test_generate_needs_a_tokenizer(tmp_path, capsys):
     jaxtune.save_pretrained(tiny_model(), tmp_path / "model")
     assert cli.main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 2

@@ -18,9 +18,10 @@ import jax
 from jaxtune import terminal
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import Pretrained, find_config, load_tokenizer, model_from_config, save_pretrained
+from jaxtune.models.hf import Pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
+from jaxtune.models.model_folder import find_config, load_tokenizer
 from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
 from jaxtune.terminal import printable
@@ -170,7 +171,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
             return EXIT_SAVED
     if measure and config.evaluation.at_end:
         results["after"] = answer(model, tokenizer, config, console, "after training")
-    export(model, tokenizer, config, trainer.output, console)
+    export(model, trainer.tokenizer, config, trainer.output, console)
     evaluations = [line["eval_loss"] for line in trainer.history if "eval_loss" in line]
     if evaluations:
         results["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
@@ -239,7 +240,7 @@ def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, co
     """Writes the adapter first (it cannot fail late), then the whole model; what is there already is left alone."""
     adapted = has_adapter(model)
     if adapted and config.export.adapter:
-        _once(output / ADAPTER, lambda folder: save_adapter(model, folder), console)
+        _once(output / ADAPTER, lambda folder: save_adapter(model, folder, tokenizer), console)
         if qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
     if config.export.merged:

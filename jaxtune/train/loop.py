@@ -28,6 +28,7 @@ from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatibl
 from jaxtune.train.config import OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.flops import flop_counter, sum_squared_documents
 from jaxtune.train.loss import router_losses
 from jaxtune.train.memory import COMPUTE_DTYPES
@@ -129,8 +130,7 @@ class Trainer:
     Args:
       model: a Decoder; its `nnx.Param`s are what trains (see get_peft_model, or everything for full fine-tuning).
       tokenizer: its Hugging Face tokenizer.
-      config: a TrainConfig. Its `model` and `adapter` say where the model came from and are not applied; `adapter` and
-        `model.load_in` are recorded as the model has them (see recorded_config).
+      config: a TrainConfig; its `model` and `adapter` are not applied but recorded, as the model is: recorded_config.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
         that config.data names.
       keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
@@ -140,8 +140,9 @@ class Trainer:
       profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
         only if config asks for steps, `profile` in the output folder.
 
-    Attributes: `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`,
-    the metrics of every logged step as dicts.
+    Attributes: `tokenizer` (with the chat template that rows are rendered by), `train_data`, `eval_data`
+    (TokenDataset), `output` (Path), `total_steps`, and after train() `history`, the metrics of every logged step as
+    dicts.
     """
 
     def __init__(
@@ -155,10 +156,9 @@ class Trainer:
         keeps_model: bool = True,
         weights: Future[Decoder] | None = None,
     ):
-        # What the model is, not what the caller's config says of it: it is what is recorded.
-        self.config = config = recorded_config(config, model)
+        self.config = config
         self._keeps_model = keeps_model
-        self.tokenizer = tokenizer
+        self.tokenizer = trained_tokenizer(tokenizer, config.data.template)
         self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
@@ -169,7 +169,7 @@ class Trainer:
         self.qat = qat_spec(model)
         if not jax.tree.leaves(self._trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
-
+        self.config = config = recorded_config(config, model)
         self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
         if config.steps is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -23,8 +24,10 @@ from tiny_models import tiny_model
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
+from jaxtune.train.data.templates import PACKAGED_TEMPLATES
 from jaxtune.train.loop import Trainer
 from jaxtune.train.program_cache import use_program_cache
 from tests.train.test_loop import assert_same
@@ -175,11 +178,17 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
 
     monkeypatch.setattr(app, "get_peft_model", adapted)
     monkeypatch.setattr(app, "Trainer", Watched)
-    config = command_config(folder)
+    rows = dataclasses.replace(command_config(folder).data, template="alpaca")
+    config = command_config(folder, data=rows)
     assert app.run(config) == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err and r"OUT[/b]\x1b[2J/merged" in printed.out
     assert starts and alive == [0]
+    for name in ("adapter", "merged"):  # what a model was trained with travels with it
+        tokenizer = load_tokenizer(Path(config.output) / name)
+        assert tokenizer.chat_template == PACKAGED_TEMPLATES["alpaca"]
+        assert tokenizer("w1 w2")["input_ids"] == load_tokenizer(folder)("w1 w2")["input_ids"]
+    assert load_tokenizer(folder).chat_template is None
     trained, _ = from_pretrained(Path(config.output) / "merged", dtype="float32")
     base, _ = from_pretrained(folder, dtype="float32")
     moved = [(a[...] != b[...]).any() for (_, a), (_, b) in zip(_weights(trained), _weights(base), strict=True)]
@@ -255,7 +264,7 @@ def test_the_command_imports_no_torch(folder, tmp_path):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
     script = (
         "import sys; from importlib.util import find_spec; from pathlib import Path; from jaxtune import cli\n"
-        "cli.console(['--help']); from jaxtune.models.hf import load_tokenizer\n"
+        "cli.console(['--help']); from jaxtune.models.model_folder import load_tokenizer\n"
         f"tokenizer = load_tokenizer(Path({str(folder)!r})); assert 'torch' not in sys.modules and find_spec('torch')\n"
         "print(tokenizer.decode(tokenizer(['w3'])['input_ids'][0]))"
     )

@@ -12,6 +12,7 @@ template's structure even where markers are given: what somebody typed opens no 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -141,6 +142,18 @@ def _turn_end(tokenizer: Any, name: str) -> str | None:
 def _names_that_fit(tokenizer: Any) -> str:
     """What to set instead, as the beginning of "NAME, or the path of": only what this tokenizer can use."""
     return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
+
+
+def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
+    """The tokenizer that belongs to a model trained with data.template: a copy whose own chat template that is.
+
+    The tokenizer as it is where template is None, or there is no tokenizer (rows that were prepared before).
+    """
+    if template is None or tokenizer is None:
+        return tokenizer
+    trained = copy.copy(tokenizer)
+    trained.chat_template = resolve_template(tokenizer, template)
+    return trained
 
 
 class RowEncoder:
