@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxtune.models import values
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -29,6 +31,28 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
 
+    def __post_init__(self):
+        values.number("rope_theta", self.theta, above=1)
+        for key in ("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            values.positive(key, getattr(self, key))
+        if self.partial_rotary_factor > 1:
+            raise ValueError(f"partial_rotary_factor = {self.partial_rotary_factor}: must be at most 1, the whole head")
+        values.whole("original_max_position_embeddings", self.original_max_position_embeddings, least=0)
+        for key in ("short_factor", "long_factor"):
+            values.items(key, getattr(self, key), values.positive)
+        if self.attention_factor is not None:
+            values.positive("attention_factor", self.attention_factor)
+        values.boolean("truncate", self.truncate)
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = {self.low_freq_factor}"
+            )
+        original = self.original_max_position_embeddings
+        if self.kind == "longrope" and original == 1:
+            raise ValueError(
+                "original_max_position_embeddings = 1: longrope's attention factor divides by its logarithm"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
@@ -40,6 +64,10 @@ class LayerSpec:
 
     window: int | None = None
     rotary: int | None = 0
+
+    def __post_init__(self):
+        if self.window is not None:
+            values.whole("sliding_window", self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +97,13 @@ class MoEConfig:
     output_router_logits: bool = False
 
     def __post_init__(self):
-        if not 0 < self.experts_per_token <= self.num_experts:
+        for key in ("num_experts", "experts_per_token", "expert_size"):
+            values.whole(key, getattr(self, key))
+        if self.swiglu_limit is not None:
+            values.positive("swiglu_limit", self.swiglu_limit)
+        values.number("swiglu_alpha", self.swiglu_alpha)
+        values.not_negative("router_aux_loss_coef", self.router_aux_loss_coef)
+        if self.experts_per_token > self.num_experts:
             raise ValueError(f"num_experts_per_tok {self.experts_per_token} of {self.num_experts} experts")
 
 
@@ -118,6 +152,23 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self):
+        counts = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"):
+            counts[key] = getattr(self, key)
+        for key, value in counts.items():
+            values.whole(key, value)
+        values.whole("num_hidden_layers", len(self.layers), most=values.MOST_LAYERS)
+        for key in ("attention_scale", "embedding_scale"):
+            values.positive(key, getattr(self, key))
+        values.positive("rms_norm_eps", self.norm_eps)
+        values.number("norm_offset", self.norm_offset)
+        values.not_negative("initializer_range", self.initializer_range)
+        for key, cap in (
+            ("attn_logit_softcapping", self.attention_soft_cap),
+            ("final_logit_softcapping", self.final_soft_cap),
+        ):
+            if cap is not None:
+                values.positive(key, cap)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"

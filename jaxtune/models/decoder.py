@@ -18,7 +18,9 @@ from jaxtune.pallas.routing import RouterSums
 
 
 class Embedding(nnx.Module):
-    """weight [vocab, hidden]."""
+    """weight [vocab, hidden]. original: of one that trains beside adapters (modules_to_save), what it began with."""
+
+    original: nnx.Variable | None = None
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         shape = (config.vocab_size, config.hidden_size)

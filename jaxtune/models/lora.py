@@ -5,7 +5,6 @@ Functions return a new module that shares the frozen arrays; the argument is nev
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import values
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.expressions import matching
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
 from jaxtune.models.moe import ExpertLinear, ExpertLora, MoE
 from jaxtune.pallas.quant_matmul import dense
@@ -66,19 +67,23 @@ def name_matches(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def pattern_value(patterns: Mapping[str, float], name: str, default):
-    """PEFT's rule for rank_pattern and alpha_pattern: a key is a regular expression over the end of the name."""
+def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """{name: value} of the names that a pattern matches, the first one that does.
+
+    PEFT's rule for rank_pattern and alpha_pattern: a pattern is a regular expression over the end of the name.
+    """
+    found: dict[str, float] = {}
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+        ends = [end for name in names if name not in found for end in _ends(name)]
+        matched = set(matching(key, pattern, ends))
+        found |= {name: value for name in names if name not in found and not matched.isdisjoint(_ends(name))}
+    return found
 
 
-def _require_expression(key: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+def _ends(name: str) -> list[str]:
+    """The whole name, and what follows each of its dots."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) -> list[str]:
@@ -95,8 +100,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str]) ->
     if not target_modules:
         raise ValueError(f"target_modules is empty: name at least one of {', '.join(known)}, or 'all-linear'")
     if isinstance(target_modules, str):
-        _require_expression("target_modules", target_modules)
-        chosen = [name for name in names if re.fullmatch(target_modules, name)]
+        chosen = matching("target_modules", target_modules, names)
         if not chosen:
             raise ValueError(
                 f"target_modules {target_modules!r} matches no linear; it is a regular expression over names such as "
@@ -151,15 +155,16 @@ def _chosen(
     if target_modules or not parameters:
         chosen = select_targets([name for name, _ in linears(model)], target_modules)
     chosen += parameters
-    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
-        for pattern, value in patterns.items():
-            _require_expression(key, pattern)
-            if value <= 0:
-                raise ValueError(f"{key}: {pattern!r}: {value} must be greater than 0")
-            if not any(pattern_value({pattern: 1}, name, 0) for name in chosen):
+    given = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
+    found = []
+    for key, (patterns, check) in given.items():
+        for pattern, value in (patterns or {}).items():
+            check(f"{key}: {pattern!r}", value)
+            if not pattern_values(key, {pattern: value}, chosen):
                 raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
-    return {name: (pattern_value(ranks, name, r), pattern_value(alphas, name, lora_alpha)) for name in chosen}
+        found.append(pattern_values(key, patterns or {}, chosen))
+    ranks, alphas = found
+    return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in chosen}
 
 
 def get_peft_model(
@@ -194,8 +199,8 @@ def get_peft_model(
     Raises:
       ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; adapters there already.
     """
-    if not isinstance(r, int) or r < 1:
-        raise ValueError(f"r = {r}: the rank must be a positive integer")
+    values.whole("r", r)
+    values.positive("lora_alpha", lora_alpha)
     if not 0.0 <= lora_dropout < 1.0:
         raise ValueError(f"lora_dropout = {lora_dropout}: must be at least 0 and below 1")
     if has_adapter(model):
@@ -223,8 +228,34 @@ def get_peft_model(
             raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {', '.join(_SAVABLE)}")
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
-            holder.weight = nnx.Param(holder.weight.get_value().astype(jnp.float32))
+            holder.original = holder.weight
+            holder.weight = nnx.Param(holder.original.get_value().astype(jnp.float32))
     return model
+
+
+def without_adapter(model: Decoder) -> Decoder:
+    """The model with its adapter off: what it was before get_peft_model or load_adapter.
+
+    Adapters of linears and experts are left out, DoRA's magnitudes with them; modules_to_save have the weights that
+    they began with; a model prepared for QAT computes with weights that are not rounded. Weights in four bits stay so.
+
+    Returns:
+      a new model, all frozen, that shares every array with `model`: it costs no memory, and training `model` does not
+      change it.
+    Raises:
+      ValueError: no adapter: of a model that was trained whole nothing is left to go back to.
+    """
+    if not has_adapter(model):
+        raise ValueError("without_adapter: this model has no adapter to leave out; load its base (from_pretrained)")
+    model = copy_structure(model)
+    for _, matrix in matrices(model):
+        matrix.lora = nnx.data(None)
+        if isinstance(matrix, Linear):
+            matrix.fake_quant = None
+    for holder in (model.embedding, model.head):
+        if holder is not None and holder.original is not None:
+            holder.weight, holder.original = holder.original, None
+    return freeze(model)
 
 
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
