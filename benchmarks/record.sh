@@ -31,6 +31,8 @@ part_nf4_32b() {
         --steps 5 --cache "$(mktemp -d)" --output "$1/step_qwen3_32b_nf4_4x2048.json"
 }
 limit[nf4_32b]=240
+part_throughput() { $python benchmarks/train/throughput.py --output "$1/throughput.json"; }
+limit[throughput]=240
 part_startup() { $python benchmarks/train/startup.py --output "$1/startup_8b.json"; }
 limit[startup]=240
 part_pair() {

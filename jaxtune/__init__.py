@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
     from jaxtune.models.generate import generate
     from jaxtune.models.hf import from_pretrained, save_pretrained
-    from jaxtune.models.lora import get_peft_model
+    from jaxtune.models.lora import get_peft_model, without_adapter
     from jaxtune.models.merge import merge_adapter
     from jaxtune.train.config import TrainConfig
     from jaxtune.train.loop import Trainer
@@ -35,6 +35,7 @@ __all__ = [
     "merge_adapter",
     "save_adapter",
     "save_pretrained",
+    "without_adapter",
 ]
 
 _MODULE_OF = {
@@ -49,6 +50,7 @@ _MODULE_OF = {
     "merge_adapter": "jaxtune.models.merge",
     "save_adapter": "jaxtune.models.adapter_files",
     "save_pretrained": "jaxtune.models.hf",
+    "without_adapter": "jaxtune.models.lora",
 }
 _SUBMODULES = ("compat", "models", "pallas", "profile", "train")
 

@@ -1,21 +1,27 @@
 """The console command: thin functions over the Python API.
 
-A mistake of the user is one clear line on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows where it came from. Any
-other exception is a fault of ours or of a library and keeps its traceback.
+A mistake of the user, and a want of memory, is one clear line on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows
+where it came from. Any other exception is a fault of ours or of a library and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import functools
 import json
+import logging
 import os
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from jaxtune import terminal
+from jaxtune.terminal import say
 
 USER_ERROR = 2
 
@@ -23,7 +29,7 @@ USER_ERROR = 2
 def console(arguments: Sequence[str] | None = None) -> int:
     """`main` in a process of its own."""
     # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses. It is
-    # hidden until transformers has looked (hf.load_tokenizer).
+    # hidden until transformers has looked (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     return main(arguments)
 
@@ -31,8 +37,10 @@ def console(arguments: Sequence[str] | None = None) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if logging.lastResort is not None:  # which shows what libraries and we warn of
+        logging.lastResort.setFormatter(terminal.PrintableFormatter())
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        _print_usage()
         return 0 if arguments else USER_ERROR
     name, *rest = arguments
     if name not in _COMMANDS:
@@ -44,14 +52,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, ArithmeticError, OSError) as error:
-        if os.environ.get("JAXTUNE_TRACEBACK") == "1" or not _is_user_error(error):
+    except (ValueError, ArithmeticError, OSError, MemoryError, RuntimeError) as error:
+        message = _out_of_memory(error) or (str(error) if _is_user_error(error) else None)
+        if os.environ.get("JAXTUNE_TRACEBACK") == "1" or message is None:
             raise
-        return _fail(str(error))
+        return _fail(message)
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """What to tell of an error that says that memory ran out, of the host or of the device; None of any other."""
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        what = f" ({first_line})" if first_line else ""
+        return (
+            f"out of host memory{what}: this machine has {pages * page / 1e9:.1f} GB. A smaller model, "
+            "model.load_in=nf4, fewer data.num_workers or fewer other programs need less"
+        )
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
+        return f"out of device memory ({first_line}): a smaller or quantised model, or shorter inputs, need less"
+    return None
 
 
 def _is_user_error(error: Exception) -> bool:
     """Whether jaxtune itself raised it, with a message for the user, or the system refused a file."""
+    if isinstance(error, RuntimeError):
+        return False
     if isinstance(error, OSError):
         return error.filename is not None
     raised_in = ""
@@ -62,16 +88,37 @@ def _is_user_error(error: Exception) -> bool:
 
 def _fail(message: str) -> int:
     for line in message.splitlines():
-        print(f"jaxtune: error: {line}", file=sys.stderr)
+        say(f"jaxtune: error: {line}", file=sys.stderr)
     return USER_ERROR
 
 
-def _usage() -> str:
-    lines = [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in _COMMANDS.items()]
-    return "usage: jaxtune COMMAND ...\n\n" + "\n".join(lines) + "\n\n'jaxtune COMMAND --help' says more."
+def _print_usage() -> None:
+    """Every command with the first paragraph of its docstring, which is one sentence or two."""
+    summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in _COMMANDS.items()}
+    say("usage: jaxtune COMMAND ...\n")
+    _print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])
+    say("\n'jaxtune COMMAND --help' says more.")
+
+
+def _wide_console() -> Any:
+    """As wide as the terminal; in a pipe or a file, as wide as is good to read."""
+    return terminal.console(width=None if sys.stdout.isatty() else 140)
+
+
+def _print_columns(rows: Sequence[tuple[str, str]]) -> None:
+    """Two columns, the first as wide as it must be."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, meaning in rows:
+        table.add_row(f"  {name}", meaning)
+    _wide_console().print(table)
 
 
 def _parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    description = " ".join((description or "").split())
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 
 
@@ -105,19 +152,17 @@ def train(arguments: Sequence[str]) -> int | None:
 
 
 def _print_train_help() -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from jaxtune.train.config_file import config_keys, packaged_recipes, recipe_summary
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = _wide_console()
     console.print(
         "usage: python -m jaxtune.train RECIPE [key.sub=value ...] [--check | --plan]\n\n"
         "RECIPE is a YAML file or the name of a packaged recipe. Overrides win over it; their values are YAML.\n\n"
         "  --check   read config, tokenizer and data, show what would be trained and one packed row, then stop\n"
         "  --plan    show the plan: memory and speed, here or on the device plan.device names, then stop\n"
-        "  --help    show this\n",
-        markup=False,
+        "  --help    show this\n"
     )
     recipes = Table(title="Packaged recipes", title_justify="left", box=None, show_header=False)
     for name, path in packaged_recipes().items():
@@ -125,7 +170,7 @@ def _print_train_help() -> None:
     console.print(recipes)
     keys = Table("key", "type", "default", "meaning", title="\nKeys", title_justify="left", box=None)
     for key in config_keys():
-        keys.add_row(key.name, *(text.replace("[", r"\[") for text in (key.type, key.default, key.help)))
+        keys.add_row(key.name, key.type, key.default, key.help)
     console.print(keys)
 
 
@@ -146,7 +191,13 @@ def generate(arguments: Sequence[str]) -> None:
     model, tokenizer = _load(options.model, options.dtype)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
-    if options.raw or not getattr(tokenizer, "chat_template", None):
+    templated = bool(tokenizer.chat_template)
+    if not options.raw and not templated:
+        print(
+            f"jaxtune: note: {options.model} has no chat template: the prompt is given as it stands (--raw says so)",
+            file=sys.stderr,
+        )
+    if options.raw or not templated:
         prompts = [tokenizer(prompt)["input_ids"] for prompt in options.prompt]
     else:
         chats = [[{"role": "user", "content": prompt}] for prompt in options.prompt]
@@ -159,8 +210,8 @@ def generate(arguments: Sequence[str]) -> None:
     )
     for prompt, answer in zip(options.prompt, answers, strict=True):
         if len(options.prompt) > 1:
-            print(f"--- {prompt}")
-        print(tokenizer.decode(answer, skip_special_tokens=True))
+            say(f"--- {prompt}")
+        say(tokenizer.decode(answer, skip_special_tokens=True))
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -175,7 +226,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     config = load_config(options.recipe, options.overrides)
     from jaxtune.train.app import evaluate as evaluate_config
 
-    print(json.dumps(evaluate_config(config), indent=2))
+    say(json.dumps(evaluate_config(config), indent=2))
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -192,7 +243,7 @@ def export(arguments: Sequence[str]) -> None:
 
     model, tokenizer = _load(options.adapter, options.dtype)
     jaxtune.save_pretrained(jaxtune.merge_adapter(model), options.output, tokenizer=tokenizer)
-    print(f"merged model: {options.output}")
+    say(f"merged model: {options.output}")
 
 
 def profile(arguments: Sequence[str]) -> int | None:
@@ -216,7 +267,7 @@ def profile(arguments: Sequence[str]) -> int | None:
     from jaxtune import profile as profiling
 
     if options.command == "ceilings":
-        print(json.dumps(profiling.ceilings(remeasure=options.remeasure).to_dict(), indent=2))
+        say(json.dumps(profiling.ceilings(remeasure=options.remeasure).to_dict(), indent=2))
         return None
     too_slow = False
     if options.command == "show":
@@ -229,7 +280,7 @@ def profile(arguments: Sequence[str]) -> int | None:
         Path(options.json).write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     if options.html:
         Path(options.html).write_text(result.to_html(), encoding="utf-8")
-    print(result.to_text(width=shutil.get_terminal_size((140, 40)).columns), end="")
+    say(result.to_text(width=shutil.get_terminal_size((140, 40)).columns), end="")
     return int(too_slow)
 
 
@@ -256,7 +307,7 @@ def info(arguments: Sequence[str]) -> None:
     if options.kernels:
         from jaxtune.pallas.report import kernel_choices
 
-        print("\n\n".join(choice.to_text() for choice in kernel_choices()))
+        say("\n\n".join(choice.to_text() for choice in kernel_choices()))
         return
     import platform
     from importlib import metadata
@@ -266,25 +317,27 @@ def info(arguments: Sequence[str]) -> None:
     from jaxtune import __version__
     from jaxtune.train.config_file import packaged_recipes, recipe_summary
 
-    print(f"jaxtune          {__version__}")
-    print(f"python           {platform.python_version()}")
+    versions = [("jaxtune", __version__), ("python", platform.python_version())]
     for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "jax-triton"):
         try:
-            print(f"{name:<17}{metadata.version(name)}")
+            versions.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
-            print(f"{name:<17}not installed")
-    print("\ndevices")
+            versions.append((name, "not installed"))
+    say("versions")
+    _print_columns(versions)
+    say("\ndevices")
     for device in jax.devices():
         memory_bytes = (device.memory_stats() or {}).get("bytes_limit")
-        print(f"  {device.device_kind}" + (f", {memory_bytes / 1e9:.1f} GB" if memory_bytes else ""))
-    print("\nrecipes")
-    for name, path in packaged_recipes().items():
-        print(f"  {name:<12} {recipe_summary(path)}")
+        say(f"  {device.device_kind}" + (f", {memory_bytes / 1e9:.1f} GB" if memory_bytes else ""))
+    say("\nrecipes")
+    _print_columns([(name, recipe_summary(path)) for name, path in packaged_recipes().items()])
 
 
 def tune(arguments: Sequence[str]) -> None:
-    """Measure the blocks of the kernels on this GPU and keep the fastest: attention's for your shapes, those of
-    grouped_matmul (experts) for gpt-oss-20b's and Qwen3-30B-A3B's."""
+    """Measure the blocks of the kernels on this GPU and keep the fastest.
+
+    Attention's are measured for your shapes, those of grouped_matmul (experts) for gpt-oss-20b's and Qwen3-30B-A3B's.
+    """
     parser = _parser("tune", tune.__doc__)
     parser.add_argument("op", nargs="?", choices=["attention", "grouped_matmul"], default="attention")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
@@ -311,16 +364,16 @@ def tune(arguments: Sequence[str]) -> None:
 
     if dispatch.compute_capability() != (9, 0):
         raise ValueError("tune: only kernels for Hopper GPUs have blocks to measure, and there is none")
-    say = functools.partial(print, end="", flush=True)
+    tell = functools.partial(say, end="", flush=True)
 
     def fastest(what, entry):
         blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
-        print(f"{what}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
+        say(f"{what}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
 
     if options.op == "grouped_matmul":
         from jaxtune.pallas.grouped_matmul.tune import tune as measure_grouped
 
-        for product, entry in measure_grouped(options.dtype, say, options.output).items():
+        for product, entry in measure_grouped(options.dtype, tell, options.output).items():
             fastest(f"grouped_matmul {product}", entry)
         return
     documents = "log-normal" if options.documents == "packed" else None
@@ -329,7 +382,7 @@ def tune(arguments: Sequence[str]) -> None:
             "tune", options.rows, options.length, options.heads, options.kv_heads, dim, documents, options.window,
             options.soft_cap,
         )  # fmt: skip
-        found = measure(case, options.kernels or KERNELS, options.dtype, say, options.output)
+        found = measure(case, options.kernels or KERNELS, options.dtype, tell, options.output)
         for kernel, entry in found.items():
             fastest(f"attention {kernel}, head dim {dim}", entry)
 
@@ -339,7 +392,9 @@ def _base_of(folder: str) -> str | None:
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
         return None
-    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    from jaxtune.models.adapter_files import read_adapter_config
+
+    base = read_adapter_config(Path(folder)).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
     return base
@@ -351,7 +406,11 @@ def _load(name: str, dtype: str):
 
     base = _base_of(name)
     model, tokenizer = jaxtune.from_pretrained(base or name, dtype=dtype)
-    return (jaxtune.load_adapter(model, name) if base else model), tokenizer
+    if base is None:
+        return model, tokenizer
+    from jaxtune.models.model_folder import load_tokenizer
+
+    return jaxtune.load_adapter(model, name), load_tokenizer(Path(name)) or tokenizer
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {

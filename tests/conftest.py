@@ -21,7 +21,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
 
 # The same examples on every run: a test that fails here fails everywhere.
 hypothesis.settings.register_profile("jaxtune", derandomize=True, database=None, deadline=None, max_examples=30)
-hypothesis.settings.load_profile("jaxtune")
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=3000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "jaxtune"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_kept_as_the_command_keeps_them():
+    """From the first test on, whichever it is: else the first one that runs the command would begin another cache."""
+    from jaxtune.train.program_cache import use_program_cache
+
+    use_program_cache()
 
 
 @pytest.fixture(scope="session")

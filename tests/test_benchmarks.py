@@ -33,6 +33,7 @@ from benchmarks.train import (
     quant_acceptance,
     startup,
     step,
+    throughput,
 )
 from jaxtune.models.config import MoEConfig
 from jaxtune.models.hf import model_from_config, save_pretrained
@@ -434,3 +435,35 @@ def test_every_program_of_the_quantised_products_is_traced_with_the_blocks_in_fo
     for blocks, want in (({"groups": 2}, 2), ({"groups": 3}, 3), ({}, -1)):
         with tuning.forced("small_matmul", blocks):
             assert quant_benchmark.compiled(product, x)(x) == want
+
+
+# ---- what metrics.jsonl says of the speed
+
+
+def lines_of_a_run(step_seconds: float = 0.5, said: float = 0.5) -> list[dict]:
+    """Sixty steps of 100 tokens that take step_seconds and are said to take `said`, with an evaluation and a save."""
+    now, lines = 130.0, [{"step": 0, "time": 130.0, "compile_seconds": 20.0, "load_seconds": 10.0}]
+    for number in range(1, 61):
+        now += step_seconds
+        speeds = {"steps": 1, "step_seconds": said, "tokens_per_second": 100 / said}
+        lines.append({"step": number, "time": now, "loss": 1.0, **speeds})
+        if number in (20, 45):
+            now += 7.0
+            lines.append({"step": number, "time": now, "eval_seconds" if number == 20 else "save_seconds": 7.0})
+    return lines
+
+
+def test_speeds_that_are_true_pass():
+    record = throughput.compare(lines_of_a_run(), 0.5, 100)
+    assert [row["steps"] for row in record["between_pauses"]] == [19, 24, 14]
+    assert throughput.wrong(record) == []
+    assert record["sum_ratio"] == pytest.approx(1) and record["pauses_seconds"] == pytest.approx(44)
+
+
+def test_speeds_that_are_not_true_are_named():
+    found = throughput.wrong(throughput.compare(lines_of_a_run(said=0.45), 0.5, 100))
+    assert [name.split(":")[0] for name in found] == [
+        "steps from 1", "steps from 21", "steps from 46", "the profile's step", "the whole run"
+    ]  # fmt: skip
+    lost = [line for line in lines_of_a_run() if "eval_seconds" not in line]
+    assert [name.split(":")[0] for name in throughput.wrong(throughput.compare(lost, 0.5, 100))][-1] == "the whole run"

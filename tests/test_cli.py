@@ -111,6 +111,45 @@ def test_train_help_lists_recipes_and_every_key(command):
     assert "modules_to_save" in result.stdout and "[lm_head]" in result.stdout  # brackets are not markup
 
 
+def test_a_want_of_memory_is_a_sentence(recipe, runs, monkeypatch, capsys):
+    def starve(*_, **__):
+        raise MemoryError("Unable to allocate 9.8 TiB for an array")
+
+    monkeypatch.setattr(sys.modules["jaxtune.train.app"], "run", starve)
+    assert cli.main(["train", recipe]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxtune: error: out of host memory (Unable to allocate 9.8 TiB for an array): this ")
+
+    class JaxRuntimeError(RuntimeError):
+        pass
+
+    def starve_the_device(*_, **__):
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nmore")
+
+    monkeypatch.setattr(sys.modules["jaxtune.train.app"], "run", starve_the_device)
+    assert cli.main(["train", recipe]) == 2
+    assert "out of device memory (RESOURCE_EXHAUSTED: Out of memory while" in capsys.readouterr().err
+
+
+def test_names_cannot_steer_the_terminal(capsys):
+    assert cli.main(["profile", "show", "no\x1b[2Jtrace"]) == 2
+    assert capsys.readouterr().err == "jaxtune: error: no\\x1b[2Jtrace does not exist\n"
+
+
+@pytest.mark.parametrize("columns", ["80", "140"])
+def test_no_summary_of_a_command_or_recipe_is_cut(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:-2]
+    assert len(lines) == len(cli._COMMANDS) and all(line.rstrip().endswith(".") for line in lines)
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    recipes = text[text.index("\nrecipes\n") :].splitlines()[2:]
+    width = max(map(len, packaged_recipes()))
+    assert [line[2 : 2 + width].strip() for line in recipes] == list(packaged_recipes())
+    assert all(line[2 + width : 4 + width] == "  " for line in recipes)
+
+
 def test_help_of_the_commands(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
@@ -127,7 +166,7 @@ def test_help_of_the_commands(capsys):
 def test_info(capsys):
     assert cli.main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["jaxtune", jaxtune.__version__]
+    assert lines[:2] == ["versions", f"  jaxtune           {jaxtune.__version__}".ljust(len(lines[1]))]
     assert any(line.split() == ["jax", "0.11.2"] for line in lines)
     assert lines.count("  cpu") == 8  # the virtual devices of the tests
     assert any(line.split()[:1] == ["lora-8b"] for line in lines)
@@ -277,6 +316,25 @@ def test_generate_puts_prompts_into_the_chat_template(tmp_path, capsys):
     two = output("plain", "--prompt", "w1 w2", "--prompt", "w3", "--temperature", "1.0", "--seed", "3")
     first, second = expected([1, 2], [3], temperature=1.0, seed=3).splitlines()
     assert two == f"--- w1 w2\n{first}\n--- w3\n{second}\n"
+
+
+def test_generate_takes_the_template_beside_the_adapter(tmp_path, capsys):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    jaxtune.save_pretrained(tiny_model(), base, tokenizer=word_tokenizer(None))
+    model = jaxtune.get_peft_model(jaxtune.from_pretrained(base, dtype="float32")[0], r=2)
+    jaxtune.save_adapter(model, adapter, word_tokenizer("w7 {{ messages[0]['content'] }} w8"))
+
+    def output(folder: Path, *flags: str) -> tuple[str, str]:
+        arguments = ["generate", str(folder), "--prompt", "w1 w2", "--max-new-tokens", "5", "--dtype", "float32"]
+        assert cli.main([*arguments, *flags]) == 0
+        return capsys.readouterr()
+
+    [chat, raw] = jaxtune.generate(model, [[7, 1, 2, 8]], 5) + jaxtune.generate(model, [[1, 2]], 5)
+    words = [" ".join(f"w{i}" for i in answer if i != 0) + "\n" for answer in (chat, raw)]
+    assert output(adapter) == (words[0], "")
+    assert output(base)[0] == words[1]
+    assert "base has no chat template: the prompt is given as it stands" in output(base)[1]
+    assert output(base, "--raw")[1] == ""
 
 
 def test_generate_needs_a_tokenizer(tmp_path, capsys):

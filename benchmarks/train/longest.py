@@ -37,8 +37,7 @@ from jaxtune.models.lora import linears
 from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import loss_sums
-from jaxtune.train.metrics import memory_peak_bytes
-from jaxtune.train.planning.devices import allow_pinned_memory
+from jaxtune.train.planning.devices import allow_pinned_memory, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text
 
 TOLERANCE = 0.03  # of the norm; rounding to bf16 makes about a third of it, an overflow all

@@ -41,13 +41,20 @@ from benchmarks.shapes import SHAPES
 from benchmarks.transfers import transfers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
-from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.config import (
+    AdapterConfig,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.loop import Trainer
-from jaxtune.train.metrics import device_peak_flops, memory_peak_bytes
-from jaxtune.train.planning.devices import allow_pinned_memory
+from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text
 
 
@@ -80,6 +87,7 @@ def train_config(options) -> TrainConfig:
         steps=options.steps + 3,
         rows_per_step=options.rows,
         micro_batches=options.micro_batches,
+        mesh=MeshConfig(data=options.devices),
         optim=OptimConfig(name=options.optim, offload=options.optim_offload),
         memory=MemoryConfig(plan=None if options.plan == "auto" else options.plan, budget_gb=options.budget_gb),
         output=tempfile.mkdtemp(),
@@ -176,7 +184,7 @@ def measure(options) -> dict:
     step_seconds = rate(arrivals)
     counts = [c for _, c in loaded]
     flops = statistics.mean(trainer._flops(c["tokens"], c["sum_squared"]) for c in counts)
-    peak_flops = device_peak_flops(jax.devices()[0].device_kind)
+    peak_flops = device_peak_flops(jax.devices()[0].device_kind)  # of one device
     slots = options.rows * options.length
     names, planner = trainer.names, trainer.planner
     by_step_2 = np.maximum(norms[0], norms[1])
@@ -189,6 +197,7 @@ def measure(options) -> dict:
         "model_gb": model_bytes / 1e9,
         "adapter_rank": options.rank,
         "rows": options.rows,
+        "mesh_devices": trainer.mesh.size,
         "length": options.length,
         "documents": options.documents,
         "max_documents": trainer.program.max_documents,
@@ -211,7 +220,7 @@ def measure(options) -> dict:
         "step_seconds": step_seconds,
         "step_seconds_all": [round(b - a, 5) for a, b in itertools.pairwise(arrivals)],
         "tokens_per_second": slots / step_seconds,
-        "mfu": None if peak_flops is None else flops / step_seconds / peak_flops,
+        "mfu": None if peak_flops is None else flops / step_seconds / (peak_flops * trainer.mesh.size),
         "peak_memory_gb": memory_peak_bytes() / 1e9,
         "driver_memory_gb": driver_memory_gb(),
         "compile_seconds_cold": programs.seconds if cold else None,
@@ -230,6 +239,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=1, help="that a step's rows are divided over")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--documents", default="full", choices=["full", "packed"])
     parser.add_argument(

@@ -25,6 +25,7 @@ from jaxtune.compat.arguments import (
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import experts, has_adapter
 from jaxtune.models.quant import dequantize
+from jaxtune.terminal import say
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.report import parameter_counts
 
@@ -73,7 +74,7 @@ class CompatModel:
 
     def print_trainable_parameters(self) -> None:
         trainable, everything = parameter_counts(self.module)
-        print(
+        say(
             f"trainable params: {trainable:,} || all params: {everything:,} || trainable%: "
             f"{100 * trainable / everything:.4f}"
         )

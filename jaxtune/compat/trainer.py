@@ -38,7 +38,7 @@ from jaxtune.train.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from jaxtune.train.data.templates import IGNORE, derive_markers
+from jaxtune.train.data.labels import IGNORE, derive_markers
 from jaxtune.train.loop import Trainer
 
 

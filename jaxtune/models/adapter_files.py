@@ -12,11 +12,11 @@ fingerprint is in the metadata of the safetensors file: PEFT ignores it there, a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from jaxtune.models import shards, values
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.expressions import matching
 from jaxtune.models.folders import new_folder
-from jaxtune.models.layers.experts import ExpertLora
-from jaxtune.models.lora import experts, get_peft_model, linears, matrices, name_matches, pattern_value
+from jaxtune.models.linear import Frozen
+from jaxtune.models.lora import (
+    adapter_settings,
+    experts,
+    freeze,
+    get_peft_model,
+    linears,
+    name_matches,
+    pattern_values,
+)
+from jaxtune.models.model_folder import read_json
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -111,11 +122,14 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
     return tensors
 
 
-def save_adapter(model: Decoder, path: str | os.PathLike) -> None:
+def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None) -> None:
     """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads.
 
     Adapters and modules_to_save are written in float32. The folder appears whole or not at all.
 
+    Args:
+      path: a folder that does not exist or is empty.
+      tokenizer: saved beside the adapter, if given, with its chat template: give Trainer.tokenizer after training.
     Raises:
       ValueError: the model has no adapter; something trains that an adapter file cannot hold; a value is not finite;
         `path` exists and is not an empty folder.
@@ -143,6 +157,8 @@ def save_adapter(model: Decoder, path: str | os.PathLike) -> None:
     with new_folder(path, "save_adapter") as folder:
         save_file(arrays, folder / WEIGHTS_NAME, metadata=metadata)
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
@@ -158,7 +174,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         misshaped or not finite; another base's fingerprint.
     """
     folder = Path(path)
-    config = _read_config(folder)
+    config, where = read_adapter_config(folder), folder / CONFIG_NAME
     arrays, metadata = _read_tensors(folder)
     theirs, ours = metadata.get(_FINGERPRINT), model.base_fingerprint
     if theirs is not None and ours is not None and theirs != ours:
@@ -167,7 +183,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
             "load the base that it names in base_model_name_or_path"
         )
     names = [name for name, _ in linears(model)]
-    chosen = _targets(config, names)
+    chosen = _targets(where, config, names)
     parameters = config.get("target_parameters") or []
     expert_names = [name for name, _ in experts(model) if any(name_matches(name, target) for target in parameters)]
     if parameters and not expert_names:
@@ -179,27 +195,33 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         )
 
     def patterns(key):  # PEFT lets a pattern match nothing
-        wanted = config.get(key) or {}
         every = chosen + expert_names
-        return {p: value for p, value in wanted.items() if any(pattern_value({p: 1}, name, 0) for name in every)}
+        wanted = config.get(key) or {}
+        return {p: value for p, value in wanted.items() if pattern_values(f"{where}: {key}", {p: value}, every)}
 
-    adapted = get_peft_model(
-        model,
+    settings = dict(
         r=config["r"],
         lora_alpha=config.get("lora_alpha", 8),
         target_modules=chosen,
         target_parameters=expert_names,
         lora_dropout=config.get("lora_dropout", 0.0),
-        use_rslora=bool(config.get("use_rslora")),
-        use_dora=bool(config.get("use_dora")),
+        use_rslora=config.get("use_rslora", False),
+        use_dora=config.get("use_dora", False),
         modules_to_save=_modules_to_save(config),
         rank_pattern=patterns("rank_pattern"),
         alpha_pattern=patterns("alpha_pattern"),
     )
+    # Shapes first: nothing is made of a rank that the file does not hold.
+    adapted = nnx.eval_shape(lambda: get_peft_model(model, **settings))
     variables = adapter_tensors(adapted)
     _check_tied(folder, model, arrays)
     arrays = _current_experts(folder, config, variables, arrays)
     _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
+    base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
+    for path, variable in nnx.to_flat_state(nnx.state(adapted)):
+        if isinstance(variable, Frozen):
+            at = (*path[:-1], "weight") if path[-1] == "original" else path
+            variable.set_value(base[at].get_value())
     for key, variable in variables.items():
         variable.set_value(jnp.asarray(arrays[key], jnp.float32))
     return adapted
@@ -210,49 +232,12 @@ def _some(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(the commonest value, {last part of a name, or whole name: value} for the rest): a default and its pattern."""
-    default = Counter(values.values()).most_common(1)[0][0]
-    by_part: dict[str, set] = {}
-    for name, value in values.items():
-        by_part.setdefault(name.rsplit(".", 1)[1], set()).add(value)
-    rest = {}
-    for name, value in values.items():
-        part = name.rsplit(".", 1)[1]
-        if value != default:
-            rest[part if len(by_part[part]) == 1 else name] = value
-    return default, rest
-
-
 def _config_of(model: Decoder) -> dict[str, Any]:
     """adapter_config.json, derived from the modules."""
-    everything = dict(matrices(model))
-    loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
-    if not loras:
+    settings = adapter_settings(model)
+    if settings is None:
         raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
-
-    def common(setting, values):
-        if len(set(values)) > 1:
-            raise ValueError(f"save_adapter: {setting} differs between modules ({set(values)}); PEFT has one for all")
-        return next(iter(values))
-
-    rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
-    alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
-    # Last parts where all their modules are adapted, whole names elsewhere: exactly this set, in PEFT's matching too.
-    targets, parameters = set(), set()
-    for name, lora in loras.items():
-        part = name.rsplit(".", 1)[1]
-        whole = all(other in loras for other in everything if other.endswith("." + part))
-        if isinstance(lora, ExpertLora):
-            parameters.add(f"mlp.experts.{part}" if whole else name)
-        else:
-            targets.add(part if whole else name)
-    saved = [
-        name
-        for name, variable in (("embed_tokens", model.embedding.weight), ("lm_head", model.head_variable))
-        if isinstance(variable, nnx.Param)
-    ]
-    return {
+    return settings | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "peft_version": _PEFT_VERSION,
@@ -260,54 +245,90 @@ def _config_of(model: Decoder) -> dict[str, Any]:
         "base_model_name_or_path": None if model.source is None else model.source.path,
         "revision": None,
         "inference_mode": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": common("lora_dropout", [lora.rate for lora in loras.values()]),
-        "target_modules": sorted(targets),
         "exclude_modules": None,
-        "modules_to_save": saved or None,
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": alpha_pattern,
-        "use_rslora": common("use_rslora", [lora.rslora for lora in loras.values()]),
-        "use_dora": common("use_dora", [lora.magnitude is not None for lora in loras.values()]),
         # A tied head stays tied when PEFT loads it.
-        "ensure_weight_tying": bool(saved) and model.head is None,
+        "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "layers_to_transform": None,
         "layers_pattern": None,
         "lora_bias": False,
-        "target_parameters": sorted(parameters) or None,
         "trainable_token_indices": None,
     }
 
 
-def _number(value: float) -> int | float:
-    return int(value) if float(value).is_integer() else value
+def _names(key: str, value: Any) -> None:
+    """A regular expression, or a list of names."""
+    if not isinstance(value, str):
+        values.texts(key, value)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _layers(key: str, value: Any) -> None:
+    if isinstance(value, list):
+        values.items(key, value, functools.partial(values.whole, least=0))
+    else:
+        values.whole(key, value, least=0)
+
+
+def _dropout(key: str, value: Any) -> None:
+    values.not_negative(key, value)
+    if value >= 1:
+        raise ValueError(f"{key} = {value!r}: must be below 1")
+
+
+def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
+    values.mapping(key, value)
+    for pattern, setting in value.items():
+        of(f"{key}: {pattern!r}", setting)
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "r": values.whole,
+    "lora_alpha": values.positive,
+    "lora_dropout": _dropout,
+    "target_modules": _names,
+    "exclude_modules": _names,
+    "target_parameters": values.texts,
+    "modules_to_save": values.texts,
+    "layers_to_transform": _layers,
+    "layers_pattern": _names,
+    "rank_pattern": functools.partial(_patterns, values.whole),
+    "alpha_pattern": functools.partial(_patterns, values.positive),
+    "use_rslora": values.boolean,
+    "use_dora": values.boolean,
+    "base_model_name_or_path": values.text,
+    "bias": values.text,
+    "unsloth_fused_expert_lora": values.mapping,
+}
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of a LoRA adapter, every setting of a type that it can have.
+
+    Raises:
+      ValueError: no such file; not LoRA; a setting that cannot be followed, by file, key and value.
+    """
     if not folder.is_dir():
         raise ValueError(f"load_adapter: {folder} is not a folder; it must hold {CONFIG_NAME} and {WEIGHTS_NAME}")
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"load_adapter: {folder} has no {CONFIG_NAME}: not a PEFT adapter")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = read_json(path)
+    kind = config.get("peft_type")
+    if kind != "LORA":
         raise ValueError(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
-    if not config.get("r"):
+    for key, check in _CHECKS.items():
+        if config.get(key) is not None:
+            check(f"{path}: {key}", config[key])
+    if config.get("r") is None:
         raise ValueError(f"{path}: r is missing")
     if not config.get("target_modules") and not config.get("target_parameters"):
         raise ValueError(f"{path}: target_modules is missing, and target_parameters too")
     for key, value in config.items():
         if key not in _FOLLOWED and key not in _HARMLESS and value not in (None, False, [], {}, ""):
             raise ValueError(f"{path}: {key} = {value!r} is a PEFT feature that is not supported")
-    if config.get("bias", "none") != "none":
+    if (config.get("bias") or "none") != "none":
         raise ValueError(f"{path}: bias = {config['bias']!r} is not supported; only 'none' is")
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
@@ -315,7 +336,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path}: init_lora_weights = {start!r} changes the base's weights, so this adapter does not fit the base; "
             "convert it with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    return config
+    # What is null is as PEFT's own default has it.
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -325,35 +347,38 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         if pickled.exists():
             raise ValueError(f"{pickled} is a pickle, which can run code: refused; save it as {WEIGHTS_NAME} with PEFT")
         raise ValueError(f"load_adapter: {folder} has no {WEIGHTS_NAME}")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged safetensors file: {error}") from None
+    entries = shards.read_header(path)
+    for entry in entries.values():
+        shards.check_entry(entry)
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    return {key: shards.read_tensor(entry) for key, entry in entries.items()}, metadata
 
 
-def _targets(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The linears that PEFT would adapt: its rules for target_modules, exclude_modules and layers_to_transform."""
 
-    def matches(setting, name):
+    def matched(key):
+        setting = config.get(key) or ()
+        if setting == "all-linear" and key == "target_modules":
+            return set(names)
         if isinstance(setting, str):
-            return re.fullmatch(setting, name) is not None
-        return any(name_matches(name, target) for target in setting)
+            return set(matching(f"{path}: {key}", setting, names))
+        return {name for name in names if any(name_matches(name, target) for target in setting)}
 
-    targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
-    chosen = [name for name in names if targets == "all-linear" or matches(targets, name)]
-    chosen = [name for name in chosen if not matches(excluded, name)]
+    wanted, unwanted = matched("target_modules"), matched("exclude_modules")
+    chosen = [name for name in names if name in wanted and name not in unwanted]
     layers = config.get("layers_to_transform")
     if layers is None or layers == []:
         return chosen
     pattern = config.get("layers_pattern") or "layers"
     if pattern not in ("layers", ["layers"]):
-        raise ValueError(
-            f"{CONFIG_NAME}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here"
-        )
-    wanted = {layers} if isinstance(layers, int) else set(layers)
+        raise ValueError(f"{path}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here")
+    numbers = set(layers) if isinstance(layers, list) else {layers}
     # A whole name in the list is taken whatever its layer is, as in PEFT.
-    return [name for name in chosen if name in targets or int(name.split(".")[2]) in wanted]
+    listed = config.get("target_modules", ())
+    listed = () if isinstance(listed, str) else listed
+    return [name for name in chosen if name in listed or int(name.split(".")[2]) in numbers]
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -366,9 +391,10 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
     Raises:
       ValueError: a layout that cannot be told, or that Unsloth wrote before it wrote PEFT's.
     """
-    layouts = config.get("unsloth_fused_expert_lora") or {}
-    for name, parameter in (layouts.get("parameters") or {}).items():
-        layout = parameter.get("lora_B_layout")
+    layouts = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
+    values.mapping(f"{folder / CONFIG_NAME}: unsloth_fused_expert_lora.parameters", layouts)
+    for name, parameter in layouts.items():
+        layout = parameter.get("lora_B_layout") if isinstance(parameter, dict) else parameter
         if layout != "rank_major":
             raise ValueError(
                 f"{folder / CONFIG_NAME}: lora_B of {name} is laid out as {layout!r}: save it in PEFT's layout "

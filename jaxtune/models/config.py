@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 if TYPE_CHECKING:
     from flax import nnx
 
+from jaxtune.models import values
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """A rotary base and how it is stretched; field names as in Hugging Face's rope_scaling.
 
     kind: "default"; "linear" (positions divided by factor); "llama3"; "longrope" (per-dimension factors, the long
-    ones where a batch goes past the original context); "yarn". attention_factor multiplies cos and sin; None is the
-    kind's own formula in factor (longrope, yarn). head_dim: of the heads that it rotates; None: the decoder's.
+    ones for a document that goes past the original context); "yarn". attention_factor multiplies cos and sin; None is
+    the kind's own formula in factor (longrope, yarn). head_dim: of the heads that it rotates; None: the decoder's.
     """
 
     theta: float = 10000.0
@@ -32,6 +34,28 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     head_dim: int | None = None
+
+    def __post_init__(self):
+        values.number("rope_theta", self.theta, above=1)
+        for key in ("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            values.positive(key, getattr(self, key))
+        if self.partial_rotary_factor > 1:
+            raise ValueError(f"partial_rotary_factor = {self.partial_rotary_factor}: must be at most 1, the whole head")
+        values.whole("original_max_position_embeddings", self.original_max_position_embeddings, least=0)
+        for key in ("short_factor", "long_factor"):
+            values.items(key, getattr(self, key), values.positive)
+        if self.attention_factor is not None:
+            values.positive("attention_factor", self.attention_factor)
+        values.boolean("truncate", self.truncate)
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = {self.low_freq_factor}"
+            )
+        original = self.original_max_position_embeddings
+        if self.kind == "longrope" and original == 1:
+            raise ValueError(
+                "original_max_position_embeddings = 1: longrope's attention factor divides by its logarithm"
+            )
 
 
 class PartConfig(Protocol):
@@ -62,6 +86,10 @@ class LayerSpec:
     mixer: PartConfig | None = None
     feed_forward: PartConfig | None = None
 
+    def __post_init__(self):
+        if self.window is not None:
+            values.whole("sliding_window", self.window)
+
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
@@ -90,7 +118,13 @@ class MoEConfig:
     output_router_logits: bool = False
 
     def __post_init__(self):
-        if not 0 < self.experts_per_token <= self.num_experts:
+        for key in ("num_experts", "experts_per_token", "expert_size"):
+            values.whole(key, getattr(self, key))
+        if self.swiglu_limit is not None:
+            values.positive("swiglu_limit", self.swiglu_limit)
+        values.number("swiglu_alpha", self.swiglu_alpha)
+        values.not_negative("router_aux_loss_coef", self.router_aux_loss_coef)
+        if self.experts_per_token > self.num_experts:
             raise ValueError(f"num_experts_per_tok {self.experts_per_token} of {self.num_experts} experts")
 
 
@@ -139,6 +173,23 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self):
+        counts = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"):
+            counts[key] = getattr(self, key)
+        for key, value in counts.items():
+            values.whole(key, value)
+        values.whole("num_hidden_layers", len(self.layers), most=values.MOST_LAYERS)
+        for key in ("attention_scale", "embedding_scale"):
+            values.positive(key, getattr(self, key))
+        values.positive("rms_norm_eps", self.norm_eps)
+        values.number("norm_offset", self.norm_offset)
+        values.not_negative("initializer_range", self.initializer_range)
+        for key, cap in (
+            ("attn_logit_softcapping", self.attention_soft_cap),
+            ("final_logit_softcapping", self.final_soft_cap),
+        ):
+            if cap is not None:
+                values.positive(key, cap)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
@@ -146,6 +197,17 @@ class DecoderConfig:
         for index, layer in enumerate(self.layers):
             if layer.rotary is not None and not 0 <= layer.rotary < len(self.rotary):
                 raise ValueError(f"layer {index} names rotary base {layer.rotary}; there are {len(self.rotary)}")
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was made for: max_position_embeddings, or more where a rotary base is stretched
+        beyond it (yarn: factor times the original context)."""
+        stretched = (
+            int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
+            for rope in self.rotary
+            if rope.kind == "yarn"
+        )
+        return max(self.max_position_embeddings, *stretched, 0)
 
     @property
     def num_layers(self) -> int:

@@ -20,7 +20,9 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 
 
 class Embedding(nnx.Module):
-    """weight [vocab, hidden]."""
+    """weight [vocab, hidden]. original: of one that trains beside adapters (modules_to_save), what it began with."""
+
+    original: nnx.Variable | None = None
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         shape = (config.vocab_size, config.hidden_size)
@@ -100,8 +102,12 @@ class Decoder(nnx.Module):
         """Document bounds and rotary tables of a batch of `shape` = (rows, length): once for all layers."""
         with jax.named_scope("layout"):
             layout = packed_layout(shape, segment_ids, max_documents)
-            positions = layout.positions() if positions is None else positions
-            tables = rotary_tables(self.config, positions)
+            if positions is None:
+                positions, lengths = layout.positions(), layout.doc_end - layout.doc_start
+            else:  # a document reaches to its last token's position
+                last = jnp.maximum(layout.doc_end - 1, 0)
+                lengths = jnp.take_along_axis(jnp.broadcast_to(positions, shape), last, axis=1) + 1
+            tables = rotary_tables(self.config, positions, lengths)
             return PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
 
     def run(

@@ -73,8 +73,12 @@ def gather_experts(
             groups.setdefault(f"{match[1]}.{kind}", {})[int(match[2]), match[3]] = whole.pop(name)
     for name, pieces in groups.items():
         matrices = (files.down,) if name.endswith("down_proj") else (files.gate, files.up)
-        wanted = [(expert, matrix) for expert in range(num_experts) for matrix in matrices]
         first = next(iter(pieces.values()))
+        if num_experts * len(matrices) > 2 * len(pieces):  # not one piece missing: another number of experts
+            raise ValueError(
+                f"{first.file}: {name}: config.json says {num_experts} experts, and there are {len(pieces)} pieces"
+            )
+        wanted = [(expert, matrix) for expert in range(num_experts) for matrix in matrices]
         if set(pieces) != set(wanted):
             odd = sorted(set(pieces) ^ set(wanted))
             raise ValueError(

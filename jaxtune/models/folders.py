@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from jaxtune.files import sync, unfinished_name
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
@@ -20,26 +24,50 @@ def require_new(path: str | os.PathLike, what: str) -> Path:
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
-    """A temporary folder beside `path`, which takes its name when the block ends well and vanishes when it fails."""
+    """A temporary folder beside `path`, which takes its name when the block ends well and vanishes when it fails.
+
+    Those that killed processes left of the same `path` are removed first.
+    """
     path = require_new(path, what)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run with this process id
+    _remove_left(path)
+    temporary = unfinished_name(path)
     temporary.mkdir()
+    held = _hold(temporary)
     try:
         yield temporary
         for entry in [*temporary.rglob("*"), temporary]:
-            _sync(entry)
+            sync(entry)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
+        if held is not None:
+            os.close(held)
+
+
+def _hold(folder: Path) -> int | None:
+    """A lock on a folder, as a descriptor that holds it while it is open; None where another process has it.
+
+    It goes with its process, however that ends, which a process id in a name cannot tell.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_left(path: Path) -> None:
+    """Removes what killed processes left of `path`; not what one that lives is writing."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if not left.is_dir() or left.is_symlink():
+            continue
+        held = _hold(left)
+        if held is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(held)

@@ -37,8 +37,8 @@ def generate(
     """Continues each prompt.
 
     Batch, longest prompt and max_new_tokens are padded to powers of two, and a program is compiled for each such
-    triple once. Where a longrope model passes its original context, all rows take the long factors from that token on
-    and the cache is built anew, as in transformers; that compiles a second program.
+    triple once. A row of a longrope model that passes its original context takes the long factors from that token on,
+    and the cache is built anew, as transformers does for a row alone; that compiles a program for the longer prompts.
 
     Args:
       prompts: token ids, of any lengths.
@@ -66,20 +66,26 @@ def generate(
     ended = np.arange(batch) >= count  # rows that only fill the bucket
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     switch = min(
-        (rope.original_max_position_embeddings for rope in config.rotary if rope.kind == "longrope"), default=0
+        (
+            rope.original_max_position_embeddings or config.max_position_embeddings
+            for rope in config.rotary
+            if rope.kind == "longrope"
+        ),
+        default=np.iinfo(np.int32).max,
     )
     key = jax.random.key(seed)
     while True:
-        # Up to the switch of longrope, then from it on with a prefill of everything.
-        stop = switch if switch and lengths.max() <= switch else np.iinfo(np.int32).max
+        # Until a row passes the switch of longrope; then on, with a prefill of everything.
         tokens, lengths, ended = jax.device_get(
             _program(
                 graph, new_bucket, temperature > 0, trainable, frozen, tokens, lengths, start, ended,
-                np.int32(max_new_tokens), np.int32(stop), ends, key, np.float32(temperature or 1.0),
+                np.int32(max_new_tokens), np.int32(switch), ends, key, np.float32(temperature or 1.0),
             )
         )  # fmt: skip
         if ended.all():
             return [tokens[i, start[i] : lengths[i]].tolist() for i in range(count)]
+        width = _bucket(int(lengths.max()), _SMALLEST_LENGTH)
+        tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width]
 
 
 def _bucket(size: int, smallest: int) -> int:
@@ -127,13 +133,13 @@ def end_token_ids(model: Decoder) -> list[int]:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _program(
     graph, new_bucket: int, sample: bool, trainable, frozen, tokens, lengths, start, ended,
-    max_new, stop, ends, key, temperature,
+    max_new, switch, ends, key, temperature,
 ):  # fmt: skip
-    """Generates until every row has ended or the longest has `stop` tokens.
+    """Generates until every row has ended, or one that had at most `switch` tokens has more.
 
     Args:
       tokens: int32[B, P]; lengths: int32[B], those there are; start: int32[B], those of the prompt.
-      ended: bool[B]. max_new, stop: int32. ends: int32[n]. temperature: float32, used if `sample`.
+      ended: bool[B]. max_new, switch: int32. ends: int32[n]. temperature: float32, used if `sample`.
     Returns:
       (tokens int32[B, P + new_bucket], lengths, ended)
     """
@@ -143,6 +149,8 @@ def _program(
     row = jnp.arange(batch)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(row)
     splits = [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
+
+    begun_short = lengths <= switch
 
     def choose(hidden, lengths):
         """hidden [B, 1, hidden] of each row's last token -> its next token, int32[B]."""
@@ -177,7 +185,7 @@ def _program(
 
     def unfinished(carry):
         _, lengths, ended, _ = carry
-        return ~ended.all() & (lengths.max() <= stop)
+        return ~ended.all() & ~(~ended & begun_short & (lengths > switch)).any()
 
     def step(carry):
         tokens, lengths, ended, caches = carry
@@ -185,7 +193,7 @@ def _program(
             # The newest token is not in the cache yet.
             at = lengths - 1
             x = model.embed(tokens[row, at][:, None])
-            tables = rotary_tables(config, at[:, None])
+            tables = rotary_tables(config, at[:, None], lengths[:, None])
             new_caches = []
             for (layer_graph, *state), spec, cache in zip(splits, config.layers, caches, strict=True):
                 x, cache = _layer_step(layer_graph, spec, *state, x, tables, cache, at)

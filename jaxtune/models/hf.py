@@ -6,9 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
-import sys
 import threading
 import warnings
 from collections import deque
@@ -28,7 +26,16 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.folders import new_folder, require_new
 from jaxtune.models.lora import experts, freeze, linears
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.model_folder import (
+    INDEX,
+    WEIGHTS,
+    load_tokenizer,
+    read_config,
+    read_generation_config,
+    read_json,
+    resolve_folder,
+    weight_entries,
+)
 from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
 from jaxtune.pallas.quant_matmul import NF4, FourBit
 
@@ -38,13 +45,6 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 # Host memory of tensors on their way to the device, unless one alone is larger.
 IN_FLIGHT_BYTES = 1 << 30
 _THREADS = 8
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-# Not *.safetensors: some repositories hold the weights a second time under another name.
-_HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
-# Buffers that older versions of transformers saved with the weights; they follow from the config.
-_IGNORED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
 def _dtype_name(dtype) -> str:
@@ -55,137 +55,6 @@ def _dtype_name(dtype) -> str:
     if name not in COMPUTE_DTYPES:
         raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(COMPUTE_DTYPES)}")
     return name
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
-# ---- finding the files
-
-
-def _complete(folder: Path) -> bool:
-    """Whether a cached snapshot holds a config and every shard of its weights."""
-    if not (folder / "config.json").exists():
-        return False
-    if (folder / _WEIGHTS).exists():
-        return True
-    index = folder / _INDEX
-    return index.exists() and all(
-        (folder / name).exists() for name in set(_read_json(index).get("weight_map", {}).values())
-    )
-
-
-def resolve_folder(path: str | os.PathLike) -> Path:
-    """A local folder, or the cached (or then downloaded) snapshot of a Hugging Face hub name.
-
-    Raises:
-      ValueError: neither; one line that says what was tried.
-    """
-    name = os.fspath(path)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
-        raise ValueError(f"{name} is a file; give the folder that holds config.json and the weights")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", name) or name.startswith("."):
-        raise ValueError(f"{name}: there is no such folder (and it is not a hub name like org/model)")
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    with contextlib.suppress(LocalEntryNotFoundError):
-        snapshot = Path(snapshot_download(name, local_files_only=True))
-        if _complete(snapshot):
-            return snapshot
-    try:
-        snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
-        if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns what there is of a snapshot
-            return snapshot
-    except (LocalEntryNotFoundError, ConnectionError):
-        pass
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", "nothing")
-        raise ValueError(
-            f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
-        ) from None
-    raise ValueError(
-        f"{name}: no folder of that name, not whole in the local Hugging Face cache, and the hub cannot be reached; "
-        "download it once while online, or give a folder"
-    )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder."""
-    file = folder / "config.json"
-    if not file.exists():
-        if (folder / "adapter_config.json").exists():
-            raise ValueError(f"{folder} holds an adapter, not a model: load its base model, then load_adapter")
-        raise ValueError(f"{folder}: there is no config.json in it")
-    return _read_json(file)
-
-
-def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """config.json of a model whose weights need not be here: a folder or file, a published shape, or the hub's.
-
-    Raises:
-      ValueError: none of them has it.
-    """
-    name = os.fspath(path)
-    local = Path(name).expanduser()
-    if local.exists():
-        return read_config(local) if local.is_dir() else _read_json(local)
-    if name in PUBLISHED:
-        return PUBLISHED[name]
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return _read_json(Path(hf_hub_download(name, "config.json", etag_timeout=5)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, ConnectionError) as error:
-        raise ValueError(
-            f"{name}: no such folder, and its config.json cannot be had from the hub ({type(error).__name__}); give a "
-            f"folder with a config.json, or one of {', '.join(PUBLISHED)}"
-        ) from None
-
-
-def _weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
-    """Every tensor of a folder's safetensors files, checked against the index."""
-    single, index = folder / _WEIGHTS, folder / _INDEX
-    if single.exists():
-        entries = shards.read_header(single)
-    elif index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index}: has no weight_map")
-        entries = {}
-        for name in sorted(set(weight_map.values())):
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{index}: {name!r} is not the name of a file in the same folder")
-            if not (folder / name).exists():
-                raise ValueError(f"{folder / name}: missing, though {_INDEX} names it; fetch it again")
-            found = shards.read_header(folder / name)
-            twice = sorted(set(found) & set(entries))
-            if twice:
-                raise ValueError(f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}")
-            entries |= found
-        for tensor, name in weight_map.items():
-            if tensor not in entries or entries[tensor].file.name != name:
-                raise ValueError(f"{index}: says that {tensor} is in {name}, but it is not")
-    else:
-        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-        if pickles:
-            raise ValueError(
-                f"{folder}: its weights are a pickle ({pickles[0]}), which can run code when opened and is refused; "
-                "convert it to safetensors (save_pretrained of transformers does)"
-            )
-        raise ValueError(f"{folder}: there is no {_WEIGHTS} or {_INDEX} in it")
-    return {name: entry for name, entry in entries.items() if not _IGNORED.search(name)}
 
 
 def _listed(names) -> str:
@@ -237,6 +106,13 @@ def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fol
 # ---- loading
 
 
+@jax.jit
+def _all_finite(tensor: jax.Array | FourBit) -> jax.Array:
+    """bool[]: of a tensor in one pass; of one in four bits, whether its scales are."""
+    leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+
+
 def _stream(
     entries: Mapping[str, shards.TensorEntry],
     dtype: str,
@@ -248,6 +124,7 @@ def _stream(
 
     Tensors named in `encoded` are turned into NF4 on the device, one at a time; packed ones stay as they are, but for
     those named in `opened`.
+    Every tensor is looked over for values that are not finite, where it lies; the answers are waited for at the end.
     The fingerprint covers our names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
     checkpoint is cut into other shards.
     """
@@ -271,14 +148,9 @@ def _stream(
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             array = jax.device_put(host).astype(dtype)
-            if name not in encoded:
-                return jax.block_until_ready(array), digest
-            packed = jax.block_until_ready(NF4.encode(array))
-        if not np.isfinite(packed.offset):
-            raise ValueError(f"{entry.file}: {entry.name} holds values that are not finite: it cannot be quantised")
-        return packed, digest
+            return jax.block_until_ready(array if name not in encoded else NF4.encode(array)), digest
 
-    arrays, digests = {}, {}
+    arrays, digests, finite = {}, {}, {}
     waiting: deque = deque()
     in_flight = 0
 
@@ -286,6 +158,7 @@ def _stream(
         nonlocal in_flight
         name, entry, future = waiting.popleft()
         arrays[name], digests[name] = future.result()
+        finite[name] = _all_finite(arrays[name])  # nothing waits for it
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
@@ -298,6 +171,12 @@ def _stream(
             in_flight += entry.size_bytes
         while waiting:
             collect()
+    if broken := [name for name, whole in jax.device_get(finite).items() if not whole]:
+        files = sorted({entries[name].file.name for name in broken})
+        raise ValueError(
+            f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {_listed(broken)} "
+            f"(in {_listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
+        )
     fingerprint = hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
     return arrays, fingerprint
 
@@ -308,21 +187,6 @@ def _abstract(config: DecoderConfig, dtype: str):
     graph, state = nnx.split(model)
     matrices = [name for found in (linears(model), experts(model)) for name, _ in found]
     return graph, list(nnx.to_flat_state(state)), matrices
-
-
-def load_tokenizer(folder: Path):
-    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files."""
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    # Without this transformers says at import that there is no torch: we want none.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer, is_torch_available
-
-    # The command hides torch (cli.console), which transformers would import. It has looked now, and looks only once;
-    # other libraries are to find torch as it is: a hidden module is one that they take for imported.
-    if not is_torch_available() and sys.modules.get("torch", ...) is None:
-        del sys.modules["torch"]
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 class Pretrained:
@@ -340,12 +204,22 @@ class Pretrained:
         self._path, self._dtype = path, _dtype_name(dtype)
         self.folder = folder = resolve_folder(path)
         whole = read_config(folder)
-        self._hf = hf = text_config(whole)
-        self.config = config = config_from_hf(hf)
+        try:
+            self._hf = hf = text_config(whole)
+            self.config = config = config_from_hf(hf)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
+        self._generation_config = read_generation_config(folder)
         positions = config.max_position_embeddings
         if max_length is not None and not 0 < max_length <= positions:
             raise ValueError(
                 f"max_length {max_length} does not fit {folder}: its max_position_embeddings is {positions}"
+            )
+        entries = weight_entries(folder)
+        if config.num_layers > len(entries):
+            raise ValueError(
+                f"{folder}: config.json: num_hidden_layers = {config.num_layers}: the weights are {len(entries)} "
+                "tensors, fewer than one a layer; correct it, or fetch the weights again"
             )
         self._graph, flat, modules = _abstract(config, self._dtype)
         norms = family(config.family).NORMS
@@ -353,7 +227,6 @@ class Pretrained:
             tensor_name(variable_path, norms, config.layers): (variable_path, v) for variable_path, v in flat
         }
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
-        entries = _weight_entries(folder)
         if hf is not whole:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
@@ -379,12 +252,7 @@ class Pretrained:
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
             model = freeze(model)
-        generation = self.folder / "generation_config.json"
-        model.source = Source(
-            path=os.fspath(self._path),
-            config=json.dumps(self._hf),
-            generation_config=generation.read_text(encoding="utf-8") if generation.exists() else None,
-        )
+        model.source = Source(os.fspath(self._path), json.dumps(self._hf), self._generation_config)
         model.base_fingerprint = fingerprint
         return model
 
@@ -424,7 +292,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
         hf, where = text_config(dict(config)), "a config"
     else:
         file = Path(config)
-        hf, where = text_config(read_config(file) if file.is_dir() else _read_json(file)), os.fspath(config)
+        hf, where = text_config(read_config(file) if file.is_dir() else read_json(file)), os.fspath(config)
     if hf.get("quantization_config"):
         raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
     model = Decoder(config_from_hf(hf), key, _dtype_name(dtype))
@@ -543,14 +411,14 @@ def save_pretrained(
     with new_folder(path, "save_pretrained") as folder:
         weight_map = {}
         for number, names in enumerate(files, 1):
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _WEIGHTS
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
             parts = {key: part for name in names for key, part in planned[name].items()}
             tensors = [(key, shape, stored) for key, (shape, stored, _) in parts.items()]
             shards.write_file(folder / file, tensors, lambda key, parts=parts: parts[key][2]())
             weight_map |= dict.fromkeys(parts, file)
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            _write_json(folder / _INDEX, index)
+            _write_json(folder / INDEX, index)
         _write_json(folder / "config.json", hf_config_of(model, tokenizer))
         if model.source is not None and model.source.generation_config is not None:
             (folder / "generation_config.json").write_text(model.source.generation_config, encoding="utf-8")

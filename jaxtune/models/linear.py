@@ -91,9 +91,11 @@ class Linear(nnx.Module):
     """weight [out, in] as in Hugging Face checkpoints or in four bits, optional bias [out], optional adapter.
 
     fake_quant: how the weight, with its adapter merged in, is rounded before it multiplies; None: not at all.
+    original: of a head that trains beside adapters (modules_to_save), the weight that it began with.
     """
 
     num_experts = 0
+    original: nnx.Variable | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight: nnx.Variable = nnx.Param(

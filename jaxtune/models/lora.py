@@ -5,7 +5,7 @@ Functions return a new module that shares the frozen arrays; the argument is nev
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import values
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.expressions import matching
 from jaxtune.models.layers.experts import ExpertLinear, ExpertLora
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
 from jaxtune.pallas.quant_matmul import dense
@@ -59,19 +61,23 @@ def name_matches(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def pattern_value(patterns: Mapping[str, float], name: str, default):
-    """PEFT's rule for rank_pattern and alpha_pattern: a key is a regular expression over the end of the name."""
+def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """{name: value} of the names that a pattern matches, the first one that does.
+
+    PEFT's rule for rank_pattern and alpha_pattern: a pattern is a regular expression over the end of the name.
+    """
+    found: dict[str, float] = {}
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+        ends = [end for name in names if name not in found for end in _ends(name)]
+        matched = set(matching(key, pattern, ends))
+        found |= {name: value for name in names if name not in found and not matched.isdisjoint(_ends(name))}
+    return found
 
 
-def _require_expression(key: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+def _ends(name: str) -> list[str]:
+    """The whole name, and what follows each of its dots."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
@@ -89,8 +95,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
     if not target_modules:
         raise ValueError(f"target_modules is empty: name at least one of {', '.join(known)}, or 'all-linear'")
     if isinstance(target_modules, str):
-        _require_expression("target_modules", target_modules)
-        chosen = [name for name in names if re.fullmatch(target_modules, name)]
+        chosen = matching("target_modules", target_modules, names)
         if not chosen:
             raise ValueError(
                 f"target_modules {target_modules!r} matches no linear; it is a regular expression over names such as "
@@ -136,6 +141,28 @@ def freeze(model: Decoder) -> Decoder:
     return model
 
 
+def _chosen(
+    model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
+) -> dict[str, tuple[int, float]]:
+    """{name of a matrix that gets an adapter: (rank, alpha)}; arguments and errors as in get_peft_model."""
+    expert_names = [name for name, _ in experts(model)]
+    parameters = select_parameters(expert_names, target_parameters or ())
+    chosen = []
+    if target_modules or not parameters:
+        chosen = select_targets([name for name, _ in linears(model)], target_modules, expert_names)
+    chosen += parameters
+    given = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
+    found = []
+    for key, (patterns, check) in given.items():
+        for pattern, value in (patterns or {}).items():
+            check(f"{key}: {pattern!r}", value)
+            if not pattern_values(key, {pattern: value}, chosen):
+                raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
+        found.append(pattern_values(key, patterns or {}, chosen))
+    ranks, alphas = found
+    return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in chosen}
+
+
 def get_peft_model(
     model: Decoder,
     r: int = 16,
@@ -168,38 +195,21 @@ def get_peft_model(
     Raises:
       ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; adapters there already.
     """
-    if not isinstance(r, int) or r < 1:
-        raise ValueError(f"r = {r}: the rank must be a positive integer")
+    values.whole("r", r)
+    values.positive("lora_alpha", lora_alpha)
     if not 0.0 <= lora_dropout < 1.0:
         raise ValueError(f"lora_dropout = {lora_dropout}: must be at least 0 and below 1")
     if has_adapter(model):
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
     modules = dict(matrices(model))
-    expert_names = [name for name, _ in experts(model)]
-    chosen_parameters = select_parameters(expert_names, target_parameters or ())
-    if chosen_parameters and (lora_dropout or use_dora):
+    chosen = _chosen(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
+    if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in chosen):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
-    chosen = (
-        []
-        if chosen_parameters and not target_modules
-        else select_targets([name for name, _ in linears(model)], target_modules, expert_names)
-    )
-    chosen += chosen_parameters
-    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
-        for pattern, value in patterns.items():
-            _require_expression(key, pattern)
-            if value <= 0:
-                raise ValueError(f"{key}: {pattern!r}: {value} must be greater than 0")
-            if not any(pattern_value({pattern: 1}, name, 0) for name in chosen):
-                raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
     keys = jax.random.split(jax.random.key(seed), len(chosen))
-    for name, key in zip(chosen, keys, strict=True):
+    for (name, (rank, alpha)), key in zip(chosen.items(), keys, strict=True):
         linear = modules[name]
-        rank = pattern_value(ranks, name, r)
-        alpha = pattern_value(alphas, name, lora_alpha)
         if isinstance(linear, ExpertLinear):
             count, out_size, in_size = linear.sizes
             linear.lora = ExpertLora(count, in_size, out_size, rank, alpha, key, rslora=use_rslora)
@@ -214,5 +224,116 @@ def get_peft_model(
             raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {', '.join(_SAVABLE)}")
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
-            holder.weight = nnx.Param(holder.weight.get_value().astype(jnp.float32))
+            holder.original = holder.weight
+            holder.weight = nnx.Param(holder.original.get_value().astype(jnp.float32))
     return model
+
+
+def without_adapter(model: Decoder) -> Decoder:
+    """The model with its adapter off: what it was before get_peft_model or load_adapter.
+
+    Adapters of linears and experts are left out, DoRA's magnitudes with them; modules_to_save have the weights that
+    they began with; a model prepared for QAT computes with weights that are not rounded. Weights in four bits stay so.
+
+    Returns:
+      a new model, all frozen, that shares every array with `model`: it costs no memory, and training `model` does not
+      change it.
+    Raises:
+      ValueError: no adapter: of a model that was trained whole nothing is left to go back to.
+    """
+    if not has_adapter(model):
+        raise ValueError("without_adapter: this model has no adapter to leave out; load its base (from_pretrained)")
+    model = copy_structure(model)
+    for _, matrix in matrices(model):
+        matrix.lora = nnx.data(None)
+        if isinstance(matrix, Linear):
+            matrix.fake_quant = None
+    for holder in (model.embedding, model.head):
+        if holder is not None and holder.original is not None:
+            holder.weight, holder.original = holder.original, None
+    return freeze(model)
+
+
+def adapter_settings(model: Decoder) -> dict[str, Any] | None:
+    """Arguments of get_peft_model (all but the seed) that give a model's adapters; None where it has none.
+
+    Raises:
+      ValueError: a setting that differs between modules, of which PEFT has one for all.
+    """
+    everything = dict(matrices(model))
+    loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
+    if not loras:
+        return None
+
+    def common(setting, values):
+        if len(set(values)) > 1:
+            raise ValueError(f"{setting} differs between adapters ({set(values)}); PEFT has one for all")
+        return next(iter(values))
+
+    rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
+    alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
+    # Last parts where all their modules are adapted, whole names elsewhere: exactly this set, in PEFT's matching too.
+    targets, parameters = set(), set()
+    for name, lora in loras.items():
+        part = name.rsplit(".", 1)[1]
+        whole = all(other in loras for other in everything if other.endswith("." + part))
+        if isinstance(lora, ExpertLora):
+            parameters.add(f"mlp.experts.{part}" if whole else name)
+        else:
+            targets.add(part if whole else name)
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(targets),
+        "target_parameters": sorted(parameters) or None,
+        "lora_dropout": common("lora_dropout", [lora.rate for lora in loras.values()]),
+        "use_rslora": common("use_rslora", [lora.rslora for lora in loras.values()]),
+        "use_dora": common("use_dora", [lora.magnitude is not None for lora in loras.values()]),
+        "modules_to_save": _saved(model) or None,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+    }
+
+
+def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
+    """Whether get_peft_model(base, **settings) gives the adapters that `model` has, but for their values."""
+    actual = adapter_settings(model)
+    if actual is None:
+        return False
+    choice = ("r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
+    try:
+        wanted = _chosen(model, *(settings[key] for key in choice))
+    except ValueError:
+        return False
+    loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}
+    saved = set(settings["modules_to_save"] or ())
+    saved = set(_SAVABLE) if saved and model.head is None else saved
+    return (
+        wanted == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}
+        and all(settings[key] == actual[key] for key in ("lora_dropout", "use_rslora", "use_dora"))
+        and saved == set(actual["modules_to_save"] or ())
+    )
+
+
+def _saved(model: Decoder) -> list[str]:
+    """modules_to_save of a model with adapters; both names of a tied head that trains."""
+    holders = zip(_SAVABLE, (model.embedding.weight, model.head_variable), strict=True)
+    return [name for name, variable in holders if isinstance(variable, nnx.Param)]
+
+
+def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(the commonest value, {last part of a name, or whole name: value} for the rest): a default and its pattern."""
+    default = Counter(values.values()).most_common(1)[0][0]
+    by_part: dict[str, set] = {}
+    for name, value in values.items():
+        by_part.setdefault(name.rsplit(".", 1)[1], set()).add(value)
+    rest = {}
+    for name, value in values.items():
+        part = name.rsplit(".", 1)[1]
+        if value != default:
+            rest[part if len(by_part[part]) == 1 else name] = value
+    return default, rest
+
+
+def _number(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else value

@@ -14,6 +14,7 @@ from jaxtune.models.layers.experts import ExpertLinear
 from jaxtune.models.linear import Frozen, Linear, merged_weight
 from jaxtune.models.lora import copy_structure, matrices
 from jaxtune.models.quant import convert_qat, dequantize, qat_spec
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
 
@@ -76,6 +77,7 @@ def _roundoff(dtype) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
+@dispatch.unsaid()  # it checks in float32, once: kernels for training refuse that, and nobody misses them
 def merge_adapter(model: Decoder) -> Decoder:
     """The model with its adapter added into the weights: w + scale b a, rescaled for DoRA, in fp32, tensor by tensor.
 
@@ -119,7 +121,7 @@ def merge_adapter(model: Decoder) -> Decoder:
         outcomes[name] = (finite, error)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
-            module.weight = nnx.Param(module.weight.get_value().astype(dtype))
+            module.weight, module.original = nnx.Param(module.weight.get_value().astype(dtype)), None
             outcomes["lm_head" if isinstance(module, Linear) else "embed_tokens"] = (
                 jnp.isfinite(module.weight.get_value()).all(), jnp.zeros(()),
             )  # fmt: skip

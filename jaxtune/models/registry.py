@@ -19,6 +19,7 @@ from jaxtune.models.families import (
     qwen3_moe,
     smollm3,
 )
+from jaxtune.models.families.types import checked
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
@@ -41,11 +42,11 @@ TEXT_PARTS = {"gemma3": "gemma3_text"}
 
 def text_config(hf: dict) -> dict:
     """A config.json as it is, or the text part of a model with more to it, as a config of its own."""
-    if hf.get("model_type") not in TEXT_PARTS:
+    if hf.get("model_type") not in tuple(TEXT_PARTS):
         return hf
     text = hf.get("text_config")
     if not isinstance(text, dict):
-        raise ValueError(f"config.json of a {hf['model_type']!r} model lacks 'text_config'")
+        raise ValueError(f"config.json of a {hf['model_type']!r} model lacks 'text_config', which holds its sizes")
     outer = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
     return {key: hf[key] for key in outer if key in hf} | text | {"model_type": TEXT_PARTS[hf["model_type"]]}
 
@@ -93,9 +94,9 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     """DecoderConfig of a parsed config.json.
 
     Raises:
-      ValueError: a feature that is not supported, by name and value.
+      ValueError: a feature that is not supported, or a value that cannot be, by name and value.
     """
-    hf = text_config(hf)
+    hf = checked(text_config(hf))
     module = family(hf.get("model_type"))
     _check_quantization(hf.get("quantization_config"), hf["model_type"])
     return module.from_hf(hf)

@@ -13,7 +13,7 @@ from jaxtune.models.config import DecoderConfig, RopeConfig
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[np.ndarray, np.ndarray | None, float]:
-    """(inverse frequencies float32[rotary_dim / 2], those for long batches or None, factor on cos and sin).
+    """(inverse frequencies float32[rotary_dim / 2], those for long documents or None, factor on cos and sin).
 
     Formulas as in transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
     LongRoPE (arXiv 2402.13753), yarn from arXiv 2309.00071.
@@ -55,14 +55,24 @@ def _frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[n
     raise ValueError(f"rope kind {rope.kind!r} is unknown")
 
 
-def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array):
-    """(cos, sin), each float32[B, T, rotary_dim / 2], for int32[B, T] positions."""
+def rotary_table(
+    rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
+):
+    """(cos, sin), each float32[B, T, rotary_dim / 2].
+
+    Args:
+      positions: int32[B, T].
+      lengths: int32 that broadcasts to [B, T]: the positions that a token's document takes up. longrope chooses by it:
+        a document past the original context takes the long factors, whatever it is packed beside. (transformers
+        chooses for a whole batch at once; of a document alone it makes the same choice.) None: a row is one document.
+    """
     short, long, scale = _frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
     if long is not None:
-        # The batch decides, as in Hugging Face: past the original context every token takes the long factors.
-        is_long = positions.max() + 1 > (rope.original_max_position_embeddings or max_positions)
-        frequencies = jnp.where(is_long, jnp.asarray(long, jnp.float32), frequencies)
+        if lengths is None:
+            lengths = positions.max(axis=-1, keepdims=True) + 1
+        is_long = lengths > (rope.original_max_position_embeddings or max_positions)
+        frequencies = jnp.where(is_long[..., None], jnp.asarray(long, jnp.float32), frequencies)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
@@ -100,4 +110,6 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
     """One rotary_table for each of the decoder's bases."""
     limit = config.max_position_embeddings
-    return tuple(rotary_table(rope, rope.head_dim or config.head_dim, limit, positions) for rope in config.rotary)
+    return tuple(
+        rotary_table(rope, rope.head_dim or config.head_dim, limit, positions, lengths) for rope in config.rotary
+    )

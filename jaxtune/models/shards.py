@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 _STORED = DTYPES | {"U8": np.dtype(np.uint8)}  # bytes: parts of tensors in four bits
@@ -38,7 +41,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file.
+    """The tensors of a safetensors file. The safetensors library decides whether the header is a valid one.
 
     Raises:
       ValueError: a file that is truncated, too long or not safetensors, with its expected and actual size.
@@ -49,28 +52,35 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         if actual < 8 or length > min(_MAX_HEADER_BYTES, actual - 8):
             raise ValueError(f"{file}: not a whole safetensors file: header of {length} bytes, file of {actual} bytes")
         raw = stream.read(length)
+    start = 8 + length
     try:
         header = json.loads(raw)
-        start = 8 + length
-        entries = {
-            name: TensorEntry(
-                name,
-                item["dtype"],
-                tuple(item["shape"]),
-                file,
-                start + item["data_offsets"][0],
-                item["data_offsets"][1] - item["data_offsets"][0],
-            )
-            for name, item in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        entries = {name: _entry(name, item, file, start) for name, item in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: its safetensors header is corrupt ({type(error).__name__}: {error})") from None
     expected = max((entry.offset + entry.size_bytes for entry in entries.values()), default=start)
     if expected != actual:
         kind = "truncated" if actual < expected else "too long"
         raise ValueError(f"{file}: {kind}: expected {expected} bytes, found {actual}; fetch the file again")
+    try:
+        with safe_open(file, framework="numpy"):  # maps the file, reads the header alone
+            pass
+    except SafetensorError as error:
+        for entry in entries.values():
+            if entry.dtype in _STORED:
+                _check_size(entry)
+        raise ValueError(f"{file}: its safetensors header is corrupt ({error}); fetch the file again") from None
     return entries
+
+
+def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
+    dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
+    if not isinstance(dtype, str):
+        raise TypeError(f"dtype {dtype!r} of {name}")
+    for number in (*shape, first, last):
+        if type(number) is not int or number < 0:
+            raise TypeError(f"shape {shape!r} and data_offsets {item['data_offsets']!r} of {name}")
+    return TensorEntry(name, dtype, tuple(shape), file, start + first, last - first)
 
 
 def check_entry(entry: TensorEntry) -> None:
@@ -80,8 +90,12 @@ def check_entry(entry: TensorEntry) -> None:
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
             "(of quantised checkpoints, those of bitsandbytes in four bits can be loaded)"
         )
-    want = int(np.prod(entry.shape, dtype=np.int64)) * DTYPES[entry.dtype].itemsize
-    if entry.offset < 8 or want != entry.size_bytes:
+    _check_size(entry)
+
+
+def _check_size(entry: TensorEntry) -> None:
+    want = math.prod(entry.shape) * _STORED[entry.dtype].itemsize
+    if want != entry.size_bytes:
         raise ValueError(
             f"{entry.file}: {entry.name} {entry.shape} needs {want} bytes, its header gives {entry.size_bytes}"
         )

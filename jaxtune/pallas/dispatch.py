@@ -42,6 +42,7 @@ def _device_capability(platform: str) -> tuple[int, int] | None:
 
 
 _target: tuple[int, int] | None = None
+_unsaid = False  # see unsaid
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -154,6 +155,18 @@ def compile_for(capability: tuple[int, int]):
         _target = before
 
 
+@contextlib.contextmanager
+def unsaid():
+    """What is computed here has no use for faster implementations, such as a check in float32: nothing is said of those
+    that refuse it."""
+    global _unsaid
+    before, _unsaid = _unsaid, True
+    try:
+        yield
+    finally:
+        _unsaid = before
+
+
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     """A GPU's owner wants to know what keeps the faster implementation away."""
@@ -193,7 +206,7 @@ def choose(op: str, table: Table, implementation: str | None) -> str:
         reason = refuse()
         if reason is None:
             record[op] = (name, refused)
-            if refused and compute_capability() is not None:
+            if refused and not _unsaid and compute_capability() is not None:
                 _say_once(op, name, tuple(refused.items()))
             return name
         refused[name] = reason

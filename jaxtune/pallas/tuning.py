@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtune.files import atomic_write
 from jaxtune.pallas import dispatch
 
 _COMPILERS = 8
@@ -169,9 +170,7 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    atomic_write(path, json.dumps(record, indent=1) + "\n")
     _entries.cache_clear()
 
 

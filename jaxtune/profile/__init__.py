@@ -7,8 +7,8 @@
     print(jaxtune.profile.show("profiles/a"))
     print(jaxtune.profile.compare("profiles/a", "profiles/b"))
 
-Works on any JAX program, and reads PyTorch's Chrome traces too. Imports nothing else of jaxtune; README.md beside this
-file says how each number is made.
+Works on any JAX program, and reads PyTorch's Chrome traces too. Imports nothing else of jaxtune but how text reaches a
+terminal; README.md beside this file says how each number is made.
 """
 
 from __future__ import annotations

@@ -12,38 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class DataSheet:
-    """What a vendor states of a device: dense TFLOP/s summed in fp32 (None: the chip has no FP8), memory TB/s and GiB,
-    and GB/s each way of the link to the host; 0 where device and host share one memory."""
-
-    bf16_tflops: float
-    fp8_tflops: float | None
-    copy_tbps: float
-    memory_gib: float
-    link_gbps: float
-
-
-_DATA_SHEETS: dict[str, DataSheet] = {
-    "B200": DataSheet(2250, 4500, 8.0, 179, 63),
-    "GB200": DataSheet(2500, 5000, 8.0, 185, 450),
-    "GB10": DataSheet(125, 250, 0.273, 119, 0),
-    "H200": DataSheet(989, 1979, 4.8, 140, 63),
-    "GH200": DataSheet(989, 1979, 4.9, 96, 450),
-    "H100 PCIe": DataSheet(756, 1513, 2.0, 80, 63),
-    "H100 NVL": DataSheet(835, 1671, 3.9, 94, 63),
-    "H100": DataSheet(989, 1979, 3.35, 80, 63),
-    "A100": DataSheet(312, None, 2.0, 80, 31.5),
-    "A100-SXM4-40GB": DataSheet(312, None, 1.56, 40, 31.5),
-    "A100-PCIE-40GB": DataSheet(312, None, 1.56, 40, 31.5),
-    "L40S": DataSheet(362, 733, 0.864, 45, 31.5),
-    "L4": DataSheet(121, 242, 0.3, 22.5, 31.5),
-    "A10G": DataSheet(70, None, 0.6, 22.5, 31.5),
-    "RTX 5090": DataSheet(209, 419, 1.79, 32, 63),
-    "RTX 4090": DataSheet(165, 330, 1.01, 24, 31.5),
-    "RTX 3090": DataSheet(71, None, 0.936, 24, 31.5),
-}
+from jaxtune.files import atomic_write
+from jaxtune.profile.data_sheets import data_sheet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +61,6 @@ def known_ceilings(device: str) -> Ceilings | None:
     return Ceilings(device, sheet.bf16_tflops, sheet.fp8_tflops or 0.0, sheet.copy_tbps)
 
 
-def data_sheet(device: str) -> DataSheet | None:
-    """The data sheet of the device whose name (jax.Device.device_kind, or "RTX 4090") holds one that is known."""
-    # "H200" is in "GH200" too: the longest name that the device bears is the right one
-    names = [name for name in _DATA_SHEETS if re.search(rf"(?<![A-Z0-9]){re.escape(name)}(?![0-9])", device)]
-    return _DATA_SHEETS[max(names, key=len)] if names else None
-
-
-def known_devices() -> tuple[str, ...]:
-    """Names that `data_sheet` knows."""
-    return tuple(_DATA_SHEETS)
-
-
 def ceilings(*, remeasure: bool = False) -> Ceilings:
     """The ceilings of this process's first device: measured at the first call (about 10 s on a GPU), cached after."""
     import jax
@@ -114,9 +72,7 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
     measured = _measure(device)
     file = cache_file(device.device_kind)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(measured.to_dict(), indent=2), encoding="utf-8")
-    partial.replace(file)
+    atomic_write(file, json.dumps(measured.to_dict(), indent=2))
     return measured
 
 

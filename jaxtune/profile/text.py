@@ -6,10 +6,13 @@ import io
 import re
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
+from jaxtune import terminal
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from jaxtune.profile.comparison import Comparison
     from jaxtune.profile.report import Report
 
@@ -17,7 +20,7 @@ _SHOWN = 15
 
 
 def _console(width: int) -> Console:
-    return Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    return terminal.console(file=io.StringIO(), width=width, soft_wrap=False)
 
 
 def _table(title: str, *columns: str) -> Table:

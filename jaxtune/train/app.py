@@ -5,47 +5,41 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from rich.console import Console
 
+from jaxtune import terminal
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import Pretrained, find_config, load_tokenizer, model_from_config, save_pretrained
+from jaxtune.models.hf import Pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
+from jaxtune.models.model_folder import find_config, load_tokenizer
 from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
-from jaxtune.profile.device import known_devices
+from jaxtune.terminal import printable
 from jaxtune.train import report
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data.formats import normalize
+from jaxtune.train.data.formats import RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
 from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
+from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
+from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.signals import EXIT_SAVED
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 ADAPTER, MERGED = "adapter", "merged"
-_SMALLEST_CACHED = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
-    if jax.config.jax_compilation_cache_dir is None:
-        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    if _SMALLEST_CACHED not in os.environ:
-        # Small ones too: a start has dozens, and on a GPU each takes a tenth of a second to compile.
-        jax.config.update(_SMALLEST_CACHED.lower(), 0.0)
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
@@ -118,7 +112,11 @@ def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
     for row in read_rows(open_sources(config.data.eval), config.data.format):
         if row.value is None:
             continue
-        example = normalize(row.value, row.format)
+        example = attempt(normalize, row.value, row.format)
+        if isinstance(example, RowError):
+            if config.data.on_bad_row == "skip":
+                continue
+            raise ValueError(f"{printable(row.place)}: {printable(example)}")
         if example.messages and example.messages[-1]["role"] == "assistant":
             rows.append({"messages": list(example.messages)})
         if len(rows) == limit:
@@ -144,11 +142,12 @@ def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
     """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, saved, resumable)."""
-    console = console or Console(soft_wrap=True)
+    console = console or terminal.console(soft_wrap=True)
+    require_packages(config.metrics.tensorboard, config.metrics.wandb_project)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
         return 0
-    use_compilation_cache()
+    use_program_cache()
     results: dict[str, Any] = {}
     measure = config.evaluation.exact_match_rows > 0
     with loading(config) as (weights, tokenizer, model):
@@ -173,7 +172,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
             return EXIT_SAVED
     if measure and config.evaluation.at_end:
         results["after"] = answer(model, tokenizer, config, console, "after training")
-    export(model, tokenizer, config, trainer.output, console)
+    export(model, trainer.tokenizer, config, trainer.output, console)
     evaluations = [line["eval_loss"] for line in trainer.history if "eval_loss" in line]
     if evaluations:
         results["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
@@ -192,8 +191,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         here = jax.local_devices()[0]
         if here.platform == "cpu":
             raise ValueError(
-                "plan.device is not set, and this machine has no GPU: name one, such as "
-                f"plan.device={known_devices()[0]}"
+                "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
             )
         name, limit = here.device_kind, (here.memory_stats() or {}).get("bytes_limit")
     if config.adapter is not None and config.adapter.path is not None:
@@ -202,7 +200,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
             "adapter.path=null and adapter.r"
         )
     shape = config_from_hf(find_config(config.model.from_config or config.model.path or ""))
-    device = devices.find_device(name, limit)
+    device = devices.find_device(name, limit, config.plan.host_gb)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
     parts = cost.step_cost(cost.abstract_model(shape, config), config)
@@ -228,10 +226,14 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
             question = conversations(config, 1)[0]["messages"][-2]["content"]
         ask = f"{python} -m jaxtune.cli generate {shlex.quote(str(trained[0]))} --prompt {shlex.quote(question)}"
         commands.append(("ask the trained model", ask))
-    train = f"{python} -m jaxtune.train"
-    commands.append(("train a model of the hub on rows of your own", f"{train} lora-0.5b data.train=rows.jsonl"))
-    plan = f"{train} qlora-8b --plan plan.device='RTX 4090'"
-    commands.append(("what an 8B model needs on a GPU, and how fast it would be", plan))
+    if (profile := output / "profile").is_dir():
+        shown = f"{python} -m jaxtune.cli profile show {shlex.quote(str(profile))}"
+        commands.append(("where the time of the profiled steps went", shown))
+    if Path(config.model.path or "").is_relative_to(Path(__file__).parents[1]):  # the packaged model: a first run
+        train = f"{python} -m jaxtune.train"
+        commands.append(("train a model of the hub on rows of your own", f"{train} lora-0.5b data.train=rows.jsonl"))
+        plan = f"{train} qlora-8b --plan plan.device='RTX 4090'"
+        commands.append(("what an 8B model needs on a GPU, and how fast it would be", plan))
     return commands
 
 
@@ -239,7 +241,7 @@ def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, co
     """Writes the adapter first (it cannot fail late), then the whole model; what is there already is left alone."""
     adapted = has_adapter(model)
     if adapted and config.export.adapter:
-        _once(output / ADAPTER, lambda folder: save_adapter(model, folder), console)
+        _once(output / ADAPTER, lambda folder: save_adapter(model, folder, tokenizer), console)
         if qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
     if config.export.merged:
@@ -260,10 +262,10 @@ def _once(folder: Path, write, console: Console) -> None:
 
 def evaluate(config: TrainConfig) -> dict[str, Any]:
     """Evaluation loss, and exact match where the config asks for it, of the model as it is."""
-    use_compilation_cache()
+    use_program_cache()
     model, tokenizer = load_model(config)
     trainer = Trainer(model, tokenizer, config)
     results: dict[str, Any] = trainer.evaluate()
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, Console(stderr=True, soft_wrap=True), "exact match")
+        results |= answer(model, tokenizer, config, terminal.console(stderr=True, soft_wrap=True), "exact match")
     return results

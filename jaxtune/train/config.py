@@ -126,6 +126,10 @@ class DataConfig:
     )
     response_part: Annotated[str | None, "Text that opens an assistant turn; goes with data.instruction_part."] = None
     last_response_only: Annotated[bool, "Train on the last response of a conversation only."] = False
+    mask_spans: Annotated[
+        tuple[tuple[str, str], ...] | None,
+        "Spans of responses that are not trained on, as [opening, closing], e.g. [[<think>, </think>]].",
+    ] = None
     length: Annotated[int, "Tokens in a row."] = 2048
     packing: Annotated[bool, "Fill rows with several whole documents; false: one padded document a row."] = True
     overflow: Annotated[Literal["truncate", "split", "error"], "Documents longer than data.length."] = "truncate"
@@ -152,6 +156,11 @@ class DataConfig:
                 _require(
                     self.train_on == "responses", f"data.{key}", getattr(self, key), "needs data.train_on=responses"
                 )
+        for pair in self.mask_spans or ():
+            _require(
+                all(part.strip() for part in pair), "data.mask_spans", self.mask_spans,
+                "an opening and a closing must not be empty, as in [[<think>, </think>]]",
+            )  # fmt: skip
         if self.last_response_only:
             _require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
 
@@ -239,6 +248,16 @@ class PlanConfig:
     __pydantic_config__ = _STRICT
 
     device: Annotated[str | None, "A device that is not here, such as RTX 4090; default: this machine's."] = None
+    host_gb: Annotated[
+        float | None, "Memory of that device's machine, in GB, for each device; default: what is usual beside it."
+    ] = None
+
+    def __post_init__(self) -> None:
+        _require(self.host_gb is None or self.host_gb > 0, "plan.host_gb", self.host_gb, "must be over 0")
+        _require(
+            self.host_gb is None or self.device is not None, "plan.host_gb", self.host_gb,
+            "is of a device that is not here: set plan.device too",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

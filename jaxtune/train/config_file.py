@@ -80,7 +80,7 @@ def _describe(hint: Any) -> str:
         if origin is Literal:
             words.append(" | ".join(arguments))
         elif origin is tuple:
-            words.append("list of strings")
+            words.append("list of pairs of strings" if typing.get_origin(arguments[0]) is tuple else "list of strings")
         elif origin is dict:
             words.append(f"mapping of names to {'integers' if arguments[1] is int else 'numbers'}")
         elif dataclasses.is_dataclass(member):

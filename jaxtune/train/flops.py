@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import experts, linears
 from jaxtune.train.data import Batch
-from jaxtune.train.metrics import model_flops_per_step
 
 
 def sum_squared_documents(batch: Batch) -> int:
@@ -23,7 +22,7 @@ def sum_squared_documents(batch: Batch) -> int:
 
 
 def flop_counter(model: Decoder) -> Callable[[int, int], float]:
-    """(real tokens, sum of squared document lengths) -> model FLOPs of a step; see metrics.model_flops_per_step."""
+    """(real tokens, sum of squared document lengths) -> model FLOPs of a step; see model_flops_per_step."""
     config = model.config
     matmul = trained = adapters = 0
     for _, linear in linears(model):
@@ -57,3 +56,38 @@ def flop_counter(model: Decoder) -> Callable[[int, int], float]:
         )
 
     return flops
+
+
+def model_flops_per_step(
+    *,
+    tokens: int,
+    matmul_params: int,
+    trained_matmul_params: int,
+    adapter_params: int = 0,
+    attention_layers: int,
+    query_heads: int,
+    head_dim: int,
+    sum_squared_document_tokens: int,
+) -> float:
+    """FLOPs that the model needs for one optimizer step, whatever the program recomputes; for model FLOP utilisation.
+
+    With T tokens (padding left out), N = matmul_params (every matrix a token is multiplied by, the head included, the
+    embedding look-up not, of a mixture only the experts a token visits), N' = trained_matmul_params, A =
+    adapter_params, and S = sum over documents of length^2:
+
+        forward    2 N T                        each weight: one multiply, one add a token
+                 + 2 A T                        the adapters beside them
+                 + 4 L H D S / 2                q k^T and p v over L layers, H query heads of D; half is causal
+        backward   2 N T                        the gradient to the input of every matmul
+                 + 2 N' T                       the gradient of the trained weights
+                 + 4 A T                        both for the adapters
+                 + twice the forward attention  dv, dp, dq, dk
+
+    Full fine-tuning (N' = N, A = 0) is thus 6 N T + 6 L H D S, the formula of PaLM (arXiv 2204.02311, appendix B) with
+    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 L H D S. A sliding window is not taken off S here: the caller
+    passes the visible pairs times two.
+    """
+    attention_forward = 4 * attention_layers * query_heads * head_dim * sum_squared_document_tokens / 2
+    forward = 2 * (matmul_params + adapter_params) * tokens + attention_forward
+    backward = (2 * matmul_params + 2 * trained_matmul_params + 4 * adapter_params) * tokens + 2 * attention_forward
+    return float(forward + backward)

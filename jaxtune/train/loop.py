@@ -22,16 +22,19 @@ from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
 from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.profile import capture
+from jaxtune.terminal import say
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
 from jaxtune.train.config import OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.flops import flop_counter, sum_squared_documents
 from jaxtune.train.loss import router_losses
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.planner import Planner, out_of_memory
+from jaxtune.train.recorded import recorded_config
 from jaxtune.train.report import precision_notes
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
@@ -40,17 +43,9 @@ from jaxtune.train.watch import Watch
 
 # What config.data says of how rows become tokens and packed rows.
 _ROW_OPTIONS = (
-    "format",
-    "template",
-    "train_on",
-    "instruction_part",
-    "response_part",
-    "last_response_only",
-    "length",
-    "packing",
-    "overflow",
-    "on_bad_row",
-)
+    "format", "template", "train_on", "instruction_part", "response_part", "last_response_only", "mask_spans", "length",
+    "packing", "overflow", "on_bad_row",
+)  # fmt: skip
 
 # Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
 # rows lie may change: their content is compared. So may where optimizer states lie.
@@ -135,7 +130,7 @@ class Trainer:
     Args:
       model: a Decoder; its `nnx.Param`s are what trains (see get_peft_model, or everything for full fine-tuning).
       tokenizer: its Hugging Face tokenizer.
-      config: a TrainConfig; its `model` and `adapter` say where the model came from and are recorded, not applied.
+      config: a TrainConfig; its `model` and `adapter` are not applied but recorded, as the model is: recorded_config.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
         that config.data names.
       keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
@@ -145,8 +140,9 @@ class Trainer:
       profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
         only if config asks for steps, `profile` in the output folder.
 
-    Attributes: `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`,
-    the metrics of every logged step as dicts.
+    Attributes: `tokenizer` (with the chat template that rows are rendered by), `train_data`, `eval_data`
+    (TokenDataset), `output` (Path), `total_steps`, and after train() `history`, the metrics of every logged step as
+    dicts.
     """
 
     def __init__(
@@ -162,7 +158,7 @@ class Trainer:
     ):
         self.config = config
         self._keeps_model = keeps_model
-        self.tokenizer = tokenizer
+        self.tokenizer = trained_tokenizer(tokenizer, config.data.template)
         self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
@@ -173,7 +169,7 @@ class Trainer:
         self.qat = qat_spec(model)
         if not jax.tree.leaves(self._trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
-
+        self.config = config = recorded_config(config, model)
         self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
         if config.steps is not None:
@@ -246,7 +242,7 @@ class Trainer:
 
         def load(rows, max_rows):
             prepared = opened(rows, max_rows)
-            limit = self._given.config.max_position_embeddings
+            limit = self._given.config.context_length
             longest = min(data.length, int(prepared.documents.lengths.max()))
             if longest > limit:  # a longer row is fine: positions restart with each document
                 raise ValueError(
@@ -399,8 +395,9 @@ class Trainer:
                 self._follow_plan()
         raise self.planner.hopeless(problem)
 
-    def _first_step(self, programs, sums, state, frozen, parts, step: int, print_line) -> tuple[_Programs, Sums]:
-        """The micro-batches of the first step, waited for; where memory runs out, once more under a smaller plan.
+    def _first_step(self, programs, sums, state, frozen, parts, step, print_line, compiling=contextlib.nullcontext):
+        """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, once more under a
+        smaller plan, which is compiled in the context that `compiling` makes.
 
         Nothing of the failed attempt is left: only the update donates the state.
         """
@@ -418,7 +415,8 @@ class Trainer:
         count = self.planner.plan.micro_batches
         parts = [self._device_batch(rows, part, count) for part in range(count)]
         try:
-            programs = self.compile(state, sums, frozen, step)
+            with compiling():
+                programs = self.compile(state, sums, frozen, step)
             done = self._accumulate(self._at(programs, step), sums, state, frozen, parts)
             return programs, jax.block_until_ready(done)
         except jax.errors.JaxRuntimeError as error:
@@ -461,54 +459,58 @@ class Trainer:
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
             )
-            with logger, m.Progress(self.total_steps, start) as progress, StopSignal() as stop:
-                state = self._run(resumed, start, checkpointer, logger, progress, stop)
+            with (
+                logger,
+                m.Progress(self.total_steps, start) as progress,
+                Watch(self, logger, progress) as watch,
+                StopSignal() as stop,
+            ):
+                state = self._run(resumed, start, checkpointer, progress, watch, stop)
         with contextlib.suppress(ValueError):  # a run without a finite loss has nothing to plot
             m.loss_plot(self.output / m.JSONL, self.output / "loss.png")
         return self._finished_model(state)
 
-    def _run(self, resumed: TrainState | None, start, checkpointer, logger, progress, stop) -> TrainState:
+    def _run(self, resumed: TrainState | None, start, checkpointer, progress, watch, stop) -> TrainState:
         config = self.config
         if resumed is not None and start >= self.total_steps:
             progress.print(f"this run is complete: {start} steps (output {self.output})")
             return resumed
-        for line in self.planner.lines():
-            progress.print(line)
-        with progress.compiling(self._compile_guess()):
-            programs = self._compile_to_fit(start, progress.print)
-        if self._weights is not None and not self._weights.done():
-            progress.print("waiting for the weights")
-        state, sums, frozen = self._begin(resumed)
-        (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-        for line in precision_notes(self):
-            progress.print(line)
+        progress.print("\n".join(self.planner.lines()))
+        # One line, once the folder is this run's: an error before leaves it to another.
+        with watch.pause("load", start) as line:
+            with progress.compiling():
+                programs = self._compile_to_fit(start, progress.print)
+            line["compile_seconds"] = watch.uncounted_seconds()
+            if self._weights is not None and not self._weights.done():
+                progress.print("waiting for the weights")
+            state, sums, frozen = self._begin(resumed)
+            (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+        for note in precision_notes(self):
+            progress.print(note)
 
         def at(step: int) -> _Programs:
             return self._at(programs, step)
 
         policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_minutes)
         policy.should_save(start, time.monotonic())
-        watch = Watch(self, logger, progress)
-        timer = watch.timer
         if config.evaluation.at_start and start == 0:
-            self._evaluate(at(0), state, frozen, logger, progress, 0)
-        watch.restart()
+            self._evaluate(at(0), state, frozen, watch, 0)
         tracing = False
         with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
             coming = pool.submit(self._load_step, start)
             for step in range(start, self.total_steps):
-                with timer.part("data_wait"):
+                with watch.data_wait():
                     parts, counts = coming.result()
                 if step + 1 < self.total_steps:
                     coming = pool.submit(self._load_step, step + 1)
                 if self.profile_steps and step - start == config.profile.start:
-                    watch.flush()
-                    trace.enter_context(self._capture(at(step)))
-                    watch.restart()
+                    with watch.pause("profile", step):
+                        trace.enter_context(self._capture(at(step)))
                     tracing = True
                 if step == start:
                     planned = self.planner.plan
-                    programs, sums = self._first_step(programs, sums, state, frozen, parts, step, progress.print)
+                    again = functools.partial(watch.pause, "compile", start)
+                    programs, sums = self._first_step(programs, sums, state, frozen, parts, step, progress.print, again)
                     if self.planner.plan != planned and step + 1 < self.total_steps:
                         coming = pool.submit(self._load_step, step + 1)  # in micro-batches of the new plan
                 else:
@@ -517,29 +519,26 @@ class Trainer:
                 watch.step_dispatched(step, latest, counts)
                 done = step + 1
                 if tracing and step - start == config.profile.start + self.profile_steps - 1:
-                    watch.flush()
-                    trace.close()
-                    watch.restart()
+                    with watch.pause("profile", done):
+                        trace.close()
                     tracing = False
                 save = policy.should_save(done, time.monotonic())
                 if stop.requested or (save and done < self.total_steps):
-                    watch.flush()
-                    with timer.part("save"):
+                    with watch.pause("save", done):
                         self._save(checkpointer, done, state)
                 if stop.requested and done < self.total_steps:
                     checkpointer.wait()
                     raise TrainingInterrupted(f"{stop.signal_name} after step {done}; saved in {checkpointer.folder}")
                 every = config.evaluation.every_steps
                 if every and done % every == 0 and done < self.total_steps:
-                    watch.flush()
-                    self._evaluate(at(done), state, frozen, logger, progress, done)
-                    watch.restart()
+                    self._evaluate(at(done), state, frozen, watch, done)
         watch.flush()
         if config.evaluation.at_end:
-            self._evaluate(programs, state, frozen, logger, progress, self.total_steps)
+            self._evaluate(programs, state, frozen, watch, self.total_steps)
         if config.checkpoint.every_steps or config.checkpoint.every_minutes:
-            self._save(checkpointer, self.total_steps, state)
-            checkpointer.wait()
+            with watch.pause("save", self.total_steps):
+                self._save(checkpointer, self.total_steps, state)
+                checkpointer.wait()
         return state
 
     def _begin(self, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
@@ -568,10 +567,6 @@ class Trainer:
         }
         return capture(self.profile_folder, meta, {"accumulate": programs.accumulate, "update": programs.update})
 
-    def _compile_guess(self) -> float:
-        layers = self._given.config.num_layers
-        return 5 + 0.4 * layers if self.mesh.devices.flat[0].platform == "gpu" else 3 + 1.0 * layers
-
     def evaluate(self) -> dict[str, Any]:
         """eval_loss (mean over targets) and eval_targets of the model as given, without training; rounded as step 0's
         is under QAT."""
@@ -591,13 +586,14 @@ class Trainer:
         loss, count = (sum(float(x) for x in column) for column in zip(*totals, strict=True))
         return {"eval_loss": loss / max(count, 1.0), "eval_targets": int(count)}
 
-    def _evaluate(self, programs, state, frozen, logger, progress, step) -> None:
+    def _evaluate(self, programs, state, frozen, watch: Watch, step) -> None:
         if self.eval_batches is None:
             return
-        values = self._eval_loss(programs.evaluate, state, frozen)
-        logger.log(step, values)
+        with watch.pause("eval", step) as line:
+            values = self._eval_loss(programs.evaluate, state, frozen)
+            line |= values
         self.history.append({"step": step, **values})
-        progress.print(
+        watch.progress.print(
             f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values['eval_targets']:,} targets"
         )
 
@@ -663,10 +659,10 @@ class Trainer:
             harmless.extend(require_compatible(saved, self._meta(), _INCOMPATIBLE))
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
-        print(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
+        say(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
         for difference in harmless:
-            exact = not difference.key.startswith(_NUMERICS)
-            print(f"  {'changed' if exact else 'not bit for bit the same run'}: {difference}")
+            other = difference.key.startswith(_NUMERICS)
+            say(f"  {'not bit for bit the same run' if other else 'changed'}: {difference}")
         if not self._keeps_model:
             self.release_model()
         return restored["state"], step

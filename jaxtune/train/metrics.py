@@ -1,7 +1,8 @@
-"""What a run says about itself: metrics.jsonl and other loggers, the progress bar, the loss plot, speed and memory.
+"""What a run says about itself: metrics.jsonl and other loggers, the progress bar, the loss plot.
 
 Names of metrics: `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
-metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds).
+metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds). What the speeds in it count is said in
+watch.py.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import json
 import logging
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jaxtune import terminal
+from jaxtune.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class MetricsLogger:
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
     ):
+        require_packages(tensorboard, wandb_project)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / JSONL
@@ -61,10 +64,8 @@ class MetricsLogger:
             raise ValueError(f"{self.path} is of another run: resume that one or choose another output folder")
         makers: dict[str, Callable[[], _Sink]] = {JSONL: lambda: _JsonlSink(self.path)}
         if tensorboard:
-            _require_package("tensorboardX", "metrics.tensorboard", "tensorboard")
             makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)
         if wandb_project is not None:
-            _require_package("wandb", "metrics.wandb_project", "wandb")
             makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
         self._sinks: dict[str, _Sink] = {}
         self._reported: set[str] = set()
@@ -148,13 +149,21 @@ class _WandbSink(_Sink):
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
         self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
-        id_file.write_text(self._run.id)
+        atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
         self._run.log(_numbers(line), step=line["step"])
 
     def close(self) -> None:
         self._run.finish()
+
+
+def require_packages(tensorboard: bool, wandb_project: str | None) -> None:
+    """Imports what the loggers that are asked for need. Raises ValueError, with the key and how to install it."""
+    if tensorboard:
+        _require_package("tensorboardX", "metrics.tensorboard", "tensorboard")
+    if wandb_project is not None:
+        _require_package("wandb", "metrics.wandb_project", "wandb")
 
 
 def _require_package(package: str, key: str, extra: str) -> None:
@@ -208,9 +217,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line.get("step", last_step + 1) <= last_step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(_plain(line)) + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    atomic_write(path, "".join(json.dumps(_plain(line)) + "\n" for line in kept))
 
 
 # ---- the progress bar
@@ -231,10 +238,8 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
-        from rich.console import Console
-
         self.total_steps = total_steps
-        self.console = console if console is not None else Console(stderr=True)
+        self.console = console if console is not None else terminal.console(stderr=True)
         self._start_step, self._line_seconds = start_step, line_seconds
         self._first: tuple[int, float] | None = None  # step and time from which the speed counts: after the compile
         self._last_line_seconds = -math.inf
@@ -266,14 +271,16 @@ class Progress:
             self._live = None
 
     @contextlib.contextmanager
-    def compiling(self, about_seconds: float | None = None) -> Iterator[None]:
-        """The phase in which the step is compiled; the time it takes is kept out of the time left."""
-        text = "compiling" if about_seconds is None else f"compiling, about {about_seconds:.0f} s"
+    def compiling(self) -> Iterator[None]:
+        """The phase in which the step is compiled; the time it takes is kept out of the time left.
+
+        How long it takes depends on what is cached, so nothing is promised: the bar shows the time so far.
+        """
         started = time.monotonic()
         if self._live is None:
-            self.print(text)
+            self.print("compiling")
         else:
-            self._bar.update(self._task, description=text)
+            self._bar.update(self._task, description="compiling")
         try:
             yield
         finally:
@@ -319,7 +326,7 @@ class Progress:
 
     def print(self, text: str) -> None:
         """A line of its own, above the bar on a terminal; never wrapped, cut or coloured."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(terminal.plain(text), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         first_step, first_seconds = self._first or (step, now)
@@ -371,132 +378,3 @@ def _moving_average(values: tuple[float, ...], window: int) -> list[float]:
     half = window // 2
     around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return [sum(part) / len(part) for part in around]
-
-
-# ---- memory, speed, time
-
-
-def memory_peak_bytes() -> int:
-    """Most memory in use so far: of device 0, or of this process on the host where the device keeps no count (CPU)."""
-    import jax
-
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-# Dense peak FLOP/s (no sparsity), products of bf16 or fp16 summed in fp32, fp8 summed in fp32, and fp32 without TF32:
-# NVIDIA's data sheets and architecture papers. The first name found in the device's kind counts.
-_PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "GB200": {"16": 2500, "8": 5000, "32": 80},
-    "B200": {"16": 2250, "8": 4500, "32": 75},
-    "GH200": {"16": 989, "8": 1979, "32": 67},
-    "H200 NVL": {"16": 835, "8": 1671, "32": 60},
-    "H200": {"16": 989, "8": 1979, "32": 67},
-    "H100 PCIe": {"16": 756, "8": 1513, "32": 51},
-    "H100 NVL": {"16": 835, "8": 1671, "32": 60},
-    "H100": {"16": 989, "8": 1979, "32": 67},
-    "A100": {"16": 312, "32": 19.5},
-    "L40S": {"16": 362, "8": 733, "32": 91.6},
-    "L4": {"16": 121, "8": 242, "32": 30.3},
-    "RTX A6000": {"16": 154.8, "32": 38.7},
-    "RTX 5090": {"16": 209.5, "8": 419, "32": 104.8},
-    "RTX 4090": {"16": 165.2, "8": 330.3, "32": 82.6},
-    "RTX 3090 Ti": {"16": 80, "32": 40},
-    "RTX 3090": {"16": 71, "32": 35.6},
-}
-_WIDTH = {"bfloat16": "16", "float16": "16", "float8_e4m3fn": "8", "float8_e5m2": "8", "float32": "32"}
-
-
-def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Dense peak FLOP/s of matmuls in `dtype` on a device (jax.Device.device_kind); None if it is not in the table."""
-    if "Laptop" in device_kind or " MIG " in device_kind:  # the same name, another chip or a slice of one
-        return None
-    words = f" {device_kind} ".replace("-", " ")
-    for name, peaks in _PEAK_TFLOPS.items():
-        if f" {name} " in words:
-            tflops = peaks.get(_WIDTH.get(dtype, ""))
-            return None if tflops is None else tflops * 1e12
-    return None
-
-
-def model_flops_per_step(
-    *,
-    tokens: int,
-    matmul_params: int,
-    trained_matmul_params: int,
-    adapter_params: int = 0,
-    attention_layers: int,
-    query_heads: int,
-    head_dim: int,
-    sum_squared_document_tokens: int,
-) -> float:
-    """FLOPs that the model needs for one optimizer step, whatever the program recomputes; for model FLOP utilisation.
-
-    With T tokens (padding left out), N = matmul_params (every matrix a token is multiplied by, the head included, the
-    embedding look-up not, of a mixture only the experts a token visits), N' = trained_matmul_params, A =
-    adapter_params, and S = sum over documents of length^2:
-
-        forward    2 N T                        each weight: one multiply, one add a token
-                 + 2 A T                        the adapters beside them
-                 + 4 L H D S / 2                q k^T and p v over L layers, H query heads of D; half is causal
-        backward   2 N T                        the gradient to the input of every matmul
-                 + 2 N' T                       the gradient of the trained weights
-                 + 4 A T                        both for the adapters
-                 + twice the forward attention  dv, dp, dq, dk
-
-    Full fine-tuning (N' = N, A = 0) is thus 6 N T + 6 L H D S, the formula of PaLM (arXiv 2204.02311, appendix B) with
-    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 L H D S. A sliding window is not taken off S here: the caller
-    passes the visible pairs times two.
-    """
-    attention_forward = 4 * attention_layers * query_heads * head_dim * sum_squared_document_tokens / 2
-    forward = 2 * (matmul_params + adapter_params) * tokens + attention_forward
-    backward = (2 * matmul_params + 2 * trained_matmul_params + 4 * adapter_params) * tokens + 2 * attention_forward
-    return float(forward + backward)
-
-
-class StepTimer:
-    """Splits the wall time of a step into waiting for data, saving, and the rest: dispatch and compute.
-
-        with timer.part("data_wait"): batch = next(batches)
-        ...
-        with timer.part("save"): checkpointer.save(...)
-        timer.end_step()  ->  {"step_seconds", "data_wait_seconds", "compute_seconds", "save_seconds"}
-
-    Steps follow each other without a gap: one begins where `end_step` closed the last.
-    """
-
-    parts = ("data_wait", "save")
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self.restart()
-
-    def restart(self) -> None:
-        """Begins a step now: leaves out what lay between, such as an evaluation."""
-        self._started = self._clock()
-        self._seconds = dict.fromkeys(self.parts, 0.0)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Counts the time inside to a part of this step; `name` is one of `parts`."""
-        if name not in self.parts:
-            raise ValueError(f"StepTimer has the parts {self.parts}, not {name!r}")
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self._seconds[name] += self._clock() - started
-
-    def end_step(self) -> dict[str, float]:
-        total = self._clock() - self._started
-        seconds = self._seconds
-        self.restart()
-        return {
-            "step_seconds": total,
-            "data_wait_seconds": seconds["data_wait"],
-            "compute_seconds": total - sum(seconds.values()),
-            "save_seconds": seconds["save"],
-        }

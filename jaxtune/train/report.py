@@ -16,7 +16,8 @@ from rich.text import Text
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import not_quantized, parameters
 from jaxtune.models.residual_plan import Placement
-from jaxtune.train.data.preview import preview
+from jaxtune.terminal import printable
+from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast, state_seconds
@@ -64,28 +65,36 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def data_summary(trainer: Any) -> Text:
-    """What became of the rows."""
-    lines = [f"training rows: {trainer.train_data.report}"]
-    if trainer.eval_data is not None:
-        lines.append(f"evaluation rows: {trainer.eval_data.report}")
-    for data in (trainer.train_data, trainer.eval_data):
-        if data is not None and data.summary.bad_rows:
-            shown = "; ".join(data.summary.offenders[:3])
-            lines.append(f"left out (data.on_bad_row: skip): {data.summary.bad_rows:,} rows, first {shown}")
+    """What became of the rows, and what somebody should know of them before training."""
+    train, held_out = trainer.train_data, trainer.eval_data
+    lines = [f"training rows: {train.report}"]
+    warnings = train.warnings()
+    if held_out is not None:
+        lines.append(f"evaluation rows: {held_out.report}")
+        # Rows taken out of the training file were counted with it.
+        warnings += [f"evaluation rows: {line}" for line in held_out.warnings() if line not in warnings]
+    length, context = trainer.config.data.length, trainer._given.config.context_length
+    if length > context:
+        warnings.append(
+            f"data.length = {length:,} is more than the {context:,} positions that the model was made for: rows hold "
+            f"several documents, none of which may be longer than {context:,} tokens"
+        )
     per_epoch = trainer.batches.steps_per_epoch
-    lines.append(f"{trainer.total_steps:,} steps; {per_epoch:,} in an epoch of {len(trainer.train_data.rows):,} rows")
-    return Text("\n".join(lines))
+    lines.append(f"{trainer.total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")
+    return Text("\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)]))
 
 
 def check(trainer: Any, model: Decoder, console: Console) -> None:
     """The report of --check: what would be trained, and one packed row with its loss mask."""
     batch = trainer.batches.batch_at(0)
+    colours = console.color_system is not None
+    how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     parts: list[RenderableType] = [
         trained_table(model),
         Text(),
         data_summary(trainer),
-        Text("\nOne packed row: trained tokens stand out, the rest is dim.\n"),
-        preview(batch, trainer.tokenizer, 0),
+        Text(f"\nOne packed row: what is trained is {how}, the rest is only read.\n"),
+        preview(batch, trainer.tokenizer, 0, marks=not colours),
     ]
     console.print(Group(*parts))
 
@@ -208,5 +217,12 @@ def _parts_table(forecast: Forecast) -> Table:
 def plan_elsewhere(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int) -> Group:
     """The report of --plan for a device that is not here. longest: tokens of the longest single row that fits."""
     lines = plan_lines(forecast, parts, device, budget_bytes)
+    if device.host_note:
+        lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
+    if device.usual_host_bytes is not None and forecast.host_bytes > device.usual_host_bytes:
+        lines.append(
+            f"warning: the plan pins {forecast.host_bytes / 1e9:.1f} GB of host memory; machines with this device "
+            f"usually let {device.usual_host_bytes / 1e9:.1f} GB be pinned"
+        )
     row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
     return Group(*(Text(line) for line in lines), Text(), _parts_table(forecast), Text(row))

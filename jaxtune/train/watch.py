@@ -1,44 +1,142 @@
-"""Looks at every step of a run: its metrics, and when to stop."""
+"""Looks at every step of a run: its metrics, its speed, and when to stop.
+
+**What the speeds in metrics.jsonl count.** The wall clock of a run is divided into steps and what stands between them,
+each moment in one of them. A step lasts until the device has finished it, from where the step before it ended or, after
+a pause, the pause; the host's own delays, such as fetching a loss one step late, move nothing, because a thread that
+waits for the device stamps the moments. Pauses are compiling, loading, saving, evaluating and profiling: each has a
+line of its own (`compile_seconds`, `load_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is in no
+step. A line of steps says how many of them its speeds count (`steps`, those since the line before) and their mean
+(`step_seconds`), so that
+
+    sum of steps x step_seconds + sum of the pauses' seconds = wall clock of the run, to its last line
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 
 from jaxtune.train import metrics as m
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.planning.devices import device_peak_flops, memory_peak_bytes
 from jaxtune.train.report import measured_lines
+
+_SHOWN_STEPS = 10  # that the speed on the screen is a mean of
 
 
 class TrainingStopped(ValueError):
     """A guard ended the run; the message says what was seen and what to do."""
 
 
-class Watch:
-    """Metrics of each step, fetched one step late so that nothing waits, and the guards that read them."""
+def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Waits until the device has computed `arrays`; returns the moment."""
+    with contextlib.suppress(Exception):  # of the step that failed: it is raised where its values are read
+        jax.block_until_ready(arrays)
+    return clock()
 
-    def __init__(self, trainer: Any, logger: m.MetricsLogger, progress: m.Progress):
+
+@dataclasses.dataclass
+class _Work:
+    """Steps, the time they took and what was done in it; speeds are of one or of several."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    slots: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    flops: float = 0.0
+    data_wait_seconds: float = 0.0
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def speeds(self, peak_flops: float | None) -> dict[str, Any]:
+        """The fields of a line."""
+        seconds = max(self.seconds, 1e-9)  # of a clock that did not move
+        speeds = {
+            "tokens_per_second": self.slots / seconds,
+            "real_tokens_per_second": self.tokens / seconds,
+            "trained_tokens_per_second": self.trained_tokens / seconds,
+            "steps": self.steps,
+            "step_seconds": self.seconds / self.steps,
+            "data_wait_seconds": self.data_wait_seconds / self.steps,
+        }
+        return speeds if peak_flops is None else speeds | {"mfu": self.flops / seconds / peak_flops}
+
+
+class Watch:
+    """Metrics of each step, fetched one step late so that nothing waits, and the guards that read them.
+
+    Use as a context, which begins the run's clock.
+
+    Args:
+      finished: waits for a step's metrics and returns the moment at which the device had them.
+      clock: the moments of the host, of the same clock.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        logger: m.MetricsLogger,
+        progress: m.Progress,
+        finished: Callable[[Any], float] = finished,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.trainer, self.logger, self.progress = trainer, logger, progress
-        self.waiting: collections.deque = collections.deque()
-        self.timer = m.StepTimer()
-        self.restart()
+        self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
         self.seconds: list[float] = []  # of each step
-        kind = trainer.mesh.devices.flat[0].device_kind
-        dtype = COMPUTE_DTYPES[trainer.config.precision]
-        peak = m.device_peak_flops(kind, dtype)
+        self._finished, self._clock = finished, clock
+        self._stamps = ThreadPoolExecutor(1, "clock")
+        self._counted = clock()  # all before this moment is in a step or a pause
+        self._data_wait = 0.0  # of the step that comes next
+        self._unlogged = _Work()
+        self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
+        peak = device_peak_flops(trainer.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[trainer.config.precision])
         self.peak = None if peak is None else peak * trainer.mesh.size
 
-    def restart(self) -> None:
-        """Leaves what lay between, such as an evaluation, out of the next step's time."""
-        self.last = time.perf_counter()
-        self.timer.restart()
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._stamps.shutdown()
+
+    @contextlib.contextmanager
+    def pause(self, name: str, step: int) -> Iterator[dict[str, Any]]:
+        """What is done inside is in no step: it gets a line of its own, `{name}_seconds` and what is put into the dict.
+
+        Seconds put into the dict are of a part of it, and taken off its own. The steps before it are waited for. step:
+        those done.
+        """
+        self.flush()
+        values: dict[str, Any] = {}
+        yield values
+        seconds = self.uncounted_seconds()
+        parts = sum(value for key, value in values.items() if key.endswith("_seconds"))
+        self._counted += seconds
+        self.logger.log(step, values | {f"{name}_seconds": seconds - parts})
+
+    def uncounted_seconds(self) -> float:
+        """Since the last step or pause ended."""
+        return self._clock() - self._counted
+
+    @contextlib.contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """The host waits for the rows of the next step; the device may be busy meanwhile."""
+        began = self._clock()
+        yield
+        self._data_wait += self._clock() - began
 
     def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
-        self.waiting.append((step, latest, counts))
+        self.waiting.append((step, latest, counts, self._data_wait, self._stamps.submit(self._finished, latest)))
+        self._data_wait = 0.0
         if len(self.waiting) > 1:
             self._take()
 
@@ -47,13 +145,15 @@ class Watch:
             self._take()
 
     def _take(self) -> None:
-        step, latest, counts = self.waiting.popleft()
+        step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.trainer.config
         values = {key: value for key, value in jax.device_get(latest).items() if key != "grad_norms"}
-        now = time.perf_counter()
-        seconds, self.last = now - self.last, now
-        done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
+        now = stamp.result()
+        seconds, self._counted = now - self._counted, now
+        flops = self.trainer._flops(counts["tokens"], counts["sum_squared"])
         slots = config.rows_per_step * self.trainer.batches.length
+        work = _Work(1, seconds, slots, counts["tokens"], counts["trained_tokens"], flops, data_wait)
+        done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
         line = {
             "epoch": round(done / self.trainer.batches.steps_per_epoch, 4),
             "loss": loss,
@@ -61,26 +161,26 @@ class Watch:
             "learning_rate": float(values["learning_rate"]),
             "targets": int(values["targets"]),
             "skipped": int(values["skipped"]),
-            "tokens_per_second": slots / seconds,
-            "real_tokens_per_second": counts["tokens"] / seconds,
-            "trained_tokens_per_second": counts["trained_tokens"] / seconds,
-            **self.timer.end_step(),
-            "peak_memory_bytes": m.memory_peak_bytes(),
+            **work.speeds(self.peak),
+            "peak_memory_bytes": memory_peak_bytes(),
         }
-        if self.peak is not None:
-            line["mfu"] = self.trainer._flops(counts["tokens"], counts["sum_squared"]) / seconds / self.peak
         line |= {key: float(values[key]) for key in ("router_aux_loss", "router_z_loss") if key in values}
         if config.precision == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
         self.trainer.history.append({"step": done, **line})
+        self._unlogged += work
         if done % config.metrics.log_every == 0 or done == self.trainer.total_steps or not values["finite"]:
-            self.logger.log(done, line)
+            self.logger.log(done, line | self._unlogged.speeds(self.peak))
+            self._unlogged = _Work()
+        if len(self.seconds) == 1:  # the first step also loads programs: it is shown alone, and then no more
+            self._recent.clear()
+        self._recent.append(work)
         self.progress.update(
             done,
             loss=loss,
             learning_rate=line["learning_rate"],
             grad_norm=norm,
-            tokens_per_second=line["tokens_per_second"],
+            tokens_per_second=sum(self._recent, _Work()).speeds(None)["tokens_per_second"],
             memory_bytes=line["peak_memory_bytes"],
         )
         self.seconds.append(seconds)

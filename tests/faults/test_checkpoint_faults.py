@@ -83,9 +83,9 @@ with Checkpointer(folder) as checkpointer:
     if how == "arrays":
         Checkpointer._finish = hang
     elif how == "manifest":
-        module._fingerprints = hang
+        module.fingerprints = hang
     elif how == "rename":
-        module._sync_folder = hang
+        module.sync = hang
     elif how == "replace":
         save(2)
         checkpointer.wait()
@@ -269,7 +269,7 @@ def test_error_of_a_background_save_is_raised_at_the_next_call_once(tmp_path, mo
 
     with Checkpointer(tmp_path) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_write_synced", full)
+            patch.setattr(module, "atomic_write", full)
             checkpointer.save(2, state_of(2), {"cursor": 2})
             checkpointer._thread.join()
         with pytest.raises(CheckpointError, match=r"saving step 2 .* No space left on device.*last complete .* step 1"):

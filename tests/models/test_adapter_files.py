@@ -207,7 +207,7 @@ def test_files_that_are_not_there_or_damaged(tmp_path):
     content = weights.read_bytes()
     for cut in (len(content) - 8, 100, 4, 0):
         weights.write_bytes(content[:cut])
-        with pytest.raises(ValueError, match="damaged safetensors"):
+        with pytest.raises(ValueError, match="truncated: expected|not a whole safetensors file"):
             load_adapter(base, tmp_path / "b")
     weights.unlink()
     with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):

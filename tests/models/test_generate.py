@@ -88,6 +88,14 @@ def test_longrope_switches_with_the_total_length(length):
     assert generate(model, prompts, max_new_tokens=10) == greedy_without_cache(model, prompts, 10)
 
 
+def test_a_longrope_row_switches_by_itself():
+    """Rows that pass the original context at different steps, or never, or were past it from the start."""
+    model = longrope_model()
+    prompts = [[(7 * i + row) % 48 for i in range(length)] for row, length in enumerate((8, 20, 23, 30))]
+    alone = [greedy_without_cache(model, [prompt], 6)[0] for prompt in prompts]
+    assert generate(model, prompts, max_new_tokens=6) == alone
+
+
 def test_a_row_does_not_depend_on_the_others():
     model = tiny_model(initializer_range=0.5)
     together = generate(model, PROMPTS, max_new_tokens=8)

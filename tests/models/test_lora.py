@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import adapted_model, tiny_model
+from tiny_models import adapted_model, golden_model, tiny_model
 
+from jaxtune.models.adapter_files import load_adapter, save_adapter
+from jaxtune.models.config import LayerSpec
 from jaxtune.models.linear import Frozen, row_norm
-from jaxtune.models.lora import freeze, get_peft_model, linears
+from jaxtune.models.lora import freeze, get_peft_model, linears, without_adapter
+from jaxtune.models.merge import merge_adapter
+from jaxtune.models.quant import prepare_qat, quantize
 from jaxtune.train.step import trainable_names
 
 TOKENS = jnp.asarray([[3, 7, 11, 2, 40]])
@@ -185,8 +189,12 @@ def test_freeze_leaves_nothing_to_train(base):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(r=0), "r = 0: the rank must be a positive integer"),
-        (dict(r=2.5), "r = 2.5: the rank must be a positive integer"),
+        (dict(r=0), "r = 0: must be an integer of at least 1"),
+        (dict(r=2.5), "r = 2.5: must be an integer of at least 1"),
+        (dict(lora_alpha=float("nan")), "lora_alpha = nan: must be a finite number above 0"),
+        (dict(lora_alpha=0), "lora_alpha = 0: must be a finite number above 0"),
+        (dict(alpha_pattern={"k_proj": float("inf")}), "alpha_pattern: 'k_proj' = inf: must be a finite number"),
+        (dict(lora_dropout=float("nan")), "lora_dropout = nan: must be at least 0"),
         (dict(lora_dropout=1.0), "lora_dropout = 1.0: must be at least 0 and below 1"),
         (dict(lora_dropout=-0.1), "lora_dropout = -0.1"),
         (
@@ -215,7 +223,7 @@ def test_freeze_leaves_nothing_to_train(base):
             "rank_pattern: 'k_proj' matches no adapted linear",
         ),
         (dict(rank_pattern={"*": 4}), r"rank_pattern: '\*' is not a regular expression: nothing to repeat"),
-        (dict(rank_pattern={"k_proj": 0}), "rank_pattern: 'k_proj': 0 must be greater than 0"),
+        (dict(rank_pattern={"k_proj": 0}), "rank_pattern: 'k_proj' = 0: must be an integer of at least 1"),
     ],
 )
 def test_refusals(base, settings, message):
@@ -226,3 +234,56 @@ def test_refusals(base, settings, message):
 def test_adapters_upon_adapters_are_refused(base):
     with pytest.raises(ValueError, match="this model has adapters already; merge them first"):
         get_peft_model(get_peft_model(base, r=2), r=2)
+
+
+# ---- the adapter off
+
+OFF = {
+    "lora": (dict(r=4), {}),
+    "patterns, dropout": (dict(r=4, lora_dropout=0.5, use_rslora=True, target_modules=["q_proj", "down_proj"]), {}),
+    "dora": (dict(r=4, use_dora=True), {}),
+    "head and embedding": (dict(r=4, modules_to_save=["lm_head", "embed_tokens"]), {}),
+    "tied head": (dict(r=4, modules_to_save=["lm_head"]), dict(tie_embeddings=True)),
+}
+
+
+FORMS = [("plain", case) for case in OFF] + [("nf4", "head and embedding"), ("qat", "lora"), ("file", "tied head")]
+
+
+@pytest.mark.parametrize(("form", "case"), FORMS)
+def test_without_adapter_is_the_base(form, case, tmp_path):
+    settings, changes = OFF[case]
+    base = tiny_model("bfloat16", hidden_size=32, layers=(LayerSpec(),), **changes)
+    base = quantize(base) if form == "nf4" else base
+    model = adapted_model(base, **settings)
+    if form == "qat":
+        model = prepare_qat(model, group_size=32)
+    if form == "file":
+        save_adapter(model, tmp_path / "adapter")
+        model = load_adapter(base, tmp_path / "adapter")
+    off = without_adapter(model)
+    np.testing.assert_array_equal(off(TOKENS), base(TOKENS))
+    assert not np.array_equal(model(TOKENS), base(TOKENS))  # and the model itself still has it
+    assert not jax.tree.leaves(nnx.state(off, nnx.Param))
+    held = {id(leaf) for leaf in jax.tree.leaves(nnx.state(model))}
+    assert all(id(leaf) in held for leaf in jax.tree.leaves(nnx.state(off)))
+    assert (off.source, off.base_fingerprint) == (base.source, base.base_fingerprint)
+
+
+def test_without_adapter_of_experts():
+    base = golden_model("qwen3_moe")
+    settings = dict(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model = adapted_model(base, **settings)
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    np.testing.assert_array_equal(without_adapter(model)(tokens), base(tokens))
+    assert not np.array_equal(model(tokens), base(tokens))
+
+
+def test_without_adapter_needs_one():
+    with pytest.raises(ValueError, match="without_adapter: this model has no adapter to leave out; load its base"):
+        without_adapter(tiny_model())
+
+
+def test_a_merged_model_has_no_second_head():
+    model = adapted_model(tiny_model(), r=2, modules_to_save=["lm_head"])
+    assert not [path for path, _ in nnx.to_flat_state(nnx.state(merge_adapter(model))) if "original" in path]

@@ -382,7 +382,7 @@ def test_an_embedding_in_four_bits_is_refused(folder):
 
 def test_values_that_are_not_finite_are_refused(plain):
     rewrite(plain, damage(UP, lambda a: np.where(a == a.max(), np.inf, a)))
-    with pytest.raises(ValueError, match=f"{UP} holds values that are not finite"):
+    with pytest.raises(ValueError, match=f"values that are not finite in .*{UP}"):
         from_pretrained(plain, load_in="nf4")
 
 

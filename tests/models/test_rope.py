@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from tiny_models import tiny_model
 
 from jaxtune.models.config import RopeConfig
 from jaxtune.models.rope import rotary_table, rotate
@@ -47,3 +49,82 @@ def test_rotation_and_its_gradient(rope):
 def test_without_a_table_nothing_turns():
     x = jnp.ones((1, 2, 1, HEAD_DIM))
     assert rotate(x, None) is x
+
+
+# ---- longrope chooses its factors for each document
+
+ORIGINAL = 12  # positions
+LONGROPE = RopeConfig(
+    kind="longrope", original_max_position_embeddings=ORIGINAL, short_factor=(1.0, 1.1, 1.2, 1.3),
+    long_factor=(1.0, 4.0, 9.0, 16.0),
+)  # fmt: skip
+SIZES = (5, ORIGINAL + 8, ORIGINAL, ORIGINAL + 1)  # tokens of the documents
+
+
+def _loss(model, tokens, segment_ids):
+    """Summed cross entropy of the next token within each document."""
+    logits = jax.nn.log_softmax(model(tokens, segment_ids)[:, :-1])
+    inside = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    return -(jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0] * inside).sum()
+
+
+@pytest.fixture(scope="module")
+def longrope():
+    """(function of rows of documents that gives (loss, gradients), documents)"""
+    model = tiny_model(initializer_range=0.5, rotary=(LONGROPE,))
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(1, 48, size, np.int32) for size in SIZES]
+    graph, weights = nnx.split(model)
+    program = jax.jit(jax.value_and_grad(lambda weights, *batch: _loss(nnx.merge(graph, weights), *batch)))
+
+    def of(*rows):
+        """Of a batch of rows; a row is a list of documents' numbers, padded to the length of all documents."""
+        tokens, segments = np.zeros((2, len(rows), sum(SIZES)), np.int32)
+        for row, members in enumerate(rows):
+            at = 0
+            for number, document in enumerate(members, 1):
+                inside = slice(at, at + SIZES[document])
+                tokens[row, inside], segments[row, inside] = documents[document], number
+                at += SIZES[document]
+        return program(weights, tokens, segments)
+
+    return of
+
+
+def _assert_close(got, want):
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_longrope_is_each_document_alone(longrope):
+    """In one row, and as rows of one batch: neighbours do not change which factors a document takes."""
+    alone = [longrope([document]) for document in range(len(SIZES))]
+    want = jax.tree.map(lambda *parts: sum(parts), *alone)
+    _assert_close(longrope([1, 0, 2, 3]), want)
+    _assert_close(longrope([0], [1], [2], [3]), want)
+
+
+def test_longrope_does_not_depend_on_micro_batches(longrope):
+    rows = [0, 2], [0], [1], [3]  # the first micro-batch holds short documents only
+    whole = longrope(*rows)
+    _assert_close(jax.tree.map(jnp.add, longrope(*rows[:2]), longrope(*rows[2:])), whole)
+
+
+def test_a_document_s_length_chooses_its_factors():
+    positions = jnp.arange(4)[None]
+    short, long = (rotary_table(LONGROPE, 8, 64, positions, jnp.full((1, 1), n)) for n in (ORIGINAL, ORIGINAL + 1))
+    assert not np.array_equal(short[0], long[0])
+    both = rotary_table(LONGROPE, 8, 64, positions, jnp.array([[ORIGINAL, ORIGINAL, ORIGINAL + 1, ORIGINAL + 1]]))
+    np.testing.assert_array_equal(both[0][:, :2], short[0][:, :2])
+    np.testing.assert_array_equal(both[0][:, 2:], long[0][:, 2:])
+
+
+def test_positions_that_begin_later_count_too():
+    """A document whose positions go past the original context is a long one, however few tokens it has."""
+    model = tiny_model(rotary=(LONGROPE,))
+    positions = jnp.arange(ORIGINAL - 2, ORIGINAL + 2)[None]
+    table = model.layout((1, 4), positions=positions).rotary[0]
+    np.testing.assert_array_equal(table[0], rotary_table(LONGROPE, 8, 64, positions)[0])
+    long = rotary_table(LONGROPE, 8, 64, positions, jnp.full((1, 1), ORIGINAL + 1))
+    np.testing.assert_array_equal(table[0], long[0])

@@ -43,7 +43,7 @@ def test_a_damaged_cache_says_what_to_do():
     [
         ("NVIDIA H200", 989, 4.8), ("NVIDIA GH200 480GB", 989, 4.9), ("NVIDIA H100 80GB HBM3", 989, 3.35),
         ("NVIDIA H100 PCIe", 756, 2.0), ("NVIDIA A100-SXM4-80GB", 312, 2.0), ("NVIDIA L40S", 362, 0.864),
-        ("NVIDIA L4", 121, 0.3), ("NVIDIA GeForce RTX 4090", 165, 1.01), ("NVIDIA B200", 2250, 8.0),
+        ("NVIDIA L4", 121, 0.3), ("NVIDIA GeForce RTX 4090", 165.2, 1.01), ("NVIDIA B200", 2250, 8.0),
     ],
 )  # fmt: skip
 def test_data_sheets(device, bf16, copy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -23,9 +24,12 @@ from tiny_models import tiny_model
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.train import app
-from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, QatConfig
+from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
+from jaxtune.train.data.templates import PACKAGED_TEMPLATES
 from jaxtune.train.loop import Trainer
+from jaxtune.train.program_cache import use_program_cache
 from tests.train.test_loop import assert_same
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -138,7 +142,9 @@ def command_config(folder: Path, **changes):
         adapter=AdapterConfig(r=2),
         steps=2,
     )
-    return make_config(folder.parent / "run", **(settings | changes))
+    return make_config(
+        folder.parent / "OUT[/b]\x1b[2J", **(settings | changes)
+    )  # a name that rich or a terminal may read
 
 
 @pytest.mark.parametrize("load_in", [None, "nf4"])
@@ -152,7 +158,7 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     assert shapes(ahead) == shapes(app._adapted(pretrained.load(), wanted))
 
 
-def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch):
+def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch, capsys):
     """The start values of the adapter are freed once they are copied."""
     starts: list[weakref.ref] = []
     real = app.get_peft_model
@@ -172,9 +178,17 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
 
     monkeypatch.setattr(app, "get_peft_model", adapted)
     monkeypatch.setattr(app, "Trainer", Watched)
-    config = command_config(folder)
+    rows = dataclasses.replace(command_config(folder).data, template="alpaca")
+    config = command_config(folder, data=rows)
     assert app.run(config) == 0
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err and r"OUT[/b]\x1b[2J/merged" in printed.out
     assert starts and alive == [0]
+    for name in ("adapter", "merged"):  # what a model was trained with travels with it
+        tokenizer = load_tokenizer(Path(config.output) / name)
+        assert tokenizer.chat_template == PACKAGED_TEMPLATES["alpaca"]
+        assert tokenizer("w1 w2")["input_ids"] == load_tokenizer(folder)("w1 w2")["input_ids"]
+    assert load_tokenizer(folder).chat_template is None
     trained, _ = from_pretrained(Path(config.output) / "merged", dtype="float32")
     base, _ = from_pretrained(folder, dtype="float32")
     moved = [(a[...] != b[...]).any() for (_, a), (_, b) in zip(_weights(trained), _weights(base), strict=True)]
@@ -183,6 +197,14 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
 
 def _weights(model):
     return [(name, linear.weight) for name, linear in linears(model)]
+
+
+@pytest.mark.parametrize("how", [{}, {"check": True}, {"plan": True}])
+def test_a_package_that_is_missing_is_found_before_anything_is_read(how, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    config = command_config(tmp_path / "no model is here", metrics=MetricsConfig(tensorboard=True))
+    with pytest.raises(ValueError, match=r"metrics\.tensorboard needs tensorboardX"):
+        app.run(config, **how)
 
 
 def test_a_check_does_not_wait_for_the_weights(folder, monkeypatch):
@@ -223,11 +245,11 @@ def test_small_programs_are_cached_too_wherever_the_cache_is(monkeypatch, tmp_pa
             jax.config.update(names[1], 1.0)
             monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
             monkeypatch.delenv(names[1].upper(), raising=False)
-            app.use_compilation_cache()
+            use_program_cache()
             assert [getattr(jax.config, name) for name in names] == [str(tmp_path), 0.0]
         jax.config.update(names[1], 2.0)
         monkeypatch.setenv(names[1].upper(), "2")
-        app.use_compilation_cache()
+        use_program_cache()
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 2.0
     finally:
         for name, value in zip(names, before, strict=True):
@@ -242,7 +264,7 @@ def test_the_command_imports_no_torch(folder, tmp_path):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
     script = (
         "import sys; from importlib.util import find_spec; from pathlib import Path; from jaxtune import cli\n"
-        "cli.console(['--help']); from jaxtune.models.hf import load_tokenizer\n"
+        "cli.console(['--help']); from jaxtune.models.model_folder import load_tokenizer\n"
         f"tokenizer = load_tokenizer(Path({str(folder)!r})); assert 'torch' not in sys.modules and find_spec('torch')\n"
         "print(tokenizer.decode(tokenizer(['w3'])['input_ids'][0]))"
     )

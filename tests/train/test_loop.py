@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import weakref
@@ -20,6 +21,7 @@ from flax import nnx
 from rich.console import Console
 from tiny_models import tiny_model
 
+from jaxtune.models.adapter_files import save_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.train import report
@@ -34,7 +36,7 @@ from jaxtune.train.config import (
     OptimConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config_file import config_to_yaml
+from jaxtune.train.config_file import config_to_yaml, load_config
 from jaxtune.train.data.packing import Document
 from jaxtune.train.loop import Trainer, make_mesh
 from jaxtune.train.loss import loss_sums
@@ -125,8 +127,8 @@ def test_the_loss_falls(run):
 
 METRICS = {
     "step", "time", "epoch", "loss", "grad_norm", "learning_rate", "targets", "skipped", "tokens_per_second",
-    "real_tokens_per_second", "trained_tokens_per_second", "step_seconds", "data_wait_seconds", "compute_seconds",
-    "save_seconds", "peak_memory_bytes",
+    "real_tokens_per_second", "trained_tokens_per_second", "steps", "step_seconds", "data_wait_seconds",
+    "peak_memory_bytes",
 }  # fmt: skip
 
 
@@ -138,8 +140,9 @@ def test_metrics_lines(run):
         assert set(line) == METRICS
         assert line["tokens_per_second"] >= line["real_tokens_per_second"] > line["trained_tokens_per_second"] > 0
         assert line["grad_norm"] > 0 and line["skipped"] == 0 and line["learning_rate"] == pytest.approx(3e-2)
-        parts = sum(line[f"{part}_seconds"] for part in ("data_wait", "compute", "save"))
-        assert parts == pytest.approx(line["step_seconds"])
+        assert line["steps"] == 3
+        slots = line["tokens_per_second"] * line["steps"] * line["step_seconds"]
+        assert slots == pytest.approx(3 * run.trainer.config.rows_per_step * LENGTH)
     assert training[-1]["epoch"] == pytest.approx(STEPS / run.trainer.batches.steps_per_epoch, abs=1e-4)
     held_out = [line for line in lines if "eval_loss" in line]
     assert [line["step"] for line in held_out] == [0, 5, 10, 15, 20, STEPS]
@@ -176,6 +179,18 @@ def test_what_the_output_folder_holds(run):
     assert names == {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints"}
     steps = sorted(p.name for p in (run.trainer.output / "checkpoints").iterdir() if p.name.startswith("step_"))
     assert steps == ["step_00000020", "step_00000024"]  # every four, the newest two
+
+
+def test_what_is_recorded_is_the_adapter_that_trained(run, tmp_path):
+    """The config given says nothing of an adapter; the model has one, with dropout."""
+    save_adapter(run.trained, tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    in_yaml = load_config(str(run.trainer.output / "config.yaml")).adapter
+    in_checkpoint = json.loads(next(run.trainer.output.glob("checkpoints/step_*24/meta.json")).read_text())
+    for recorded in (dataclasses.asdict(in_yaml), in_checkpoint["meta"]["config"]["adapter"]):
+        for key in ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora", "modules_to_save", "rank_pattern"):
+            assert recorded[key] == written[key], key
+        assert sorted(recorded["target_modules"]) == written["target_modules"]
 
 
 def test_evaluate_is_the_loss_of_the_model_as_it_is(run):
@@ -315,7 +330,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys
     assert_same(resumed.train(), trained)
     out = capsys.readouterr().out
     assert f"resuming from step {latest} of 10" in out and "not bit for bit" not in out
-    lines = read_metrics(tmp_path / "metrics.jsonl")
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 11))
     for key in ("loss", "grad_norm", "learning_rate", "targets"):
         assert [line[key] for line in lines] == [line[key] for line in trainer.history], key
@@ -326,7 +341,8 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(straight, tmp_p
     (tmp_path / "config.yaml").write_text(config_to_yaml(fresh.config))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')
     assert_same(fresh.train(), straight[1])
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 11))
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 11))
 
 
 # ---- other trainable sets, other devices, other precisions
@@ -463,6 +479,8 @@ def test_the_reports_of_check_and_plan(tmp_path):
     console = Console(file=io.StringIO(), width=200, soft_wrap=True)
     report.check(trainer, model, console)
     text = console.file.getvalue()
+    assert re.search("\u27e6 ?I am a bot", text)  # no colours: brackets
+    assert "what is trained is between \u27e6 and \u27e7" in text
     trainable, total = report.parameter_counts(model)
     assert trainable == 2 * 2 * (16 + 16) + 2 * (16 + 24) + 3 * (16 + 24)
     assert f"Trained: {trainable:,} of {total:,} parameters" in text

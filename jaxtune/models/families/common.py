@@ -124,9 +124,9 @@ def rope_config(hf: Mapping[str, Any], given: Mapping[str, Any]) -> RopeConfig:
     rope: dict[str, Any] = {"theta": float(given.get("rope_theta", 10000.0)), "kind": kind}
     rope["partial_rotary_factor"] = float(given.get("partial_rotary_factor", 1.0))
     dim = int(head_dim(hf) * rope["partial_rotary_factor"])
-    if dim % 2:
+    if dim < 2 or dim % 2:
         raise ValueError(
-            f"config.json: the rotary dimension, head_dim x partial_rotary_factor, is {dim}: it must be even"
+            f"config.json: the rotary dimension, head_dim x partial_rotary_factor, is {dim}: it must be even, not 0"
         )
     if kind == "default":
         return RopeConfig(**rope)

@@ -147,7 +147,7 @@ class Attention(nnx.Module):
         out = decode_attention(query, keys, values, at + 1, **self.options(context.spec.window))
         return self.output(out), (keys, values)
 
-    # ---- what the planner asks. Factors were fitted to programs compiled for an H200; see benchmarks/train/predictions.py
+    # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
 
     def waiting_bytes(self, sizes: Sizes) -> float:
         return 0.7 * sizes["query"]

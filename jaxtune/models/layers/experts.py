@@ -303,7 +303,7 @@ class MoE(nnx.Module):
         real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
         return (self.choose(x, real),)
 
-    # ---- what the planner asks. Factors were fitted to programs compiled for an H200; see benchmarks/train/predictions.py
+    # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
 
     def forward_bytes(self, sizes: Sizes) -> float:
         return 2.9 * sizes["layer_input"]

@@ -84,7 +84,7 @@ class MLP(nnx.Module):
             ),
         )
 
-    # ---- what the planner asks. Factors were fitted to programs compiled for an H200; see benchmarks/train/predictions.py
+    # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """The activation, and what is not kept of gate and up."""

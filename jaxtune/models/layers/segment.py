@@ -125,7 +125,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
-    """In which order a layer's backward computes, where XLA's own choice costs memory or time. Feed-forwards declare it.
+    """In which order a layer's backward computes, where XLA's own choice costs memory or time. Feed-forwards say it.
 
     Args:
       derivatives_at_once: a segment that runs again is differentiated then, and what its derivative needs is kept. To

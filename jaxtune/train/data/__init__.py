@@ -1,9 +1,13 @@
 """The data room: rows to tokens, tokens to packed rows, packed rows to batches.
 
 `prepare` does it all for one set of rows. The files, in the order in which data flows through them:
-`reading.py` (files and data sets), `formats.py` (the five forms of rows), `templates.py` and `markers.py`
-(text, tokens, and which of them are trained on), `workers.py` and `cache.py` (many rows, once), `packing.py`
-(documents into rows of fixed length), `batches.py` (a step's number to its batch), `preview.py` (to look at).
+`reading.py` (files and data sets), `formats.py` (the five forms of rows), `templates.py`, `tokenizing.py`,
+`markers.py` and `spans.py` (text, tokens, and which of them are trained on), `workers.py` and `cache.py` (many rows,
+once), `packing.py` (documents into rows of fixed length), `batches.py` (a step's number to its batch), `preview.py`
+(to look at), `labels.py` (the same masks for rows that somebody else tokenised).
+
+One rule holds everywhere: whatever one row can do costs that row (`formats.attempt`), and `on_bad_row` says whether
+the run goes on without it.
 """
 
 from __future__ import annotations
@@ -11,22 +15,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from jaxtune import terminal
 from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, Documents, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
-from jaxtune.train.data.templates import PACKAGED_TEMPLATES, resolve_template
+from jaxtune.train.data.templates import packaged_that_fit, resolve_template
 from jaxtune.train.data.workers import Chunk, encode_rows
 
 __all__ = ["Batch", "Batches", "PackedRows", "PackingReport", "Summary", "TokenDataset", "prepare"]
 
 ON_BAD_ROW = ("error", "skip")
+# Longer rows are cut before they are tokenised whole, where they are cut anyway: a book costs no more than its
+# beginning. Up to here the tokens, and so the cache, are the same for every data.length.
+TRUNCATED_TOKENS = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +51,7 @@ class TokenDataset:
     packing: bool = True
     overflow: Overflow = "truncate"
     cached: bool = False
+    mask_spans: tuple[tuple[str, str], ...] = ()
 
     @functools.cached_property
     def rows(self) -> PackedRows:
@@ -58,6 +67,20 @@ class TokenDataset:
     def report(self) -> PackingReport:
         """What packing did."""
         return self.rows.report
+
+    def warnings(self) -> list[str]:
+        """What somebody who gave these rows should know before training, a sentence each; see `Summary.warnings`."""
+        found, report = self.summary.warnings(), self.report
+        if report.dropped:
+            found.append(
+                f"{report.dropped:,} of {report.documents:,} documents dropped: empty, or cut at data.length="
+                f"{self.length} before their first trained token; raise data.length"
+            )
+        if self.summary.cut:
+            found.append(f"{self.summary.cut:,} rows are so long that what lies beyond data.length was not tokenised")
+        if self.mask_spans and not self.summary.masked:
+            found.append("data.mask_spans: no response holds such a span")
+        return found
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
         """Batches of `rows_per_step` packed rows; see `batches.Batches`."""
@@ -95,6 +118,7 @@ def prepare(
     instruction_part: str | None = None,
     response_part: str | None = None,
     last_response_only: bool = False,
+    mask_spans: Sequence[tuple[str, str]] | None = None,
     packing: bool = True,
     overflow: Overflow = "truncate",
     on_bad_row: Literal["error", "skip"] = "error",
@@ -103,6 +127,7 @@ def prepare(
     num_workers: int | None = None,
     vocab_size: int | None = None,
     say: Callable[[str], None] = print,
+    poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
     """Reads, templates and tokenises rows, or opens what an earlier run made of them.
 
@@ -115,8 +140,10 @@ def prepare(
         template: the chat template: None or "tokenizer" (its own), "chatml", "alpaca", or the path of a .jinja
             file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed by its completion.
         train_on: "responses", or "all" tokens.
-        instruction_part, response_part: marker strings that find responses where structure does not.
+        instruction_part, response_part: marker strings that find responses where structure does not; see `markers`.
         last_response_only: of a conversation, train the last response alone.
+        mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): a span of a response from one
+            to the other, both included, is not trained on.
         packing: False gives every document a row of its own.
         overflow: documents longer than a row are cut ("truncate"), laid out in pieces ("split"), or refused
             ("error").
@@ -127,6 +154,8 @@ def prepare(
         num_workers: processes that tokenise; None decides, 1 works in this one.
         vocab_size: rows of the model's embedding; a token id beyond it is refused.
         say: is given the few lines worth telling.
+        poll: called several times a second while rows are tokenised; what it raises ends that at once, and nothing
+            half done is left.
 
     Raises:
         ValueError: the data cannot be trained on; the message names the key, the place or the token, and the fix.
@@ -143,12 +172,16 @@ def prepare(
         "instruction_part": instruction_part,
         "response_part": response_part,
         "last_response_only": last_response_only,
+        "mask_spans": None if mask_spans is None else tuple(tuple(pair) for pair in mask_spans),
+        "max_tokens": None,
     }
+    if overflow == "truncate":
+        options["max_tokens"] = max(TRUNCATED_TOKENS, 1 << (length - 1).bit_length())
     sources = open_sources(source)
 
     def chunks() -> Iterator[Chunk]:
         rows = read_rows(sources, format, max_rows)
-        encoded = encode_rows(rows, tokenizer, options, num_workers)
+        encoded = encode_rows(rows, tokenizer, options, num_workers, poll)
         encoded = _with_progress(encoded, sources, max_rows)
         return _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
 
@@ -164,7 +197,7 @@ def prepare(
         folder = Path(cache_dir).expanduser() if cache_dir is not None else default_folder()
         documents, summary, cached = open_or_build(folder / key, chunks, say)
     _refuse_unusable(documents, summary, tokenizer, options, vocab_size, ", ".join(source.name for source in sources))
-    return TokenDataset(documents, summary, length, packing, overflow, cached)
+    return TokenDataset(documents, summary, length, packing, overflow, cached, options["mask_spans"] or ())
 
 
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -177,9 +210,7 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """A progress bar where somebody watches a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield from chunks
         return
@@ -212,6 +243,8 @@ def _refuse_unusable(
                 f"{name}: {where}: data.response_part={options['response_part']!r} begins no response in them; "
                 "give the marker as it stands in the text, or leave both markers out"
             )
+        if summary.masked:
+            raise ValueError(f"{name}: {where}: data.mask_spans takes out all of every response")
         raise ValueError(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
     if not summary.ended:
         tail = documents[0]
@@ -219,7 +252,7 @@ def _refuse_unusable(
         raise ValueError(
             f"{name}: no response trains a token that ends the turn, so the model would never stop; the first one "
             f"ends with {shown!r}. Use a template that ends a response with a special token of this tokenizer "
-            f"(data.template: {' or '.join(PACKAGED_TEMPLATES)}, or a .jinja file)"
+            f"(data.template: {', '.join([*packaged_that_fit(tokenizer), 'or a .jinja file'])})"
         )
     if vocab_size is not None and summary.max_token >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(summary.max_token)

@@ -3,6 +3,10 @@
 A folder of the cache is named by a hash of all that decides its content: the rows, the tokenizer, the options,
 and the source of this code. It is written beside its place and renamed into it, so a folder that exists is
 whole; sizes and checksums are verified on opening all the same, and a damaged folder is built anew.
+
+Several users may share a cache. Its folders have the permissions that the umask leaves; one that another user keeps
+to himself, or that cannot be replaced, is left alone and built under a name of one's own beside it. What a folder says
+of its tokens is counted again in the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +24,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import pydantic
 
+from jaxtune.files import unfinished_name
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.reading import Source
 from jaxtune.train.data.workers import Chunk
@@ -29,6 +34,7 @@ from jaxtune.train.data.workers import Chunk
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
 ABANDONED_SECONDS = 24 * 3600
 OFFENDERS = 10  # bad rows that are named; the rest are counted
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what opening a damaged folder raises
 
 
 @dataclasses.dataclass
@@ -37,8 +43,10 @@ class Summary:
 
     rows: read. documents: made. bad_rows: left out as bad; `offenders` names the first, as "file:line: reason".
     untrained: left out because no token of theirs is trained on; `untrained_first` names the first.
-    responses, ended: responses found, and those that train a token which ends the turn. tokens, trained_tokens:
-    sums over the documents. max_token: the largest token id.
+    special: rows whose messages hold special tokens or markers; `special_first` names the first, as "file:line: what".
+    responses, ended: responses found, and those that train a token which ends the turn. masked: tokens that
+    data.mask_spans took out. cut: rows that were cut before they were tokenised whole. tokens, trained_tokens: sums
+    over the documents. max_token: the largest token id.
     """
 
     rows: int = 0
@@ -47,8 +55,12 @@ class Summary:
     offenders: list[str] = dataclasses.field(default_factory=list)
     untrained: int = 0
     untrained_first: list[str] = dataclasses.field(default_factory=list)
+    special: int = 0
+    special_first: list[str] = dataclasses.field(default_factory=list)
     responses: int = 0
     ended: int = 0
+    masked: int = 0
+    cut: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     max_token: int = -1
@@ -60,21 +72,46 @@ class Summary:
         self.offenders += [f"{place}: {why}" for place, why in chunk.problems[: OFFENDERS - len(self.offenders)]]
         self.untrained += len(chunk.untrained)
         self.untrained_first += chunk.untrained[: OFFENDERS - len(self.untrained_first)]
+        self.special += len(chunk.special)
+        self.special_first += [
+            f"{place}: {what}" for place, what in chunk.special[: OFFENDERS - len(self.special_first)]
+        ]
         self.responses += chunk.responses
         self.ended += chunk.ended
+        self.masked += chunk.masked
+        self.cut += chunk.cut
         self.tokens += len(chunk.tokens)
         self.trained_tokens += int(chunk.trained.sum())
         self.max_token = max(self.max_token, int(chunk.tokens.max(initial=-1)))
 
     def __str__(self) -> str:
-        text = f"{self.rows:,} rows, {self.documents:,} documents"
+        return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
+
+    def warnings(self) -> list[str]:
+        """What somebody who gave these rows should know, a sentence each."""
+        found = []
         if self.bad_rows:
-            text += f"; {self.bad_rows:,} bad rows left out, first {self.offenders[0]}"
+            found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
         if self.untrained:
-            text += f"; {self.untrained:,} rows without a trained token left out, first {self.untrained_first[0]}"
+            found.append(f"{self.untrained:,} rows without a trained token left out, first {self.untrained_first[0]}")
+        if self.special:
+            found.append(
+                f"{self.special:,} rows hold special tokens or markers in their own text, first {self.special_first[0]}"
+                "; the model reads them as control tokens, and responses were found by the template's turns alone"
+            )
         if self.ended < self.responses:
-            text += f"; {self.responses - self.ended:,} of {self.responses:,} responses train no end of turn"
-        return text
+            found.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meta:
+    """meta.json: bytes and CRC-32 of each field's file, the files that rows came from, and the summary."""
+
+    bytes: dict[str, int]
+    crc32: dict[str, int]
+    files: list[str]
+    summary: Summary
 
 
 class _Store:
@@ -111,13 +148,8 @@ class _Store:
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
         for stream in self.streams.values():
             stream.close()  # here the last bytes are written, or a full disk shows
-        meta = {
-            "bytes": sizes,
-            "crc32": self.checksums,
-            "files": list(self.files),
-            "summary": dataclasses.asdict(self.summary),
-        }
-        (self.folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        meta = _Meta(sizes, self.checksums, list(self.files), self.summary)
+        (self.folder / "meta.json").write_text(json.dumps(dataclasses.asdict(meta)), encoding="utf-8")
 
     def close(self) -> None:
         """Gives the files back, whatever their state; `finish` closes them for good."""
@@ -163,25 +195,35 @@ def open_or_build(
     Raises:
         ValueError: the cache folder cannot be written; whatever `build` raises. No half-written folder stays.
     """
-    if folder.is_dir():
-        try:
-            return (*_open(folder), True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            say(f"token cache {folder} is damaged ({error}); it is built anew")
+    for place in (_own_name(folder), folder):
+        if os.path.isdir(place):
+            try:
+                return (*_open(place), True)
+            except PermissionError:
+                say(f"token cache {place} is another user's and cannot be read; it is built beside it")
+            except DAMAGE as error:
+                say(f"token cache {place} is damaged ({error}); it is built anew")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary = unfinished_name(folder)
+        temporary.mkdir()
     except OSError as error:
         raise ValueError(f"data.cache_dir={folder.parent} cannot be written ({error}); set another") from None
     try:
         documents, summary = _write(temporary, build)
         if not summary.documents:  # nothing to map, and the caller will refuse it
             return documents, summary, False
-        _commit(temporary, folder)
+        with _disk_errors(folder.parent):
+            place = _commit(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return (*_open(folder), False)
+    return (*_open(place), False)
+
+
+def _own_name(folder: Path) -> Path:
+    """Where this user's folder stands while another user's has the name."""
+    return folder.with_name(f"{folder.name}-{os.getuid()}")
 
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
@@ -207,32 +249,76 @@ def _disk_errors(parent: Path) -> Iterator[None]:
         ) from None
 
 
-def _commit(temporary: Path, folder: Path) -> None:
-    """Renames a finished folder into its place; another run may have been first, and then its folder stays."""
-    if folder.is_dir():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            _open(folder)
-            return
-        shutil.rmtree(folder)
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
+def _commit(temporary: Path, folder: Path) -> Path:
+    """Renames a finished folder into its place, and returns where it is. Another run may have been first, and then
+    its folder stays; where another user's stands in the way, it gets a name of our own."""
+    for place in (folder, _own_name(folder)):
+        if os.path.isdir(place):
+            try:
+                _open(place)
+                return place
+            except PermissionError:
+                continue
+            except DAMAGE:
+                shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rename(temporary, place)
+            return place
+    raise OSError(f"{folder} and {_own_name(folder).name} stand in the way and cannot be replaced")
 
 
 def _open(folder: Path) -> tuple[Documents, Summary]:
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    """Raises `PermissionError`, or one of `DAMAGE`."""
+    meta = _read_meta(folder / "meta.json")
     fields = {}
     for name, dtype in FIELDS.items():
         path = folder / f"{name}.bin"
         size = path.stat().st_size
-        if size != meta["bytes"][name]:
-            raise ValueError(f"{path.name} has {size} bytes, not {meta['bytes'][name]}")
+        if size != meta.bytes[name]:
+            raise ValueError(f"{path.name} has {size} bytes, not {meta.bytes[name]}")
         fields[name] = np.memmap(path, dtype, mode="r")
-        if _checksum(path) != meta["crc32"][name]:
+        if _checksum(path) != meta.crc32[name]:
             raise ValueError(f"the checksum of {path.name} is wrong")
-    return _documents(fields, meta["files"]), Summary(**meta["summary"])
+    documents = _documents(fields, meta.files)
+    _require_sound(documents, meta.summary)
+    return documents, meta.summary
+
+
+def _read_meta(file: Path) -> _Meta:
+    try:
+        return pydantic.TypeAdapter(_Meta).validate_json(file.read_bytes(), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{file.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _require_sound(documents: Documents, summary: Summary) -> None:
+    """Whoever wrote a folder also wrote its checksums: what must be so is looked for in the arrays themselves."""
+    lengths, trained = documents.lengths, documents.trained
+    if lengths.min() < 1 or lengths.sum() != len(documents.tokens) or len(documents.mask) != len(documents.tokens):
+        raise ValueError("its documents do not add up to its tokens")
+    if len(trained) != len(lengths) or documents.origins is None or len(documents.origins) != len(lengths):
+        raise ValueError("its fields are of different lengths")
+    counted = np.add.reduceat(documents.mask, documents.starts, dtype=np.int64) - documents.mask[documents.starts]
+    if documents.mask.max() > 1 or not np.array_equal(counted, trained) or trained.min() < 1:
+        raise ValueError("its counts of trained tokens are wrong")
+    if documents.tokens.min() < 0 or int(documents.tokens.max()) != summary.max_token:
+        raise ValueError("its largest token id is wrong")
+    if documents.origins[:, 0].min() < 0 or documents.origins[:, 0].max() >= len(documents.files):
+        raise ValueError("its documents come from files that it does not name")
+    sums = (len(lengths), len(documents.tokens), int(trained.sum()))
+    if (
+        sums != (summary.documents, summary.tokens, summary.trained_tokens)
+        or not 0 <= summary.ended <= summary.responses
+    ):
+        raise ValueError("its summary is not that of its documents")
+    for count, first in (
+        (summary.bad_rows, summary.offenders),
+        (summary.untrained, summary.untrained_first),
+        (summary.special, summary.special_first),
+    ):
+        if len(first) != min(count, OFFENDERS):
+            raise ValueError("its summary names other rows than it counts")
 
 
 def _checksum(path: Path) -> int:
@@ -245,7 +331,7 @@ def _checksum(path: Path) -> int:
 
 def _remove_abandoned(parent: Path) -> None:
     """Temporary folders of runs that were killed: those nobody has touched for a day."""
-    for folder in parent.glob(".*-*"):
+    for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -279,5 +365,5 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _code_fingerprint() -> str:
     """A hash of the source of this folder's files that turn rows into tokens: no version to forget."""
     here = Path(__file__).parent
-    names = ("reading.py", "formats.py", "templates.py", "markers.py", "workers.py", "cache.py")
-    return hashlib.blake2b(b"".join((here / name).read_bytes() for name in names), digest_size=16).hexdigest()
+    names = ("reading", "formats", "templates", "markers", "tokenizing", "spans", "workers", "cache")
+    return hashlib.blake2b(b"".join((here / f"{name}.py").read_bytes() for name in names), digest_size=16).hexdigest()

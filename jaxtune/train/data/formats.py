@@ -56,6 +56,27 @@ class RowError(ValueError):
     """One row cannot be used. The message says why; who catches it knows the place."""
 
 
+class SetupError(ValueError):
+    """No row of this form can be used, and none of them is to blame: the tokenizer or the options lack something."""
+
+
+def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work(*arguments)` does for one row, or a `RowError`: whatever one row can do costs that row.
+
+    Errors of a kind that nobody foresaw are told by their name. A `SetupError` is not the row's, and is raised.
+    """
+    try:
+        return work(*arguments)
+    except RowError as error:
+        return error
+    except SetupError:
+        raise
+    except RecursionError:
+        return RowError("nested too deeply")
+    except Exception as error:
+        return RowError(f"cannot be used: {type(error).__name__}: {error}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
     """A row in the shape the templates know. Set are `text`; or `messages` (and `tools`); or all but `text`:
@@ -71,18 +92,18 @@ class Example:
     tools: list[dict[str, Any]] | None = None
 
 
-def detect_format(columns: Iterable[str], file: str) -> str:
-    """The form (a key of `COLUMNS`) of rows with these columns."""
+def detect_format(columns: Iterable[str]) -> str:
+    """The form (a key of `COLUMNS`) of rows with these columns. Raises `RowError` where they fit none."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
-        raise ValueError(f"{file}: columns chosen and rejected are preference data, which this trainer does not take")
+        raise RowError("columns chosen and rejected are preference data, which this trainer does not take")
     for format, groups in COLUMNS.items():
         if all(any(name in columns for name in group) for group in groups):
             return format
     known = "; ".join(
         f"{format}: {' + '.join('|'.join(group) for group in groups)}" for format, groups in COLUMNS.items()
     )
-    raise ValueError(f"{file}: columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
+    raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
@@ -144,11 +165,11 @@ def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = Tru
         return ""
     if not isinstance(found, str):
         raise RowError(f"column {next(n for n in names if value.get(n) is not None)} is not text but {_kind(found)}")
-    _check_unicode(found)
+    check_unicode(found)
     return found
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
     # JSON can spell half of a surrogate pair ("\ud83d"); no tokenizer can encode it.
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise RowError("not valid Unicode: half of a surrogate pair")
@@ -197,8 +218,10 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         message |= _joined_parts(content)
     else:
         raise RowError(f"content is neither text nor a list of parts but {_kind(content)}")
-    _check_unicode(message["content"])
+    check_unicode(message["content"])
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list | tuple):
+            raise RowError(f"tool_calls is not a list but {_kind(message['tool_calls'])}")
         message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
     return message
 
@@ -229,7 +252,7 @@ def _sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     role = ROLES.get(speaker.lower())
     if role is None:
         raise RowError(f"unknown speaker {speaker!r}; known: {', '.join(ROLES)}")
-    _check_unicode(content)
+    check_unicode(content)
     if speaker.lower() in ("function_call", "tool_call"):
         return {"role": role, "content": "", "tool_calls": [_tool_call(content)]}
     return {"role": role, "content": content}

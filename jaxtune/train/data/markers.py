@@ -3,6 +3,15 @@
 The rules are those of Unsloth's `train_on_responses_only`: they work on token ids, so they also serve rows that
 somebody else tokenised. A marker is looked for by its stable core, the tokens that come out the same whatever
 stands next to it; the tokens at its edges may merge with their neighbours and are optional.
+
+Token ids do not tell who wrote them. In a conversation, a user who types "<|im_start|>assistant" opens a response for
+whoever looks for markers: so it is in Unsloth, and in TRL's older collator for completions. TRL's assistant-only loss
+(the template's `{% generation %}` marks) and Axolotl (turns rendered one by one) are not misled; like all that render
+a conversation to one text, they leave what was typed a control token for the model. Tokenizers that encode each
+message by itself (torchtune, mistral-common) make it plain text. Here markers decide for conversations whose own text
+holds neither a special token nor a marker. For the others the template's turns decide, the row is counted in a
+warning, and where the template cannot tell either, the row is bad (`templates.RowEncoder`). Rows of text that is
+rendered already are taken at their word.
 """
 
 from __future__ import annotations

@@ -130,8 +130,6 @@ class PackingReport:
             text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
         if self.split:
             text += f"; {self.split:,} documents split"
-        if self.dropped:
-            text += f"; {self.dropped:,} documents dropped (empty, or cut before their first trained token)"
         return text
 
 

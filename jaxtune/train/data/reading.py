@@ -1,7 +1,9 @@
 """Rows from wherever people have them: files, folders, Hugging Face datasets, lists of dicts.
 
 Reading yields a `Row` with its place (file and line), so that every complaint can name it. A row that cannot
-be read is yielded too, with the reason; what becomes of it is the caller's policy.
+be read is yielded too, with the reason; what becomes of it is the caller's policy. One row can be no more than
+`MAX_ROW_SIZE`, and a compressed file can hold no more than `MAX_EXPANSION` times its own size: nobody's memory
+depends on what a file claims.
 """
 
 from __future__ import annotations
@@ -9,16 +11,21 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import inspect
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from jaxtune.train.data.formats import FORMATS, detect_format
+from jaxtune.terminal import printable
+from jaxtune.train.data.formats import FORMATS, RowError, detect_format
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+MAX_ROW_SIZE = 32 * 2**20  # bytes of a line, characters of a row: about eight million tokens
+MAX_DEPTH = 100  # objects and lists inside each other
+MAX_EXPANSION = 1000  # what rows may hold over what their Parquet file weighs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Row:
     """One row as read: `value` is its columns, or None with the reason in `error`.
 
     number: the line in the file (JSONL, JSON, CSV) or the row (Parquet, datasets, lists), from 1.
-    format: the form of its file, a key of `formats.COLUMNS`.
+    format: the form of its file, a key of `formats.COLUMNS`. size: about how many characters it holds.
     """
 
     file: str
@@ -34,6 +41,12 @@ class Row:
     value: Mapping[str, Any] | None
     format: str = ""
     error: str = ""
+    size: int = 0
+
+    @property
+    def place(self) -> str:
+        """`file:number`, for messages."""
+        return f"{self.file}:{self.number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +100,12 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
     Args:
         sources: from `open_sources`.
-        format: a form of `formats.FORMATS`; "auto" decides for each source by the columns of its first good row.
+        format: a form of `formats.FORMATS`; "auto" decides for each source by the columns of the first row whose
+            columns it knows; the rows before that one are bad.
         max_rows: stop after so many rows in all.
 
     Raises:
-        ValueError: "auto" does not know the columns.
+        ValueError: an option is wrong, or a file cannot be read at all.
     """
     if format not in FORMATS:
         raise ValueError(f"data.format must be one of {', '.join(FORMATS)}, got {format!r}")
@@ -104,9 +118,11 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
     for row in rows:
         if row.value is not None:
-            if format == "auto":
-                format = detect_format(row.value, row.file)
-            row = dataclasses.replace(row, format=format)
+            try:
+                format = detect_format(row.value) if format == "auto" else format
+                row = dataclasses.replace(row, format=format)
+            except RowError as error:
+                row = dataclasses.replace(row, value=None, error=str(error))
         yield row
 
 
@@ -136,9 +152,13 @@ def _file_identity(file: Path) -> str:
 
 def _file_count(file: Path) -> int:
     if file.suffix.lower() == ".parquet":
+        import pyarrow as arrow
         import pyarrow.parquet as parquet
 
-        return parquet.read_metadata(file).num_rows
+        try:
+            return parquet.read_metadata(file).num_rows
+        except (arrow.ArrowException, OSError):  # which reading it will tell
+            return 0
     with open(file, "rb") as stream:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
 
@@ -186,14 +206,43 @@ def _load_named(name: str) -> Any:
 
 
 def _object(file: str, number: int, value: Any) -> Row:
-    if isinstance(value, Mapping):
-        return Row(file, number, value)
-    return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
+    if not isinstance(value, Mapping):
+        return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
+    size, error = _measure(value)
+    return Row(file, number, None if error else value, error=error, size=size)
+
+
+def _measure(value: Any) -> tuple[int, str]:
+    """(about how many characters, what is too much of a row or ""). Level by level: no stack of ours overflows, and
+    a list that holds itself is only too deep."""
+    size, level = 0, [value]
+    for _ in range(MAX_DEPTH):
+        inner: dict[int, Any] = {}
+        for item in level:
+            parts = [*item.keys(), *item.values()] if isinstance(item, Mapping) else item
+            for part in parts:
+                if isinstance(part, Mapping | list | tuple):
+                    inner[id(part)] = part
+                else:
+                    size += len(part) if isinstance(part, str | bytes) else 8
+        if size > MAX_ROW_SIZE:
+            return size, _too_long("characters")
+        if not inner:
+            return size, ""
+        level = list(inner.values())
+    return size, f"nested deeper than {MAX_DEPTH} levels"
+
+
+def _too_long(unit: str) -> str:
+    return f"more than {MAX_ROW_SIZE:,} {unit}, the most that one row may have; divide it into several rows"
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
     with open(file, "rb") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(_lines(stream), start=1):
+            if line is None:
+                yield Row(str(file), number, None, error=_too_long("bytes"))
+                continue
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
@@ -204,20 +253,36 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
                 yield Row(str(file), number, None, error=f"not UTF-8 (byte {error.start} of the line)")
             except ValueError as error:
                 yield Row(str(file), number, None, error=f"bad JSON: {error}")
+            except RecursionError:
+                yield Row(str(file), number, None, error=f"bad JSON: nested deeper than {MAX_DEPTH} levels")
+
+
+def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
+    """The lines of a file; None for one that is longer than `MAX_ROW_SIZE`, of which no more is ever held."""
+    while line := stream.readline(MAX_ROW_SIZE + 1):
+        if len(line) <= MAX_ROW_SIZE:
+            yield line
+            continue
+        while len(line) > MAX_ROW_SIZE:  # what readline stopped in the middle of
+            line = stream.readline(MAX_ROW_SIZE + 1)
+        yield None
 
 
 def _read_json(file: Path) -> Iterator[Row]:
     """A JSON array of objects, or lines of objects under the suffix .json."""
-    data = file.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if not data.lstrip().startswith(b"["):
+    with open(file, "rb") as stream:
+        is_array = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    if not is_array:
         yield from _read_jsonl(file)
         return
+    data = file.read_bytes().removeprefix(b"\xef\xbb\xbf")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         yield Row(str(file), line, None, error="not UTF-8; a JSON array with such bytes cannot be read further")
         return
+    del data
     decoder = json.JSONDecoder()
     at, line, counted = text.index("[") + 1, 1, 0
     while True:
@@ -228,25 +293,38 @@ def _read_json(file: Path) -> Iterator[Row]:
             return
         try:
             value, at = decoder.raw_decode(text, at)
-        except ValueError as error:
-            yield Row(str(file), line, None, error=f"bad JSON, the array cannot be read further: {error}")
+        except (ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, ValueError) else f"nested deeper than {MAX_DEPTH} levels"
+            yield Row(str(file), line, None, error=f"bad JSON, the array cannot be read further: {reason}")
             return
         yield _object(str(file), line, value)
 
 
 def _read_csv(file: Path) -> Iterator[Row]:
+    def lines(stream: IO[str]) -> Generator[str]:
+        for line in _lines(stream):
+            if line is None:
+                raise csv.Error(_too_long("characters"))
+            yield line
+
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_SIZE))  # of the module; its own is 131,072 characters
     # Bytes that are not UTF-8 become lone surrogates, so that only their row is lost.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        reader = csv.reader(stream, strict=True)
+        source = lines(stream)
+        reader = csv.reader(source, strict=True)
         columns: list[str] | None = None
+        before = 0
         while True:
-            number = reader.line_num + 1
+            number = before + reader.line_num + 1
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
                 yield Row(str(file), number, None, error=f"bad CSV: {error}")
+                if inspect.getgeneratorstate(source) == inspect.GEN_CLOSED:  # go on after a line that is too long
+                    before, source = number, lines(stream)
+                    reader = csv.reader(source, strict=True)
                 continue
             if columns is None:
                 columns = values
@@ -257,21 +335,45 @@ def _read_csv(file: Path) -> Iterator[Row]:
             elif any("\udc80" <= char <= "\udcff" for value in values if not value.isascii() for char in value):
                 yield Row(str(file), number, None, error="not UTF-8")
             else:
-                yield Row(str(file), number, dict(zip(columns, values, strict=True)))
+                yield _object(str(file), number, dict(zip(columns, values, strict=True)))
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
+    weight = file.stat().st_size
+    allowed = max(MAX_ROW_SIZE, MAX_EXPANSION * weight)
+    refusal = ValueError(
+        f"{file}: its {weight:,} bytes hold rows of more than {allowed:,}; a file that expands so far is not read. If "
+        "its rows are truly so much alike, write them as JSONL"
+    )
     try:
-        numbers = itertools.count(1)
-        with parquet.ParquetFile(file) as table:
+        metadata = parquet.read_metadata(file)
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+        # Run lengths can claim a thousand million values in a few bytes; each takes a pointer or a number in memory.
+        if sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks) > allowed:
+            raise refusal
+        texts = list({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
+        number = read = 0
+        # As dictionaries, texts that many rows share are in memory once; each row is made by itself.
+        with parquet.ParquetFile(file, read_dictionary=texts) as table:
             for batch in table.iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
-                    yield Row(str(file), next(numbers), value)
+                for index in range(batch.num_rows):
+                    number += 1
+                    try:
+                        row = _object(
+                            str(file), number, {name: batch[name][index].as_py() for name in batch.schema.names}
+                        )
+                    except (ValueError, OverflowError) as error:  # not UTF-8, or a date that Python does not know
+                        row = Row(str(file), number, None, error=f"cannot be read: {error}")
+                    read += row.size
+                    if read > allowed:
+                        raise refusal
+                    yield row
     except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file}: not a readable Parquet file: {error}") from None
+        raise ValueError(f"{file}: not a readable Parquet file: {printable(error).strip()}") from None
 
 
 def _read_list(values: list[Any]) -> Iterator[Row]:
@@ -279,4 +381,14 @@ def _read_list(values: list[Any]) -> Iterator[Row]:
 
 
 def _read_dataset(dataset: Any, name: str) -> Iterator[Row]:
-    return (_object(name, number, value) for number, value in enumerate(dataset, start=1))
+    rows = iter(dataset)
+    for number in itertools.count(1):
+        try:
+            value = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # each kind of column has a decoder of its own, with errors of its own
+            raise ValueError(
+                f"{name}: row {number} cannot be read: {type(error).__name__}: {printable(error)}"
+            ) from error
+        yield _object(name, number, value)

@@ -5,13 +5,15 @@ offsets, and the offsets turn ranges into a mask. Ranges come from the template'
 `{% generation %}` marks, or, where it has none, from rendering the conversation up to each response. Marker
 strings (`markers.py`) are the way for rows and templates that show no structure.
 
-What is trained in a response is its text and the token that ends the turn, nothing after it.
+What is trained in a response is its text and the token that ends the turn, nothing after it, and no span that
+`mask_spans` names. A conversation whose own text holds special tokens, or the markers, has its responses found by the
+template's structure even where markers are given: what somebody typed opens no response.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +21,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxtune.train.data.formats import ALPACA_PREAMBLE, Example, RowError, normalize
+from jaxtune.train.data.formats import ALPACA_PREAMBLE, Example, RowError, SetupError, attempt, check_unicode
 from jaxtune.train.data.markers import Markers, special_ids
+from jaxtune.train.data.reading import MAX_ROW_SIZE
+from jaxtune.train.data.spans import masked_spans, special_texts, strings
+from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 
-IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cross entropy
 TRAIN_ON = ("responses", "all")
+MOST_RESPONSES = 1000  # of a conversation that is rendered anew for each of them
 
 # A BOS is not the templates' business: the tokenizer says whether a row begins with one.
 PACKAGED_TEMPLATES = {
@@ -64,40 +69,91 @@ _SENTINEL = "\ue000x\ue001"  # private-use characters: in no real message
 class Encoded:
     """One row as tokens: `tokens` int32[n], `mask` bool[n] (True where trained on).
 
-    responses: how many responses were found. ended: how many of them train a token that ends the turn.
+    responses: how many responses were found. ended: how many of them train a token that ends the turn, or reach the
+    cut. masked: tokens that `mask_spans` took out. special: a special token or marker that stands in the text of the
+    row's messages, or "". cut: whether the row was longer than `max_tokens`.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
     responses: int
     ended: int
+    masked: int = 0
+    special: str = ""
+    cut: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """One row as text. ranges: of its responses, in characters; None where markers find them in the tokens."""
+
+    text: str
+    ranges: list[tuple[int, int]] | None
+    special: str = ""
 
 
 def resolve_template(tokenizer: Any, template: str | None) -> str:
     """The Jinja text of a template: None or "tokenizer" (the tokenizer's own), a packaged name, a path to a
-    `.jinja` file, or Jinja text itself. Raises `ValueError` where there is none."""
+    `.jinja` file, or Jinja text itself. Raises `SetupError`, a `ValueError`, where there is none, or where a packaged
+    one ends its turns with what is no token of this tokenizer."""
     if template is None or template == "tokenizer":
         own = tokenizer.chat_template
         own = own.get("default") if isinstance(own, dict) else own
         if not own:
-            raise ValueError(
-                "the tokenizer has no chat template; set data.template to "
-                f"{' or '.join(PACKAGED_TEMPLATES)}, or to the path of a .jinja file"
+            raise SetupError(
+                f"the tokenizer has no chat template; set data.template to {_names_that_fit(tokenizer)} a .jinja file"
             )
         return own
     if template in PACKAGED_TEMPLATES:
+        if template not in packaged_that_fit(tokenizer):
+            raise SetupError(
+                f"data.template={template}: it ends a turn with {_turn_end(tokenizer, template)!r}, no special "
+                "token of this tokenizer, so a model would never learn to stop; set data.template to "
+                f"{_names_that_fit(tokenizer)} a .jinja file, or take a tokenizer that has the token"
+            )
         return PACKAGED_TEMPLATES[template]
     if "{%" in template or "{{" in template:
         return template
     path = Path(template).expanduser()
     if path.suffix == ".jinja":
-        if not path.is_file():
-            raise ValueError(f"data.template={template}: no such file")
-        return path.read_text(encoding="utf-8")
-    raise ValueError(
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise SetupError(f"data.template={template}: no such file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(f"data.template={template} cannot be read: {error}") from None
+    raise SetupError(
         f"data.template={template!r} is not known; give tokenizer, {', '.join(PACKAGED_TEMPLATES)}, "
         "or the path of a .jinja file"
     )
+
+
+def packaged_that_fit(tokenizer: Any) -> list[str]:
+    """The names of the packaged templates whose end of turn is a special token of this tokenizer."""
+    special = special_ids(tokenizer)
+    ends = {name: _turn_end(tokenizer, name) for name in PACKAGED_TEMPLATES}
+    return [name for name, end in ends.items() if end and tokenizer.convert_tokens_to_ids(end) in special]
+
+
+def _turn_end(tokenizer: Any, name: str) -> str | None:
+    return "<|im_end|>" if name == "chatml" else tokenizer.eos_token
+
+
+def _names_that_fit(tokenizer: Any) -> str:
+    """What to set instead, as the beginning of "NAME, or the path of": only what this tokenizer can use."""
+    return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
+
+
+def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
+    """The tokenizer that belongs to a model trained with data.template: a copy whose own chat template that is.
+
+    The tokenizer as it is where template is None, or there is no tokenizer (rows that were prepared before).
+    """
+    if template is None or tokenizer is None:
+        return tokenizer
+    trained = copy.copy(tokenizer)
+    trained.chat_template = resolve_template(tokenizer, template)
+    return trained
 
 
 class RowEncoder:
@@ -111,6 +167,10 @@ class RowEncoder:
         instruction_part, response_part: marker strings; both or neither. With them the responses are found by
             `markers.Markers`, without them by the template's structure.
         last_response_only: of a conversation, train the last response alone.
+        mask_spans: pairs of texts; what stands between the two, and they themselves, is not trained on. A span that
+            is not closed reaches to the end of its response.
+        max_tokens: rows that are longer than a window of `tokenizing.tokenize` are cut at so many tokens; None cuts
+            nothing.
     """
 
     def __init__(
@@ -122,6 +182,8 @@ class RowEncoder:
         instruction_part: str | None = None,
         response_part: str | None = None,
         last_response_only: bool = False,
+        mask_spans: Sequence[tuple[str, str]] | None = None,
+        max_tokens: int | None = None,
     ):
         if train_on not in TRAIN_ON:
             raise ValueError(f"data.train_on must be one of {', '.join(TRAIN_ON)}, got {train_on!r}")
@@ -131,9 +193,17 @@ class RowEncoder:
         self.template = template
         self.train_on = train_on
         self.last_response_only = last_response_only
+        self.mask_spans = tuple(mask_spans or ())
+        if any(
+            len(pair) != 2 or not all(isinstance(part, str) and part.strip() for part in pair)
+            for pair in self.mask_spans
+        ):
+            raise ValueError(f"data.mask_spans={mask_spans!r}: give pairs of texts, such as [[<think>, </think>]]")
+        self.max_tokens = max_tokens
         self.markers = None
         if train_on == "responses" and (instruction_part is not None or response_part is not None):
             self.markers = Markers(tokenizer, instruction_part, response_part)
+        self._special_texts = special_texts(tokenizer, (instruction_part, response_part) if self.markers else ())
         self.end_ids = special_ids(tokenizer) - {tokenizer.bos_token_id, tokenizer.unk_token_id}
         if tokenizer.eos_token_id is not None:
             self.end_ids |= {tokenizer.eos_token_id}
@@ -146,20 +216,16 @@ class RowEncoder:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Tokens and mask of each example, or the reason why it has none, in order."""
-        rendered: list[tuple[str, list[tuple[int, int]]] | RowError] = []
-        for example in examples:
-            try:
-                rendered.append(self.render(example))
-            except RowError as error:
-                rendered.append(error)
-        texts = [item[0] for item in rendered if not isinstance(item, RowError)]
-        tokenized = iter(self._tokenize(texts))
+        rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
+        texts = [item.text for item in rendered if isinstance(item, Rendered)]
+        try:
+            tokenized = iter(self._tokenize(texts))
+        except Exception:  # one text that the tokenizer cannot take costs that row, not the others
+            tokenized = iter([attempt(lambda text: self._tokenize([text])[0], text) for text in texts])
         results: list[Encoded | RowError] = []
         for example, item in zip(examples, rendered, strict=True):
-            if isinstance(item, RowError):
-                results.append(item)
-            else:
-                results.append(self._finish(example, *item, *next(tokenized)))
+            tokens = item if isinstance(item, RowError) else next(tokenized)
+            results.append(tokens if isinstance(tokens, RowError) else attempt(self._finish, example, item, tokens))
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
@@ -176,67 +242,95 @@ class RowEncoder:
             if messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             text = self._render(messages, example.tools, add_generation_prompt=True)
-        tokens, _, _ = self._tokenize([text])[0]
-        return self._one_bos(tokens)
+        return self._one_bos(tokenize(self.tokenizer, [text])[0].ids)
 
-    def render(self, example: Example) -> tuple[str, list[tuple[int, int]]]:
-        """The text of an example and the character ranges of its responses (none where markers find them)."""
+    def render(self, example: Example) -> Rendered:
+        """The text of an example, and where its responses are. Raises `RowError` where it has none."""
         if example.text is not None:
-            return example.text, [(0, len(example.text))]
-        if self._is_raw(example):
+            text, ranges, special = example.text, [(0, len(example.text))], ""
+        elif self._is_raw(example):
             text = (example.prompt or "") + (example.completion or "")
-            return text, [(len(example.prompt or ""), len(text))]
+            ranges, special = [(len(example.prompt or ""), len(text))], ""
+        else:
+            special = self._special_in(example)
+            text, ranges = self._render_conversation(example, special)
+        check_unicode(text)
+        if len(text) > 2 * MAX_ROW_SIZE:
+            raise RowError(
+                f"its text has {len(text):,} characters once the template is applied; divide it into several rows"
+            )
+        return Rendered(text, None if self.markers is not None and not special else ranges, special)
+
+    def _special_in(self, example: Example) -> str:
+        """The first special token or marker that stands in the text of a conversation, or ""."""
+        if self._special_texts is None:
+            return ""
+        found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
+        return next((match[0] for match in found if match), "")
+
+    def _render_conversation(self, example: Example, special: str) -> tuple[str, list[tuple[int, int]]]:
         messages = example.messages or []
-        if self.train_on == "all" or self.markers is not None:
+        if self.train_on == "all" or (self.markers is not None and not special):
             return self._render(messages, example.tools), []
-        if _GENERATION_MARK.search(self._template_text()):
-            return self._render_marked(messages, example.tools)
-        return self._render_prefixes(messages, example.tools)
+        try:
+            if _GENERATION_MARK.search(self._template_text()):
+                return self._render_marked(messages, example.tools)
+            return self._render_prefixes(messages, example.tools)
+        except RowError as error:
+            if self.markers is None:
+                raise
+            raise RowError(
+                f"its text holds {special!r}, a special token or marker, so markers cannot tell its responses, and "
+                f"neither can the template: {error}"
+            ) from None
 
     def _is_raw(self, example: Example) -> bool:
         return example.prompt is not None and self.template is None
 
-    def _finish(
-        self, example: Example, text: str, ranges: list[tuple[int, int]], tokens: np.ndarray, starts, ends
-    ) -> Encoded | RowError:
+    def _finish(self, example: Example, rendered: Rendered, tokens: Tokens) -> Encoded | RowError:
+        text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
-        cuts = [low for low, _ in ranges if np.any((starts < low) & (low < ends))]
+        cuts = [low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))]
         if cuts and self._prompts_alone:
             # A token holds the end of a prompt and the start of its response. Whoever asks the model will have
             # the prompt tokenised alone, so it is tokenised alone here.
-            tokens, starts, ends = self._tokenize_pieces(text, cuts)
+            tokens = tokenize_pieces(self.tokenizer, text, cuts, self.max_tokens)
+        ids = tokens.ids
         spans = []
         for low, high in ranges[-1:] if self.last_response_only else ranges:
-            first, last = (int(index) for index in np.searchsorted(starts, (low, high)))
+            first, last = (int(index) for index in np.searchsorted(tokens.starts, (low, high)))
             if not is_raw:
-                last = self._end_of_turn(text, tokens, ends, first, last, high)
+                last = self._end_of_turn(text, tokens, first, last, high)
             spans.append((first, last))
         if is_raw:
-            tokens, spans = self._with_eos(text, tokens, spans)
-        if not len(tokens):
+            ids, spans = self._with_eos(text, ids, spans)
+        if not len(ids):
             return RowError("no token")
-        if self.markers is not None:
-            spans = self.markers.spans(tokens)[-1 if self.last_response_only else 0 :]
-        mask = np.zeros(len(tokens), bool)
+        if rendered.ranges is None and self.markers is not None:
+            spans = self.markers.spans(ids)[-1 if self.last_response_only else 0 :]
+        mask = np.zeros(len(ids), bool)
         if self.train_on == "all":
             mask[:] = True
-            ended = [index for index in range(1, len(tokens)) if int(tokens[index]) in self.end_ids]
-            responses, ended = 1, int(bool(ended))
+            spans = [(0, len(ids))]
+            responses, ended = 1, int(tokens.cut or any(int(token) in self.end_ids for token in ids[1:]))
         else:
             spans = [(first, last) for first, last in spans if first < last]
             for first, last in spans:
                 mask[first:last] = True
-            responses, ended = len(spans), sum(int(tokens[last - 1]) in self.end_ids for _, last in spans)
-        with_bos = self._one_bos(tokens)
-        added = len(with_bos) - len(tokens)  # 1 prepended, 0, or -k doubled ones taken away
+            ends = (int(ids[last - 1]) in self.end_ids or (tokens.cut and last == len(ids)) for _, last in spans)
+            responses, ended = len(spans), sum(ends)
+        masked = masked_spans(text, tokens, spans, self.mask_spans)
+        mask[masked] = False
+        with_bos = self._one_bos(ids)
+        added = len(with_bos) - len(ids)  # 1 prepended, 0, or -k doubled ones taken away
         mask = np.concatenate([np.zeros(1, bool), mask]) if added > 0 else mask[-added:]
-        return Encoded(with_bos, mask, responses, ended)
+        return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, tokens.cut)
 
-    def _end_of_turn(self, text: str, tokens: np.ndarray, ends: np.ndarray, first: int, last: int, high: int) -> int:
+    def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int) -> int:
         """The end of a response without the white space that a template writes after its end-of-turn token."""
         for index in range(last - 1, first - 1, -1):
-            if int(tokens[index]) in self.end_ids:
-                return index + 1 if not text[ends[index] : high].strip() else last
+            if int(tokens.ids[index]) in self.end_ids:
+                return index + 1 if not text[tokens.ends[index] : high].strip() else last
         return last
 
     def _with_eos(
@@ -245,7 +339,7 @@ class RowEncoder:
         """Raw rows end with EOS, which is trained: a model learns to stop. One that is there is not doubled."""
         eos = self.tokenizer.eos_token
         if eos is None:
-            raise ValueError("the tokenizer has no EOS token, so no row can end; set tokenizer.eos_token")
+            raise SetupError("the tokenizer has no EOS token, so no row can end; set tokenizer.eos_token")
         if text.rstrip().endswith(eos):
             return tokens, spans
         last = len(tokens) + 1
@@ -265,35 +359,8 @@ class RowEncoder:
             return np.concatenate([np.array([self.bos_id], np.int32), tokens])
         return tokens
 
-    # --- text to tokens
-
-    def _tokenize(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """For each text: ids int32[n], and where in the text they start and end, int64[n]."""
-        if not texts:
-            return []
-        output = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        results = []
-        for ids, offsets in zip(output["input_ids"], output["offset_mapping"], strict=True):
-            pairs = np.array(offsets, np.int64).reshape(-1, 2)
-            results.append((np.array(ids, np.int32), pairs[:, 0], pairs[:, 1]))
-        return results
-
-    def _tokenize_pieces(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        edges = [0, *cuts, len(text)]
-        pieces = self._tokenize([text[low:high] for low, high in itertools.pairwise(edges)])
-        tokens = np.concatenate([piece[0] for piece in pieces])
-        starts, ends = (
-            np.concatenate([piece[which] + edge for piece, edge in zip(pieces, edges, strict=False)])
-            for which in (1, 2)
-        )
-        return tokens, starts, ends
+    def _tokenize(self, texts: list[str]) -> list[Tokens]:
+        return tokenize(self.tokenizer, texts, self.max_tokens)
 
     # --- conversations to text
 
@@ -337,6 +404,12 @@ class RowEncoder:
 
         A response that opens a conversation has no prompt and is not trained on.
         """
+        responses = sum(message["role"] == "assistant" for message in messages)
+        if responses > MOST_RESPONSES:
+            raise RowError(
+                f"{responses:,} responses; a template without {{% generation %}} marks is rendered anew for each, so a "
+                f"conversation may have {MOST_RESPONSES:,}; divide it"
+            )
         text = self._render(messages, tools)
         ranges = []
         for index, message in enumerate(messages):
@@ -378,99 +451,3 @@ class RowEncoder:
             raise RowError(f"the chat template ends response {index} with no special token")
         at, special = min(following)
         return at + len(special)
-
-
-def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
-    """(instruction_part, response_part) of a chat template: what it writes before a user's message after an
-    earlier response, and before a response. Raises `ValueError` where the template does not show them."""
-    encoder = RowEncoder(tokenizer, template=template)
-    user, answer, again = ("\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001")
-    turns = [
-        {"role": "user", "content": user},
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": again},
-    ]
-    try:
-        text = encoder._render(turns, None, add_generation_prompt=True)
-    except RowError as error:
-        raise ValueError(f"markers cannot be derived: {error}") from None
-    between = []
-    for low, high in ((user, answer), (answer, again)):
-        if low not in text or high not in text:
-            raise ValueError("markers cannot be derived: the template changes the messages; give both markers")
-        between.append(text[text.index(low) + len(low) : text.index(high)])
-    special = [tokenizer.convert_ids_to_tokens(int(index)) for index in encoder.end_ids]
-    response, instruction = (_without_turn_end(gap, special) for gap in between)
-    if instruction == between[1]:
-        raise ValueError("markers cannot be derived: no special token of this tokenizer ends a response; give both")
-    if not response.strip() or not instruction.strip():
-        raise ValueError(
-            f"markers cannot be derived from this template ({instruction!r}, {response!r}); "
-            "set data.instruction_part and data.response_part"
-        )
-    return instruction, response
-
-
-def _without_turn_end(gap: str, special: list[str]) -> str:
-    """What opens the next turn: the gap without the special token that ends the last one, if more follows."""
-    for token in sorted(special, key=len, reverse=True):
-        rest = gap.removeprefix(token)
-        if rest != gap and rest.strip():
-            return rest.lstrip()
-    return gap
-
-
-def mask_labels(
-    tokens: Sequence[int] | np.ndarray,
-    tokenizer: Any,
-    *,
-    messages: list[dict[str, Any]] | None = None,
-    template: str | None = None,
-    instruction_part: str | None = None,
-    response_part: str | None = None,
-    last_response_only: bool = False,
-) -> np.ndarray:
-    """Labels that train on responses only: int32[n], the token where it is trained on, -100 elsewhere.
-
-    Args:
-        tokens: int[n], one row.
-        tokenizer: the fast Hugging Face tokenizer that made them.
-        messages: the conversation of the row (role, content). Responses are then found by the structure of the
-            template, which must give the same tokens.
-        template: see `resolve_template`; None is the tokenizer's own.
-        instruction_part, response_part: marker strings, both or neither; used where `messages` are not given.
-            Without both, they are derived from the template.
-        last_response_only: train the last response alone.
-
-    A row without any response gets labels of -100 only.
-
-    Raises:
-        ValueError: one marker without the other, an empty or unstable marker, messages that do not give these
-            tokens, a template whose structure does not show the responses.
-    """
-    tokens = np.asarray(tokens, np.int32)
-    if tokens.ndim != 1:
-        raise ValueError(f"tokens must be one row of ids [n], got the shape {list(tokens.shape)}")
-    if messages is not None:
-        if instruction_part is not None or response_part is not None:
-            raise ValueError("give messages or marker strings, not both")
-        encoder = RowEncoder(tokenizer, template=template, last_response_only=last_response_only)
-        encoder._prompts_alone = False  # the tokens are given: a token that is half prompt is not trained on
-        encoded = encoder.encode([normalize({"messages": messages}, "messages")])[0]
-        if isinstance(encoded, RowError):
-            raise encoded
-        if not np.array_equal(encoder._one_bos(tokens), encoded.tokens):
-            raise ValueError("tokens are not what the template makes of messages; tokenise them with the same template")
-        mask = encoded.mask
-        if len(tokens) < len(mask):  # the caller's tokens lack the BOS
-            mask = mask[1:]
-        elif len(tokens) > len(mask):  # or double it
-            mask = np.concatenate([np.zeros(len(tokens) - len(mask), bool), mask])
-    else:
-        if instruction_part is None and response_part is None:
-            instruction_part, response_part = derive_markers(tokenizer, template)
-        spans = Markers(tokenizer, instruction_part, response_part).spans(tokens)
-        mask = np.zeros(len(tokens), bool)
-        for first, last in spans[-1 if last_response_only else 0 :]:
-            mask[first:last] = True
-    return np.where(mask, tokens, np.int32(IGNORE)).astype(np.int32)

@@ -1,8 +1,12 @@
-"""Rows to tokens in chunks, in this process or in several.
+"""Rows to tokens in chunks, in a thread of this process or in several processes.
 
 The processes are started as commands of their own and fed through pipes. Nothing is forked (JAX may already
 run here), and the caller's main module is not imported again, as multiprocessing's spawn would do: a training
 script need not guard its main code.
+
+Who waits for tokens can be stopped at any time: the tokenising goes on elsewhere, and the waiting wakes several times
+a second. Then, or when a chunk takes beyond all measure (a template is a program, and may loop), processes are killed
+and the thread is left.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import os
@@ -18,20 +23,29 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtune.train.data.formats import RowError, normalize
+from jaxtune.terminal import printable
+from jaxtune.train.data.formats import RowError, attempt, normalize
 from jaxtune.train.data.reading import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
 ROWS_PER_CHUNK = 512
+CHARACTERS_PER_CHUNK = 8 * 2**20
 MANY_ROWS = 16_384  # from here on, processes are worth the seconds that they take to start
 FEW_CPUS = 3  # on so few, one process does as well: the tokenizer's own threads use them
 MOST_PROCESSES = 16
+POLL_SECONDS = 0.2
+# A chunk that takes longer is stuck. The slowest rows seen take a second for 200,000 characters.
+PATIENCE_SECONDS = 600.0
+CHARACTERS_PER_SECOND = 10_000
+REASON_CHARACTERS = 500  # of what is wrong with a row; a message may quote columns of any length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +54,8 @@ class Chunk:
 
     tokens: int32[total]. mask: uint8[total]. lengths, trained: int64[n]. origins: (file, line) of each document.
     problems: (place, reason) of each bad row. untrained: places of rows without a trained token.
-    responses, ended: counts, see `templates.Encoded`.
+    special: (place, what) of rows whose messages hold special tokens or markers. cut: rows cut before they were
+    tokenised whole. responses, ended, masked: counts, see `templates.Encoded`.
     """
 
     rows: int
@@ -53,25 +68,28 @@ class Chunk:
     untrained: list[str]
     responses: int
     ended: int
+    special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    masked: int = 0
+    cut: int = 0
 
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """Normalises, renders and tokenises some rows."""
-    outcome: list[Any] = []  # per row: Example, or RowError
-    for row in rows:
-        try:
-            outcome.append(RowError(row.error) if row.value is None else normalize(row.value, row.format))
-        except RowError as error:
-            outcome.append(error)
+    outcome = [attempt(_example, row) for row in rows]
     encoded = iter(encoder.encode([example for example in outcome if not isinstance(example, RowError)]))
     documents: list[Encoded] = []
-    origins, problems, untrained = [], [], []
+    origins, problems, untrained, special, masked = [], [], [], [], 0
     for row, example in zip(rows, outcome, strict=True):
         result = example if isinstance(example, RowError) else next(encoded)
-        place = f"{row.file}:{row.number}"
+        place = printable(row.place)
         if isinstance(result, RowError):
-            problems.append((place, str(result)))
-        elif not result.mask[1:].any():
+            reason = printable(result)
+            problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
+            continue
+        masked += result.masked
+        if result.special:
+            special.append((place, printable(result.special)))
+        if not result.mask[1:].any():
             untrained.append(place)
         else:
             documents.append(result)
@@ -87,11 +105,24 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         untrained=untrained,
         responses=sum(d.responses for d in documents),
         ended=sum(d.ended for d in documents),
+        special=special,
+        masked=masked,
+        cut=sum(d.cut for d in documents),
     )
 
 
+def _example(row: Row) -> Any:
+    if row.value is None:
+        raise RowError(row.error)
+    return normalize(row.value, row.format)
+
+
 def encode_rows(
-    rows: Iterable[Row], tokenizer: Any, options: dict[str, Any], num_workers: int | None = None
+    rows: Iterable[Row],
+    tokenizer: Any,
+    options: dict[str, Any],
+    num_workers: int | None = None,
+    poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Chunk]:
     """Chunks of all rows, in order.
 
@@ -100,6 +131,10 @@ def encode_rows(
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
         num_workers: processes; None decides by the number of rows and of CPUs, 1 stays in this process.
+        poll: called several times a second; what it raises ends the work at once.
+
+    Raises:
+        ValueError: an option is wrong, a process was killed, or a chunk is stuck.
     """
     encoder = RowEncoder(tokenizer, **options)  # here too, so that a wrong option is an error before any process
     chunks = _chunks(rows)
@@ -108,56 +143,148 @@ def encode_rows(
         chunks = itertools.chain(first, chunks)
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         many = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
-        num_workers = min(cpus, MOST_PROCESSES) if many else 0
-    if num_workers < 2:
-        return (encode_chunk(encoder, chunk) for chunk in chunks)
-    return _encode_in_processes(chunks, tokenizer, options, num_workers)
+        num_workers = min(cpus, MOST_PROCESSES) if many else 1
+    if num_workers == 1:
+        return _encode(chunks, 1, lambda: _Here(encoder), poll)
+    setup = pickle.dumps((tokenizer, options))
+    return _encode(chunks, num_workers, lambda: _Process(setup), poll)
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    iterator = iter(rows)
-    while chunk := list(itertools.islice(iterator, ROWS_PER_CHUNK)):
+    chunk, size = [], 0
+    for row in rows:
+        chunk.append(row)
+        size += row.size
+        if len(chunk) == ROWS_PER_CHUNK or size >= CHARACTERS_PER_CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
         yield chunk
 
 
-def _encode_in_processes(
-    chunks: Iterable[list[Row]], tokenizer: Any, options: dict[str, Any], count: int
-) -> Iterator[Chunk]:
-    setup = pickle.dumps((tokenizer, options))
-    with contextlib.ExitStack() as stack:
-        idle: queue.Queue[_Process] = queue.Queue()
-        for _ in range(count):
-            process = _Process(setup)
-            stack.callback(process.close)
-            idle.put(process)
-        pool = concurrent.futures.ThreadPoolExecutor(count)
-        stack.callback(pool.shutdown, cancel_futures=True)  # before the processes close: at most a chunk each
+class _Encoder(Protocol):
+    """What encodes chunks: `encode` is called in a thread of its own; the others in the caller's."""
 
-        def work(chunk: list[Row]) -> Chunk:
-            process = idle.get()
+    def encode(self, rows: list[Row]) -> Chunk: ...
+
+    def close(self) -> None:
+        """After the last chunk."""
+        ...
+
+    def kill(self) -> None:
+        """In the middle of one."""
+        ...
+
+
+class _Worker(threading.Thread):
+    """A thread that takes (rows, future) from a queue until it takes None. A daemon: nobody waits for it to end."""
+
+    def __init__(self, encoder: _Encoder, tasks: queue.SimpleQueue):
+        super().__init__(name="tokenising", daemon=True)
+        self.encoder = encoder
+        self.tasks = tasks
+        self.start()
+
+    def run(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            rows, future = task
             try:
-                return process.encode(chunk)
-            finally:
-                idle.put(process)
+                future.set_result(self.encoder.encode(rows))
+            except BaseException as error:  # told to whoever waits for the chunk
+                future.set_exception(error)
 
-        waiting: collections.deque[concurrent.futures.Future[Chunk]] = collections.deque()
-        for chunk in chunks:
-            waiting.append(pool.submit(work, chunk))
+
+def _encode(
+    chunks: Iterable[list[Row]], count: int, make: Callable[[], _Encoder], poll: Callable[[], None]
+) -> Iterator[Chunk]:
+    """The chunks in order, by up to `count` workers, of which no more are made than there are chunks."""
+    tasks: queue.SimpleQueue = queue.SimpleQueue()
+    workers: list[_Worker] = []
+    waiting: collections.deque[tuple[list[Row], concurrent.futures.Future[Chunk]]] = collections.deque()
+    done = False
+    try:
+        for rows in chunks:
+            poll()
+            if len(workers) < count:
+                workers.append(_Worker(make(), tasks))
+            waiting.append((rows, concurrent.futures.Future()))
+            tasks.put(waiting[-1])
             if len(waiting) > 2 * count:
-                yield waiting.popleft().result()
+                yield _wait_for(*waiting.popleft(), poll)
         while waiting:
-            yield waiting.popleft().result()
+            yield _wait_for(*waiting.popleft(), poll)
+        done = True
+    finally:
+        with contextlib.suppress(queue.Empty):
+            while not done:
+                tasks.get_nowait()
+        for _ in workers:
+            tasks.put(None)
+        for worker in workers:
+            worker.encoder.close() if done else worker.encoder.kill()
+
+
+def _wait_for(rows: list[Row], future: concurrent.futures.Future[Chunk], poll: Callable[[], None]) -> Chunk:
+    """The result of a chunk, the next in order; `poll` is called all the while."""
+    size = sum(row.size for row in rows)
+    patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
+    until = time.monotonic() + patience
+    while not future.done():
+        concurrent.futures.wait([future], POLL_SECONDS)
+        poll()
+        if time.monotonic() > until and not future.done():
+            raise ValueError(
+                f"tokenising {_span(rows)} has taken more than {patience:,.0f} s for {size:,} characters: the chat "
+                "template may loop on one of these rows; look for it with data.max_rows, or set another data.template"
+            )
+    return future.result()
+
+
+def _span(rows: list[Row]) -> str:
+    first, last = (printable(row.place) for row in (rows[0], rows[-1]))
+    return first if len(rows) == 1 else f"{first} to {last}"
+
+
+class _Here:
+    """Encodes in this process."""
+
+    def __init__(self, encoder: RowEncoder):
+        self.encoder = encoder
+        self.thread: int | None = None
+
+    def encode(self, rows: list[Row]) -> Chunk:
+        self.thread = threading.get_ident()
+        try:
+            return encode_chunk(self.encoder, rows)
+        finally:
+            self.thread = None
+
+    def close(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        """Raises SystemExit in the thread, where its Python code goes on next: a template's loop ends so."""
+        if (thread := self.thread) is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
 
 class _Process:
-    """One worker: pickles of chunks go in, pickles of results come out."""
+    """A process that encodes: pickles of chunks go in, pickles of results come out."""
 
     def __init__(self, setup: bytes):
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-P", "-c", "from jaxtune.train.data import workers; workers._serve()"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        environment |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # they were given in the parent
+        code = f"from jaxtune.train.data import workers; workers._serve({os.getpid()})"
+        # A process group of its own: the terminal's Ctrl-C is the parent's to handle.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        )
         self.setup: bytes | None = setup
 
     def encode(self, rows: list[Row]) -> Chunk:
@@ -167,13 +294,15 @@ class _Process:
             if self.setup is not None:
                 stdin.write(self.setup)
                 self.setup = None
-            pickle.dump(rows, stdin)
+            stdin.write(_pickled(rows))
             stdin.flush()
             result = pickle.load(stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             code = self.process.wait()
-            raise RuntimeError(
-                f"a data worker ended with code {code} (killed for memory?); data.num_workers: 1 works in this process"
+            ended = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with {code}"
+            raise ValueError(
+                f"a process that tokenises {ended} while it had {_span(rows)}; set data.num_workers lower "
+                "(1 tokenises in the process that trains)"
             ) from None
         if isinstance(result, Exception):
             raise result
@@ -181,24 +310,53 @@ class _Process:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.process.communicate()  # closes its input, which is its sign to leave
+            self.process.stdin.close()  # type: ignore[union-attr]  # its sign to leave
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the process; the thread that waits for it is told by its pipes."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
 
 
-def _serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def _pickled(rows: list[Row]) -> bytes:
+    try:
+        return pickle.dumps(rows)
+    except Exception:  # rows of a list may hold anything; what no pickle takes costs its row
+        return pickle.dumps([row if isinstance(attempt(pickle.dumps, row), bytes) else _unsent(row) for row in rows])
+
+
+def _unsent(row: Row) -> Row:
+    return dataclasses.replace(row, value=None, error="it holds objects that cannot be sent to another process")
+
+
+def _serve(parent: int) -> None:
+    """Answers requests until there are no more, or the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get among the replies
-    tokenizer, options = pickle.load(requests)
-    encoder = RowEncoder(tokenizer, **options)
-    while True:
-        try:
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has all it wants
+        tokenizer, options = pickle.load(requests)
+        encoder = RowEncoder(tokenizer, **options)
+        while True:
             rows = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            result: Chunk | Exception = encode_chunk(encoder, rows)
-        except Exception as error:  # told to the parent, which raises it
-            result = error
-        pickle.dump(result, replies)
-        replies.flush()
+            try:
+                result: Chunk | Exception = encode_chunk(encoder, rows)
+            except Exception as error:  # told to the parent, which raises it
+                result = ValueError(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+            pickle.dump(result, replies)
+            replies.flush()
+
+
+def _leave_with(parent: int) -> None:
+    """A process that hangs in a template reads no end of its input; it leaves when its parent has."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -1,5 +1,5 @@
-"""The choice of a plan: which residuals are kept, offloaded or computed again, by layer; in how many micro-batches; with
-how many logits at a time.
+"""The choice of a plan: which residuals are kept, offloaded or computed again, by layer; in how many micro-batches;
+with how many logits at a time.
 
 `choose` takes the fastest plan that fits a budget. The forecast ranks; only the winner is compiled, and the compiler's
 own figure checks it (planner.py).

@@ -1,13 +1,17 @@
-"""What the planner takes a device to be able to do, and the memory that a run may use of it."""
+"""What a device can do, as the planner takes it, and the memory that a run may use and has used of it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import os
+import resource
+import sys
 from pathlib import Path
 
-from jaxtune.profile.device import data_sheet, known_ceilings, known_devices
+from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, refusal
+from jaxtune.profile.device import known_ceilings
 from jaxtune.train.config import TrainConfig
 
 # Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned
@@ -26,6 +30,8 @@ class Device:
 
     link: of one direction to the host; 0 where offload is of no use (one memory for both). host_bytes: of its memory
     that may be pinned. note: how the rates are known. hopper: it runs the kernels for compute capability 9.0.
+    host_note: where host_bytes comes from, for a device that is not here; usual_host_bytes: what may be pinned of the
+    memory that a machine with such a device usually has.
     """
 
     name: str
@@ -36,12 +42,15 @@ class Device:
     host_bytes: float
     note: str
     hopper: bool = False
+    host_note: str = ""
+    usual_host_bytes: float | None = None
 
 
 _PINNED_SHARE = 0.7  # of the host's memory
 # XLA pins no more than this many GiB; without it, 64.
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_ELSEWHERE_HOST_BYTES = 64e9  # of another machine's
+# Whose rates an unknown device that is here is taken to have, until they are measured: they only rank plans.
+_STAND_IN = "RTX 3060"
 
 
 def _host_bytes() -> float:
@@ -66,37 +75,56 @@ def _pinnable_bytes() -> float:
     return min(_host_bytes() * _PINNED_SHARE, int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30)
 
 
-def find_device(name: str, memory_bytes: float | None = None) -> Device:
+def find_device(name: str, memory_bytes: float | None = None, host_gb: float | None = None) -> Device:
     """The device of this name: its rates as measured there (`jaxtune profile ceilings`), or from its data sheet.
 
     Args:
       memory_bytes: what the allocator of this machine's device may give out; None: a device elsewhere, with the memory
         that its data sheet leaves after the context.
+      host_gb: memory of the machine of a device elsewhere, for each of its devices; by default what such machines
+        usually have.
     Raises:
-      ValueError: no such device, with the known ones.
+      ValueError: the device is refused, with the reason, or unknown, with the known ones.
     """
     if name == "cpu":  # for plans of tests and tiny runs: one memory, and rates that only rank
         return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
+    here = memory_bytes is not None
+    if (reason := refusal(name)) is not None:
+        raise ValueError(f"{'this GPU' if here else 'plan.device'} = {name!r}: {reason}")
     sheet, known = data_sheet(name), known_ceilings(name)
-    if sheet is None and (known is None or memory_bytes is None):
-        raise ValueError(f"plan.device = {name!r}: not a device that is known; known: {', '.join(known_devices())}")
+    if sheet is None and not here:
+        near = difflib.get_close_matches(name, known_devices(), 3, 0.85)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(
+            f"plan.device = {name!r}: not a device that is known; {hint}known: {', '.join(known_devices())}"
+        )
     if known is not None and known.source == "measured":
         rates = (known.gemm_bf16_tflops * 1e12 * _SUSTAINED, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
         note = "rates measured on this machine"
     else:
-        assert sheet is not None
+        rated = sheet or DATA_SHEETS[_STAND_IN]
         rates = (
-            sheet.bf16_tflops * 1e12 * _GEMM_SHARE, sheet.copy_tbps * 1e12 * _COPY_SHARE,
-            sheet.link_gbps * 1e9 * _LINK_SHARE,
+            rated.bf16_tflops * 1e12 * _GEMM_SHARE, rated.copy_tbps * 1e12 * _COPY_SHARE,
+            rated.link_gbps * 1e9 * _LINK_SHARE,
         )  # fmt: skip
-        own = data_sheet("H200") is sheet
-        note = "measured" if own else "not measured: its data sheet, at the shares that an H200 reaches"
-    host = _ELSEWHERE_HOST_BYTES * _PINNED_SHARE if memory_bytes is None else _pinnable_bytes()
-    if sheet is not None and memory_bytes is None:
-        memory_bytes = sheet.memory_gib * 2**30 - CONTEXT_BYTES
+        note = "not measured: its data sheet, at the shares that an H200 reaches"
+        if sheet is None:
+            note = f"unknown, so speeds are an {_STAND_IN}'s; `jaxtune profile ceilings` measures them once"
+        elif sheet is data_sheet("H200"):
+            note = "measured"
     if sheet is not None and sheet.link_gbps == 0:
         rates = (*rates[:2], 0.0)
-    return Device(name, memory_bytes, *rates, host, note, hopper="H100" in name or "H200" in name)
+    hopper = "H100" in name or "H200" in name
+    if memory_bytes is not None:
+        return Device(name, memory_bytes, *rates, _pinnable_bytes(), note, hopper)
+    assert sheet is not None
+    host = sheet.host_gb if host_gb is None else host_gb
+    source = "usual beside it; plan.host_gb says what yours has" if host_gb is None else "plan.host_gb"
+    return Device(
+        name, sheet.memory_gib * 2**30 - CONTEXT_BYTES, *rates, host * 1e9 * _PINNED_SHARE, note, hopper,
+        host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
+        usual_host_bytes=sheet.host_gb * 1e9 * _PINNED_SHARE,
+    )  # fmt: skip
 
 
 def budget(config: TrainConfig, device: Device) -> float | None:
@@ -113,3 +141,28 @@ def budget(config: TrainConfig, device: Device) -> float | None:
 def with_fragments(needed: float) -> float:
     """Bytes that the allocator of a GPU must have for `needed` of them to be usable."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
+
+
+def memory_peak_bytes() -> int:
+    """Most memory in use so far: of device 0, or of this process on the host where the device keeps no count (CPU)."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+_WIDTH = {
+    "bfloat16": "bf16_tflops", "float16": "bf16_tflops", "float32": "fp32_tflops",
+    "float8_e4m3fn": "fp8_tflops", "float8_e5m2": "fp8_tflops",
+}  # fmt: skip
+
+
+def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
+    """Dense peak FLOP/s of matmuls in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None where
+    no data sheet says it."""
+    sheet = data_sheet(device_kind)
+    tflops = None if sheet is None or dtype not in _WIDTH else getattr(sheet, _WIDTH[dtype])
+    return None if tflops is None else tflops * 1e12

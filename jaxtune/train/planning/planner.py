@@ -31,7 +31,8 @@ class Planner:
       model: what is trained. length: of its rows, in tokens. device: a jax.Device. keeps_model: whether somebody holds
         the model beside the run.
 
-    Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan in force).
+    Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan
+    in force).
 
     Raises:
       PlanError: nothing fits.

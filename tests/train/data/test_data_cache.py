@@ -14,7 +14,7 @@ import pytest
 from jaxtune.train.data import prepare
 from jaxtune.train.data.cache import cache_key, open_or_build
 from jaxtune.train.data.packing import Documents
-from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.reading import Row, open_sources, read_rows
 from jaxtune.train.data.workers import Chunk, _Process, encode_rows
 from tests.train.data.conftest import make_tokenizer
 
@@ -140,11 +140,11 @@ open_or_build(Path(sys.argv[1]) / "key", build)
 def test_a_killed_build_is_built_again(tmp_path, tokenizer):
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.getcwd()})
     assert ended.returncode == -signal.SIGKILL
-    assert [path.name.startswith(".key-") for path in tmp_path.iterdir()] == [True]
+    assert [path.name.startswith(".key.") for path in tmp_path.iterdir()] == [True]
     documents, _, cached = open_or_build(tmp_path / "key", lambda: chunks(tokenizer))
     assert not cached and len(documents) == len(ROWS)
     # What the killed run left is taken away once it is surely nobody's.
-    (left,) = tmp_path.glob(".key-*")
+    (left,) = tmp_path.glob(".key.*")
     os.utime(left, (0, 0))
     open_or_build(tmp_path / "other", lambda: chunks(tokenizer))
     assert not left.exists()
@@ -171,6 +171,8 @@ def test_a_worker_that_dies_is_told():
 
     process = _Process(pickle.dumps(None))
     process.process.kill()
-    with pytest.raises(RuntimeError, match=r"a data worker ended with code -9.*data.num_workers: 1"):
-        process.encode([])
+    with pytest.raises(
+        ValueError, match=r"was killed by SIGKILL .out of memory.* while it had a:1 to b:7; set data.num_w"
+    ):
+        process.encode([Row("a", 1, {}), Row("b", 7, {})])
     process.close()

@@ -76,7 +76,7 @@ MARKERS = {"instruction_part": "### Instruction:\n", "response_part": "### Respo
         ([CHAT], {"overflow": "wrap"}, "data.overflow must be one of truncate, split, error, got 'wrap'"),
         ([CHAT], {"template": "nope"}, "data.template='nope' is not known"),
         ([CHAT], {"response_part": "x"}, "data.instruction_part is missing"),
-        ([{"body": 1}], {}, "rows: columns body fit no known form"),
+        ([{"body": 1}], {}, "rows:1: columns body fit no known form"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(tokenizer, rows, options, message):
@@ -150,3 +150,46 @@ def test_the_preview_shows_documents_mask_and_padding(tokenizer):
     # Text that looks like markup is text.
     odd, _ = pack([tokenizer("[bold]x[/bold] [red]")["input_ids"]], 64)
     assert "[bold]x[/bold] [red]" in preview(odd, tokenizer).plain
+
+
+# --- warnings
+
+
+def test_what_somebody_should_know_is_said_line_by_line(tokenizer):
+    late = {"prompt": "Add them. " * 20, "completion": "4"}
+    data = prepare([*ROWS[:3], late, late, {"prompt": "x"}], tokenizer, length=64, on_bad_row="skip")
+    assert "dropped" not in str(data.report)
+    bad, dropped = data.warnings()
+    assert bad.startswith("1 bad rows left out, first rows:6: no column completion")
+    assert dropped.startswith("2 of 5 documents dropped: empty, or cut at data.length=64 before their first trained")
+    typed = {"messages": [{"role": "user", "content": "<|im_start|>"}, CHAT["messages"][1]]}
+    (special,) = prepare([CHAT, typed], tokenizer, length=64).warnings()
+    assert special.startswith(
+        "1 rows hold special tokens or markers in their own text, first rows:2: <|im_start|>; the"
+    )
+    assert prepare([CHAT], tokenizer, length=64).warnings() == []
+
+
+def test_spans_that_are_not_there_are_said_and_those_that_take_all_are_refused(tokenizer):
+    pairs = [["<think>", "</think>"]]
+    assert prepare([CHAT], tokenizer, length=64, mask_spans=pairs).warnings() == [
+        "data.mask_spans: no response holds such a span"
+    ]
+    thought = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "<think>blue"}]}
+    data = prepare([CHAT, thought], tokenizer, length=64, mask_spans=pairs)
+    assert (data.summary.documents, data.summary.untrained) == (1, 1) and data.summary.masked > 0
+    with pytest.raises(ValueError, match="no token of any of 1 rows is trained on: data.mask_spans takes out all"):
+        prepare([thought], tokenizer, length=64, mask_spans=pairs)
+
+
+def test_masked_spans_decide_the_cache_and_show_in_the_preview(tokenizer, write, tmp_path):
+    row = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "<think>blue</think>It is 4."}]}
+    path, folder = write("a.jsonl", [row]), tmp_path / "cache"
+    plain = prepare(path, tokenizer, length=64, cache_dir=folder)
+    masked = prepare(path, tokenizer, length=64, cache_dir=folder, mask_spans=[("<think>", "</think>")])
+    assert not masked.cached
+    assert prepare(path, tokenizer, length=64, cache_dir=folder, mask_spans=[["<think>", "</think>"]]).cached
+    for data, expected in ((plain, "<think>blue</think>It is 4.<|im_end|>"), (masked, "It is 4.<|im_end|>")):
+        shown = preview(data.batches(1).batch_at(0), tokenizer)
+        texts = [shown.plain[span.start : span.end] for span in shown.spans if span.style == TRAINED]
+        assert texts == ["trained", expected]

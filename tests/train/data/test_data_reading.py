@@ -153,16 +153,14 @@ def test_bad_options(write):
     ],
 )
 def test_forms_are_known_by_their_columns(columns, expected):
-    assert detect_format(columns, "f.jsonl") == expected
+    assert detect_format(columns) == expected
 
 
 def test_unknown_columns_are_named_with_the_forms_that_exist():
-    with pytest.raises(
-        ValueError, match=r"f.jsonl: columns body, label fit no known form \(messages: messages; .*text"
-    ):
-        detect_format(["body", "label"], "f.jsonl")
+    with pytest.raises(ValueError, match=r"columns body, label fit no known form \(messages: messages; .*text"):
+        detect_format(["body", "label"])
     with pytest.raises(ValueError, match=r"columns chosen and rejected are preference data"):
-        detect_format(["prompt", "chosen", "rejected"], "f.jsonl")
+        detect_format(["prompt", "chosen", "rejected"])
 
 
 def test_alpaca_prompts_have_alpacas_wording():

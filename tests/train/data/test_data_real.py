@@ -10,7 +10,8 @@ import pytest
 
 from jaxtune.train.data import prepare
 from jaxtune.train.data.formats import Example, RowError, normalize
-from jaxtune.train.data.templates import RowEncoder, derive_markers, mask_labels
+from jaxtune.train.data.labels import derive_markers, mask_labels
+from jaxtune.train.data.templates import RowEncoder
 from tests.train.data.conftest import spans
 
 # What each tokenizer's own template writes around an answer that is trained on, and what ends it.

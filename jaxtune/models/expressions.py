@@ -1,0 +1,66 @@
+"""Regular expressions of adapters' files and recipes: matched as Python's `re` does, and never without end.
+
+An expression can backtrack for longer than anybody waits, and while it does, nothing in its process can end it. One
+that may is therefore matched in a process of its own, with a limit; one that cannot, which is nearly every one, here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+LIMIT_SECONDS = 20.0  # for all names, which take milliseconds, on a busy machine too
+_MEMORY_BYTES = 1 << 30
+# With so few repeats and groups, none of them repeated, matching is at worst a small power of a name's length.
+_FEW = 3
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+_SCRIPT = """
+import json, re, resource, sys
+pattern, names, seconds, memory_bytes = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (seconds + 1, seconds + 1))
+resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+try:
+    expression = re.compile(pattern)
+except Exception as error:
+    print(json.dumps(str(error) or type(error).__name__))
+else:
+    print(json.dumps([name for name in names if expression.fullmatch(name)]))
+"""
+
+
+def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that a regular expression matches whole.
+
+    Raises:
+      ValueError: `key` holds no regular expression, or one that backtracks without end.
+    """
+    try:
+        if _is_quick(pattern):
+            expression = re.compile(pattern)
+            return [name for name in names if expression.fullmatch(name)]
+    except (re.error, OverflowError) as error:
+        raise ValueError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+    work = json.dumps([pattern, list(names), math.ceil(LIMIT_SECONDS), _MEMORY_BYTES])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _SCRIPT],
+            input=work, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True,
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        raise ValueError(
+            f"{key}: the regular expression {pattern[:80]!r} takes over {LIMIT_SECONDS:g} s on the model's names "
+            "(it backtracks without end): write it without repeats inside repeats, or list the names"
+        ) from None
+    found = json.loads(done.stdout)
+    if isinstance(found, str):
+        raise ValueError(f"{key}: {pattern[:80]!r} is not a regular expression: {found}")
+    return found
+
+
+def _is_quick(pattern: str) -> bool:
+    repeats = sum(map(pattern.count, "*+?{"))
+    return repeats <= _FEW and pattern.count("(") <= _FEW and not _REPEATED_GROUP.search(pattern)

@@ -1,0 +1,71 @@
+"""How text from outside reaches a terminal: rows, names of files, kernels and tensors, messages of other programs.
+
+Such text may hold rich's markup ("OUT[/b]"), escape sequences that move the cursor or retitle the window, characters
+that turn the order of a line round, and halves of characters that no encoding takes. So nothing of ours prints but by
+`say`, on a console that `console` made, or through logging with `PrintableFormatter`; a rule of the tests checks it.
+This module imports nothing of ours, so that every room may use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+from collections.abc import Iterable
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+# Control characters but for the tab and the line's end, separators of lines and paragraphs, characters that embed,
+# override or isolate a direction, and surrogates. What only joins characters (as in Persian, or emoji) is kept.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """`text` as a string in which every character that a terminal would obey stands as its escape, such as \\x1b."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
+
+
+def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Prints text as a terminal may have it, by default on stdout."""
+    print(printable(text), file=file or sys.stdout, end=end, flush=flush)
+
+
+def console(**options: Any) -> Console:
+    """A rich console to which all text is text: strings are not searched for markup, emoji names or numbers to colour,
+    and whatever is drawn, tables' cells too, is made printable."""
+    return _console_class()(**{"markup": False, "emoji": False, "highlight": False} | options)
+
+
+@functools.cache
+def _console_class() -> type[Console]:
+    """Made when it is wanted: to import rich takes a while."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)  # here, so that tables make room for it
+
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else printable(text), style, control)
+
+    return PrintableConsole
+
+
+def plain(text: object, style: str = "") -> Text:
+    """`text` for a rich console or table of somebody else: printable, and whatever looks like markup is text."""
+    from rich.text import Text
+
+    return Text(printable(text), style)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log records for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

@@ -1,0 +1,55 @@
+"""Files of ours are whole or not there, on a full disk and after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+import pytest
+
+from jaxtune.files import atomic_write, fingerprints, remove_unfinished
+
+
+@contextlib.contextmanager
+def no_room_beyond(count_bytes: int):
+    """A limit on the size of files makes real writes fail as on a full disk: part of the data gets there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    path = tmp_path / "config.yaml"
+    with no_room_beyond(4096), pytest.raises(OSError, match="File too large"):
+        atomic_write(path, "x" * 10_000)
+    assert list(tmp_path.iterdir()) == []
+    atomic_write(path, "steps: 3\n")
+    with no_room_beyond(4096), pytest.raises(OSError, match="File too large"):
+        atomic_write(path, "x" * 10_000)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("config.yaml", "steps: 3\n")]
+
+
+def test_a_link_is_replaced_and_its_target_kept(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    atomic_write(tmp_path / "link", "ours", mode=0o600)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "link").is_symlink() and (tmp_path / "link").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    (tmp_path / ".merged.123-abcd.tmp").mkdir()
+    (tmp_path / ".merged.123-abcd.tmp" / "model.safetensors").write_text("half")
+    (tmp_path / ".config.yaml.123-abcd.tmp").write_text("st")
+    for name in ("config.yaml", ".hidden", "x.tmp"):
+        (tmp_path / name).write_text("kept")
+    remove_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ".hidden", "x.tmp"}
+
+
+def test_fingerprints(tmp_path):
+    (tmp_path / "a").write_bytes(b"123456789")
+    assert fingerprints([tmp_path / "a"]) == {tmp_path / "a": {"bytes": 9, "crc32": "cbf43926"}}  # CRC-32's check value

@@ -1,0 +1,64 @@
+"""What a run records of its model is what the model is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tiny_models import tiny_model
+
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.quant import quantize
+from jaxtune.train.config import AdapterConfig, ModelConfig
+from jaxtune.train.recorded import recorded_config
+from tests.train.tiny_runs import make_config
+
+PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(r=4, lora_alpha=8, target_modules=("q_proj", "down_proj"), lora_dropout=0.1, use_rslora=True),
+        dict(r=4, target_modules=r".*\.1\.mlp\..*", use_dora=True, modules_to_save=("lm_head",)),
+        dict(r=4, **PATTERNS),
+    ],
+    ids=["list", "expression, DoRA, head", "patterns"],
+)
+def test_an_adapter_is_recorded_whatever_the_config_says(settings):
+    model = get_peft_model(tiny_model(), **settings)
+    told = AdapterConfig(**settings)
+    assert recorded_config(make_config("out", adapter=told), model).adapter == told  # as it was written
+    for said in (
+        None,
+        AdapterConfig(r=3),
+        dataclasses.replace(told, lora_alpha=1),
+        AdapterConfig(r=4, use_rslora=True),
+    ):
+        recorded = recorded_config(make_config("out", adapter=said), model).adapter
+        again = get_peft_model(tiny_model(), **{k: v for k, v in dataclasses.asdict(recorded).items() if k != "path"})
+        assert recorded_config(make_config("out", adapter=told), again).adapter == told  # it makes the same adapters
+
+
+def test_one_name_of_a_tied_head_says_both():
+    model = get_peft_model(tiny_model(tie_embeddings=True), r=2, modules_to_save=["lm_head"])
+    told = AdapterConfig(r=2, modules_to_save=("lm_head",))
+    assert recorded_config(make_config("out", adapter=told), model).adapter == told
+    assert recorded_config(make_config("out"), model).adapter.modules_to_save == ("embed_tokens", "lm_head")
+
+
+def test_a_model_without_adapters_records_none():
+    assert recorded_config(make_config("out", adapter=AdapterConfig()), tiny_model()).adapter is None
+
+
+def test_an_adapter_of_a_folder_is_named_by_it():
+    told = AdapterConfig(path="adapter")
+    model = get_peft_model(tiny_model(), r=4, lora_alpha=8)
+    assert recorded_config(make_config("out", adapter=told), model).adapter == told
+
+
+def test_four_bits_are_recorded():
+    packed = get_peft_model(quantize(tiny_model()), r=4)
+    assert recorded_config(make_config("out"), packed).model.load_in == "nf4"
+    said = make_config("out", adapter=AdapterConfig(), model=ModelConfig(path="m", load_in="nf4"))
+    assert recorded_config(said, get_peft_model(tiny_model(), r=4)).model.load_in is None

@@ -1,0 +1,137 @@
+"""The wall clock of a run, divided into steps and pauses: on a host and a device whose clocks the test moves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtune.train.config import MetricsConfig
+from jaxtune.train.watch import Watch
+from tests.train.tiny_runs import make_config
+
+STEP, DISPATCH, SLOTS = 0.879, 0.01, 4 * 16
+
+
+class Machine:
+    """A host that runs ahead of its device, and what a run on it would log."""
+
+    def __init__(self, monkeypatch, tmp_path, log_every=1, total_steps=12, devices=1):
+        self.now, self.free, self.done = 100.0, 100.0, 0
+        self.lines, self.shown = [], []
+        monkeypatch.setattr(jax, "device_get", self.fetch)
+        kind = SimpleNamespace(device_kind="NVIDIA H200")
+        self.trainer = SimpleNamespace(
+            config=make_config(tmp_path, metrics=MetricsConfig(log_every=log_every), precision="bf16"),
+            mesh=SimpleNamespace(devices=np.array([kind] * devices), size=devices),
+            batches=SimpleNamespace(length=16, steps_per_epoch=100),
+            planner=SimpleNamespace(device=SimpleNamespace(name="cpu"), forecast=None),
+            total_steps=total_steps,
+            history=[],
+            _flops=lambda tokens, squared: 989e12 * STEP,
+        )
+        logger = SimpleNamespace(log=lambda step, values: self.lines.append({"step": step, **values}))
+        progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
+        self.watch = Watch(self.trainer, logger, progress, lambda latest: latest["done"], lambda: self.now)  # type: ignore
+
+    def fetch(self, latest):
+        self.now = max(self.now, latest["done"])
+        return latest
+
+    def step(self, seconds=STEP):
+        """Dispatches a step, which the device begins when it is free."""
+        self.now += DISPATCH
+        self.free = max(self.free, self.now) + seconds
+        values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, targets=9, skipped=0, finite=True)
+        counts = dict(tokens=60, trained_tokens=30, sum_squared=900)
+        self.watch.step_dispatched(self.done, values | {"done": self.free}, counts)
+        self.done += 1
+
+    def pause(self, name, seconds):
+        with self.watch.pause(name, self.done):
+            self.now += seconds
+
+
+def run(machine):
+    with machine.watch:
+        with machine.watch.pause("load", 0) as line:
+            machine.now += 20.0
+            line["compile_seconds"] = machine.watch.uncounted_seconds()
+            machine.now += 5.0
+        for _ in range(12):
+            if machine.done == 5:
+                machine.pause("save", 1.4)
+            if machine.done == 8:
+                machine.pause("save", 1.3)
+                machine.pause("eval", 3.0)
+            if machine.done == 3:
+                machine.now += 0.6  # the host is elsewhere, and fetches late
+            machine.step()
+        machine.watch.flush()
+    return machine.lines
+
+
+def test_a_step_is_what_the_device_took_whatever_stands_between(monkeypatch, tmp_path):
+    lines = run(Machine(monkeypatch, tmp_path))
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    after_a_pause = {1, 6, 9}  # the device waits for the next launch
+    for line in steps:
+        seconds = STEP + (DISPATCH if line["step"] in after_a_pause else 0.0)
+        assert line["step_seconds"] == pytest.approx(seconds), line["step"]
+        assert line["tokens_per_second"] == pytest.approx(SLOTS / seconds)
+        assert line["mfu"] == pytest.approx(STEP / seconds)
+    pauses = [(line["step"], {k: v for k, v in line.items() if k != "step"}) for line in lines if "loss" not in line]
+    assert pauses == [
+        (0, {"compile_seconds": pytest.approx(20.0), "load_seconds": pytest.approx(5.0)}),
+        (5, {"save_seconds": pytest.approx(1.4)}),
+        (8, {"save_seconds": pytest.approx(1.3)}), (8, {"eval_seconds": pytest.approx(3.0)}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 5])
+def test_steps_and_pauses_add_up_to_the_wall_clock(monkeypatch, tmp_path, log_every):
+    machine = Machine(monkeypatch, tmp_path, log_every)
+    lines = run(machine)
+    in_steps = sum(line["steps"] * line["step_seconds"] for line in lines if "loss" in line)
+    slots = sum(line["steps"] * line["step_seconds"] * line["tokens_per_second"] for line in lines if "loss" in line)
+    apart = sum(value for line in lines for key, value in line.items() if key in
+                ("compile_seconds", "load_seconds", "save_seconds", "eval_seconds"))  # fmt: skip
+    assert in_steps + apart == pytest.approx(machine.now - 100.0)
+    assert slots == pytest.approx(12 * SLOTS)
+
+
+def test_the_speed_on_the_screen_is_that_of_the_last_steps(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, total_steps=30)
+    with machine.watch:
+        machine.step(9.0)  # the first loads programs
+        for _ in range(14):
+            machine.step()
+        machine.pause("save", 60.0)
+        for _ in range(15):
+            machine.step()
+        machine.watch.flush()
+    speeds = [shown["tokens_per_second"] for shown in machine.shown]
+    assert speeds[0] == pytest.approx(SLOTS / (9.0 + DISPATCH))
+    assert speeds[1:] == pytest.approx([SLOTS / STEP] * 29, rel=0.01)
+
+
+def test_a_host_that_waits_for_rows_makes_a_step_longer_and_says_so(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    with machine.watch:
+        for number in range(4):
+            with machine.watch.data_wait():
+                machine.now += 5.0 if number == 2 else 0.0
+            machine.step()
+        machine.watch.flush()
+    slow = machine.trainer.history[2]
+    assert slow["data_wait_seconds"] == pytest.approx(5.0)
+    assert slow["step_seconds"] > STEP
+    assert sum(line["step_seconds"] for line in machine.trainer.history) == pytest.approx(machine.now - 100.0)
+
+
+def test_model_flop_utilisation_counts_every_device(monkeypatch, tmp_path):
+    (first, *_) = run(Machine(monkeypatch, tmp_path, devices=2))[1:]
+    assert first["mfu"] == pytest.approx(STEP / (STEP + DISPATCH) / 2)
