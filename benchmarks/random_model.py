@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.layers.block import Block, MoEBlock
+from jaxtune.models.layers.block import Block
 from jaxtune.models.lora import freeze
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
@@ -33,11 +33,10 @@ def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = No
     model = Decoder(dataclasses.replace(config, layers=()), key, "bfloat16")
     if load_in:
         model = freeze(model)
-    kind = Block if config.moe is None else MoEBlock
     layers = []
     for spec, layer_key in zip(config.layers, keys, strict=True):
         model.config = dataclasses.replace(config, layers=(spec,))
-        model.layers = nnx.List([kind(config, layer_key, "bfloat16")])
+        model.layers = nnx.List([Block(config, spec, layer_key, "bfloat16")])
         encoded = quantize(model, load_in) if load_in else model
         layers.append(jax.block_until_ready(nnx.split(encoded.layers[0])))  # else the host runs ahead: layers pile up
         model.layers = nnx.List([])

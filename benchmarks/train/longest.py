@@ -90,12 +90,13 @@ def attend_tiles(query, key, value, scale: float):
 def layer_by_tiles(graph, arrays, x, cos, sin, scale: float):
     """One layer over x [tiles, 1, t, hidden]."""
     block = nnx.merge(graph, arrays)
-    query, key, value = jax.lax.map(lambda tile: block.project(tile[0], tile[1:]), (x, cos, sin))
+    query, key, value = jax.lax.map(lambda tile: block.mixer.project(block.normed("mixer", tile[0]), tile[1:]), (x, cos, sin))
     out = attend_tiles(query, key, value, scale)
 
     def rest(tile):
-        mid = block.mix(*tile)
-        return block.contract(*block.expand(mid), mid)
+        out, x = tile
+        mid = block.added("mixer", x, block.mixer.output(out))
+        return block.added("mlp", mid, block.mlp.down(*block.mlp.gate_up(block.normed("mlp", mid))))
 
     return jax.lax.map(rest, (out, x))
 

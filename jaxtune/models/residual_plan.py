@@ -31,7 +31,7 @@ class LayerPlan(Mapping[str, Placement]):
             if placement not in PLACEMENTS:
                 raise ValueError(f"residual {name}: placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
         self.rest: Placement = rest
-        self._named = {name: placement for name, placement in placements.items() if placement != rest}
+        self._named: dict[str, Placement] = {name: placement for name, placement in placements.items() if placement != rest}
 
     def __getitem__(self, name: str) -> Placement:
         return self._named[name]
@@ -73,7 +73,7 @@ class LayerPlan(Mapping[str, Placement]):
         """The same plan of these residuals in its shortest words: equal plans are then equal values."""
         forms = []
         for word in (KEEP, RECOMPUTE):
-            other = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
+            other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
             forms.append(LayerPlan(word.rest, **other))
         return min(forms, key=lambda form: str(form).count(","))
 

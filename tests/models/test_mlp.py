@@ -44,12 +44,12 @@ def gradients(model, key, dtype, written_out: bool):
 
     def total(trainable, mid):
         block = nnx.merge(graph, trainable, frozen)
-        gate, up = block.expand(mid, key)
+        gate, up = block.mlp.gate_up(block.normed("mlp", mid), key)
         if written_out:
             gated = ACTIVATIONS[block.mlp.config.activation](gate) * up
-            out = block._added(mid, block.mlp.down_proj(gated, key))
+            out = block.added("mlp", mid, block.mlp.down_proj(gated, key))
         else:
-            out = block.contract(gate, up, mid, key)
+            out = block.added("mlp", mid, block.mlp.down(gate, up, key))
         return (out * probe).sum(dtype=jnp.float32)
 
     return jax.jit(jax.value_and_grad(total, (0, 1)))(trainable, mid)

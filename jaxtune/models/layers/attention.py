@@ -166,7 +166,9 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
     """The kernels' own backward, from the saved output and log-sum-exp."""
     attention: Attention = module_of(trainable)
     options = attention.options(context.spec.window)
-    *dinputs, dsinks = attention_backward(*inputs, *outputs, gradients[0], context.layout, **options)
+    query, key, value = inputs
+    out, lse = outputs
+    *dinputs, dsinks = attention_backward(query, key, value, out, lse, gradients[0], context.layout, **options)
     if not isinstance(attention.sinks, nnx.Param):
         return None, tuple(dinputs)
     _, pullback = jax.vjp(lambda t: module_of(t).sinks[...], trainable)

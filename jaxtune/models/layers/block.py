@@ -110,11 +110,12 @@ def _in_block(segment: Segment, part: str, begins: str, ends: str) -> Segment:
     added = ending and begins not in reads
 
     def run(block: Block, context: Context, *values):
-        beside = values[reads.index(begins)] if begins in reads else values[-1] if added else None
-        given = values[:-1] if added else values
-        given = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, given, strict=True)]
-        outputs = segment.run(getattr(block, part), context, *given)
-        return (block.added(part, beside, outputs[0]),) if ending else tuple(outputs)
+        fed = values[:-1] if added else values
+        fed = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, fed, strict=True)]
+        outputs = segment.run(getattr(block, part), context, *fed)
+        if not ending:
+            return tuple(outputs)
+        return (block.added(part, values[-1 if added else reads.index(begins)], outputs[0]),)
 
     backward = segment.backward
     if backward is not None:

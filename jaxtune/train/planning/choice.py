@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Residual
-from jaxtune.models.residual_plan import LayerPlan, ResidualPlan
+from jaxtune.models.residual_plan import LayerPlan, Placement, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, Device, with_fragments
@@ -42,7 +42,7 @@ def _layer_plans(known: tuple[Residual, ...], offload: bool) -> tuple[LayerPlan,
     for residual in known:
         if not residual.small:
             together.setdefault(residual.decided_with or residual.name, []).append(residual)
-    placements = ("keep", "offload", "recompute") if offload else ("keep", "recompute")
+    placements: tuple[Placement, ...] = ("keep", "offload", "recompute") if offload else ("keep", "recompute")
     plans = []
     for chosen in itertools.product(placements, repeat=len(together)):
         pairs = list(zip(together.values(), chosen, strict=True))
