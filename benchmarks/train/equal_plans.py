@@ -38,7 +38,7 @@ from jaxtune.train.loop import compiler_options
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.planning.devices import allow_pinned_memory
 
-OFFLOAD = LayerPlan(*["offload"] * 9)
+OFFLOAD = LayerPlan("offload")
 PLANS = {
     "keep": KEEP,
     "recompute": RECOMPUTE,
