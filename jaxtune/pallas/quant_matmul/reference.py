@@ -16,8 +16,8 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
-from jax.sharding import PartitionSpec
 
+from jaxtune.pallas.meshes import on_every_device
 from jaxtune.pallas.quant_matmul.formats import FourBit
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
@@ -54,16 +54,6 @@ def fused_product(x: jax.Array, weight: FourBit, contract: int, tile, extra=None
     raise NotImplementedError("a decoded weight and the vendor's GEMM")
 
 
-def _on_every_device(function, *operands):
-    """A kernel has no partitioning rule of its own: under a mesh every device runs it on whole operands."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)
-    if all(mesh.shape[axis] == 1 for axis in axes):
-        return function(*operands)
-    whole = PartitionSpec()
-    return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)(*operands)
-
-
 def _product(x, weight, contract, dtype=None):
     """dot_general over one axis of each, multiplied in x's dtype; the result in `dtype` (default: x's)."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -84,7 +74,7 @@ def decoded(weight, x, kernels: ModuleType):
     """
     if isinstance(weight, FourBit | MXFP4):
         weight, x = optimization_barrier((weight, x))
-        weight = _on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
+        weight = on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
     return weight, x
 
 
@@ -92,7 +82,7 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
     """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
-        out = _on_every_device(kernels.small_matmul, x, weight)
+        out = on_every_device(kernels.small_matmul, x, weight)
     elif isinstance(weight, FourBit) and (tile := kernels.fused_tile(*call, contract[1])) is not None:
         return kernels.fused_product(x, weight, contract[1], tile, more, bias)
     else:
