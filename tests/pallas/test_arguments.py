@@ -65,7 +65,7 @@ OPS = {
         ("key", zeros(2, 8, 3, 16), ValueError, "value .* with .*kv_heads = 3 .as key has"),
         ("value", zeros(2, 8, 2, 8), ValueError, r"value is float32\[2, 8, 2, 8\]"),
         ("value", zeros(2, 8, 2, 16, dtype=jnp.bfloat16), TypeError, "value is bfloat16.*; its dtype must be float32"),
-        ("layout", SHORT, ValueError, r"layout.doc_start is int32\[2, 6\]; its shape must be \[B, T\] with B = 2 .*T = 8"),
+        ("layout", SHORT, ValueError, r"layout.doc_start is int32\[2, 6\]; .* must be \[B, T\] with .*T = 8"),
         ("layout", IDS, TypeError, r"layout is an array int32\[2, 8\]; it must be a PackedLayout: packed_layout\("),
         ("layout", None, TypeError, "layout is None; it must be a PackedLayout"),
         ("layout", PackedLayout(IDS, zeros(2, 8)), TypeError, "layout.doc_end is float32"),
@@ -117,7 +117,7 @@ OPS = {
         ("loras", [None], ValueError, "loras has 1 entries; it must have 2"),
         ("loras", [None, (zeros(4, 64), zeros(3, 4))], TypeError, r"loras\[1\] is a tuple"),
         ("loras", [None, LoraWeights(zeros(4, 64), zeros(4, 3))], ValueError, r"loras\[1\].b is .*with out_1 = 3"),
-        ("biases", [zeros(5), None], ValueError, r"biases\[0\] is float32\[5\]; its shape must be \[out_0\] with out_0 = 6"),
+        ("biases", [zeros(5), None], ValueError, r"biases\[0\] is float32\[5\]; .*\[out_0\] with out_0 = 6"),
         ("dropout_rate", 1.0, ValueError, "dropout_rate = 1.0: must be at least 0 and below 1"),
         ("dropout_key", 3, TypeError, "dropout_key is a int"),
         ("implementation", "fast", ValueError, "no implementation 'fast'"),
@@ -211,7 +211,7 @@ OPS = {
     NF4.decode: (
         dict(self=WEIGHT),
         ("dtype", jnp.int8, TypeError, "dtype is int8; it must be a float dtype"),
-        ("self", dataclasses.replace(WEIGHT, absmax=zeros(6)), ValueError, r"absmax is float32\[6\]; .*asks for uint8\[6\]"),
+        ("self", dataclasses.replace(WEIGHT, absmax=zeros(6)), ValueError, r"absmax is .*asks for uint8\[6\]"),
         ("self", dataclasses.replace(WEIGHT, offset=None), ValueError, "some are there and some are None"),
     ),
     MXFP4.from_blocks: (
@@ -221,7 +221,7 @@ OPS = {
     ),
     MXFP4.decode: (
         dict(self=MXFP4(zeros(4, 32, dtype=jnp.uint8), zeros(4, 2, dtype=jnp.uint8))),
-        ("self", MXFP4(CODES, zeros(4, 2, dtype=jnp.uint8)), ValueError, r"codes are \[2, 256\]; scales \[4, 2\] ask for"),
+        ("self", MXFP4(CODES, zeros(4, 2, dtype=jnp.uint8)), ValueError, r"codes are \[2, 256\]; scales \[4, 2\] ask"),
         ("dtype", jnp.int32, TypeError, "dtype is int32"),
     ),
     blockwise8.encode: (dict(values=zeros(300), signed=True), ("values", ints(300), TypeError, "values is int32")),
@@ -253,15 +253,17 @@ def _is_array(leaf):
     return isinstance(leaf, jax.Array)
 
 
+def _id(value):
+    return getattr(value, "__qualname__", "") if not isinstance(value, str) else value
+
+
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__qualname__)
 def test_what_an_op_takes(op):
     if op is not adam8.adam_update:  # a kernel, which needs its GPU or interpreter
         traced(op, OPS[op][0])
 
 
-@pytest.mark.parametrize(
-    ("op", "good", "name", "value", "error", "words"), CASES, ids=lambda v: getattr(v, "__qualname__", "")
-)
+@pytest.mark.parametrize(("op", "good", "name", "value", "error", "words"), CASES, ids=_id)
 def test_what_an_op_refuses(op, good, name, value, error, words):
     with pytest.raises(error, match=words) as refused:
         traced(op, {**good, name: value})

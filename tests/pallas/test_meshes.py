@@ -94,11 +94,11 @@ def test_a_mesh_gives_what_one_device_gives(alone, op, name, kind, in_force):
         compiled = jax.jit(with_gradient(op)).lower(*arrays).compile()
         results = compiled(*arrays)
     for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(alone[op]), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
     if kind is AxisType.Explicit:
         gradient, results = results
         assert gradient.sharding.spec[0] == name
-        if op in (packed_attention, gate):  # rows are computed where they are
+        if op is gate or (op is packed_attention and name == "data"):  # rows are computed where they are
             assert "all-gather" not in compiled.as_text()
 
 
@@ -106,7 +106,7 @@ def test_a_result_of_an_explicit_mesh_is_divided_as_the_first_array_is():
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         x = jax.device_put(draw(ROWS, LENGTH, HIDDEN), NamedSharding(mesh, PartitionSpec("a", "b")))
-        (out,) = jax.jit(lambda x: quant_matmul(x, [jnp.ones((HIDDEN, HIDDEN + 1))]))(x)
+        (out,) = jax.jit(lambda x: quant_matmul(x, [jnp.ones((HIDDEN + 1, HIDDEN))]))(x)
         assert out.sharding.spec == PartitionSpec("a", "b", None)
 
 

@@ -132,7 +132,7 @@ def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
     """The blocks measured for a product; or the first that divide it, or beside a decoder the widest, if its last tile
     overlaps the one before by little."""
-    measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype)
+    measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
         return Blocks(**measured)
     if ahead and -out_size % _MOST_COLUMNS_BESIDE <= out_size // 16:

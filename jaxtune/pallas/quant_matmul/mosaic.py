@@ -294,7 +294,7 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
     """The tile of line_matmul that this product takes because it was measured to be the fastest, or None."""
-    found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype)
+    found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
     return tile
