@@ -107,8 +107,9 @@ class Arguments:
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {what}, known when the call is traced")
         ranges = [("at least", least), ("above", above), ("below", below)]
         wanted = " and ".join(f"{word} {bound:g}" for word, bound in ranges if bound is not None)
-        good = math.isfinite(value) and (least is None or value >= least)
-        if not (good and (above is None or value > above) and (below is None or value < below)):
+        plain = float(value)
+        good = math.isfinite(plain) and (least is None or plain >= least)
+        if not (good and (above is None or plain > above) and (below is None or plain < below)):
             raise ValueError(f"{self.op}: {name} = {value}: must be {wanted or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:

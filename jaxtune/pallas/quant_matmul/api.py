@@ -85,8 +85,9 @@ def quant_matmul(
         if bias is not None:
             check.array(f"biases[{i}]", bias, f"out_{i}", FLOATS)
     check.number("dropout_rate", dropout_rate, least=0, below=1)
-    if dropout_key is not None and not jnp.issubdtype(getattr(dropout_key, "dtype", None), jax.dtypes.prng_key):
-        check.array("dropout_key", dropout_key, "2", jnp.uint32)  # a key of jax.random.PRNGKey
+    typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
+    if dropout_key is not None and not typed:
+        check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
     name = dispatch.choose("quant_matmul", implementations(weights, x.dtype, implementation), implementation)
     kernels = (IMPLEMENTATIONS | BY_NAME)[name]
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.arguments import FLOATS, Arguments, describe
 from jaxtune.pallas.meshes import on_any_mesh
 from jaxtune.pallas.quant_matmul import blockwise8
 from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map, nearest_codes
@@ -71,18 +71,18 @@ class FourBit:
     def problem(self) -> str | None:
         """Why the parts are not those of a tensor of this shape, or None."""
         blocks = -(-self.size // BLOCK)
-        double = (self.nested_absmax, self.nested_map, self.offset)
-        if len({part is None for part in double}) != 1:
+        double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
+        if len({part is None for part in double.values()}) != 1:
             return "of nested_absmax, nested_map and offset some are there and some are None"
-        wanted = [("codes", self.codes, (-(-self.size // 2),), "uint8")]
-        wanted += [("absmax", self.absmax, (blocks,), "float32" if self.offset is None else "uint8")]
-        if self.offset is not None:
+        quantised = self.offset is not None
+        wanted = {"codes": ("uint8", (-(-self.size // 2),)), "absmax": ("uint8" if quantised else "float32", (blocks,))}
+        if quantised:
             shapes = ((-(-blocks // NESTED_BLOCK),), (256,), ())
-            names = ("nested_absmax", "nested_map", "offset")
-            wanted += [(*each, "float32") for each in zip(names, double, shapes, strict=True)]
-        for name, part, shape, dtype in wanted:
-            if (tuple(part.shape), str(part.dtype)) != (shape, dtype):
-                return f"{name} is {part.dtype}{list(part.shape)}; shape {self.shape} asks for {dtype}{list(shape)}"
+            wanted |= {name: ("float32", shape) for name, shape in zip(double, shapes, strict=True)}
+        for name, (dtype, shape) in wanted.items():
+            part = getattr(self, name)
+            if (str(part.dtype), tuple(part.shape)) != (dtype, shape):
+                return f"{name} is {describe(part)}; shape {self.shape} asks for {dtype}{list(shape)}"
         return None
 
     def block_absmax(self) -> jax.Array:
