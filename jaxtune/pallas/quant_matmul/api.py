@@ -11,14 +11,12 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.quant_matmul import mosaic, mosaic_fused, reference, triton
+from jaxtune.pallas.quant_matmul import mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.formats import FourBit
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
-# Who decodes weights in four bits; the products of many tokens are the vendor's, unless a measurement says otherwise.
+# Who decodes weights in four bits; the products of many tokens are the vendor's.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
-# Taken only by name.
-BY_NAME = {"mosaic_fused": mosaic_fused}
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +56,7 @@ def quant_matmul(
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.
-      implementation: "mosaic", "triton", "reference", "mosaic_fused", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
     Raises:
@@ -89,7 +87,7 @@ def quant_matmul(
     if dropout_key is not None and not typed:
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
     name = dispatch.choose("quant_matmul", implementations(weights, x.dtype, implementation), implementation)
-    kernels = (IMPLEMENTATIONS | BY_NAME)[name]
+    kernels = IMPLEMENTATIONS[name]
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels)
 
 
@@ -120,5 +118,5 @@ def implementations(
 
     return {
         name: functools.partial(refusal, kernels) if kernels is not reference else lambda: None
-        for name, kernels in (IMPLEMENTATIONS | (BY_NAME if implementation in BY_NAME else {})).items()
+        for name, kernels in IMPLEMENTATIONS.items()
     }
