@@ -54,46 +54,7 @@ from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.watch import TrainingStopped, Watch
 
-<<<<<<< HEAD
-# What config.data says of how rows become tokens and packed rows.
-_ROW_OPTIONS = (
-    "format", "template", "train_on", "instruction_part", "response_part", "last_response_only", "mask_spans", "length",
-    "packing", "overflow", "on_bad_row",
-)  # fmt: skip
-
-# Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
-# rows lie may change: their content is compared. So may where optimizer states lie.
-_INCOMPATIBLE = (
-    "trainable",
-    "storage",
-    "data",
-    "base_fingerprint",
-    *(
-        f"config.{key}"
-        for key in (
-            "model.from_config",
-            "model.load_in",
-            "adapter",
-            "steps",
-            "epochs",
-            "rows_per_step",
-            "precision",
-            "seed",
-            "max_grad_norm",
-            "router_aux_loss_coef",
-            "router_z_loss_coef",
-            "schedule",
-            "qat",
-            *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
-        )
-    ),
-    *(f"config.data.{key}" for key in (*_ROW_OPTIONS, "max_rows", "eval_rows")),
-)
-# A change here leaves the run valid, but not bit for bit the same.
-_NUMERICS = ("numerics",)
-=======
 CHECKPOINTS = "checkpoints"
->>>>>>> aabea54 (Results prove whose they are, evaluation scores what a run led to, and ruined weights replace no good checkpoint)
 
 
 class Delivery(Protocol):

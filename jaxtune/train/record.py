@@ -27,6 +27,7 @@ ROW_OPTIONS = (
     "instruction_part",
     "response_part",
     "last_response_only",
+    "mask_spans",
     "length",
     "packing",
     "overflow",
