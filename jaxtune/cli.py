@@ -193,7 +193,7 @@ def generate(arguments: Sequence[str]) -> None:
         raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
     templated = bool(tokenizer.chat_template)
     if not options.raw and not templated:
-        print(
+        say(
             f"jaxtune: note: {options.model} has no chat template: the prompt is given as it stands (--raw says so)",
             file=sys.stderr,
         )
