@@ -193,7 +193,7 @@ def generate(arguments: Sequence[str]) -> None:
         raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
     templated = bool(tokenizer.chat_template)
     if not options.raw and not templated:
-        print(
+        say(
             f"jaxtune: note: {options.model} has no chat template: the prompt is given as it stands (--raw says so)",
             file=sys.stderr,
         )
@@ -215,9 +215,11 @@ def generate(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Loss (and exact match) of a recipe's model on its held-out rows."""
+    """Loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows."""
     parser = _parser("evaluate", evaluate.__doc__)
-    parser.add_argument("recipe", help="YAML file (a run's own is in its output folder) or packaged recipe")
+    parser.add_argument(
+        "recipe", help="config.yaml in a run's folder: what the run led to; or a recipe: its model as it is"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
     options = parser.parse_args(arguments)
 
@@ -226,7 +228,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     config = load_config(options.recipe, options.overrides)
     from jaxtune.train.app import evaluate as evaluate_config
 
-    say(json.dumps(evaluate_config(config), indent=2))
+    say(json.dumps(evaluate_config(config, options.recipe, options.overrides), indent=2))
 
 
 def export(arguments: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """NF4 weights against bf16 weights of the same shape, in one run on one GPU.
 
-    python benchmarks/kernels/quant_matmul.py --output FILE.json [--parts bandwidth,many,few,lines,fused] [--table FILE]
+    python benchmarks/kernels/quant_matmul.py --output FILE.json [--parts bandwidth,many,few,lines] [--table FILE]
 
 Both sides are jaxtune's quant_matmul: over an array it is the vendor's GEMM, with the same LoRA (rank 16) through XLA.
 "ratio" is bf16 time over NF4 time. Many tokens: forward and backward to x (and to A and B), wall clock over several
@@ -8,8 +8,8 @@ queued calls, the two sides in turns. Few tokens: forward, time of the kernels o
 weight that together are at least four times the L2. Dequantising and 8-bit Adam: bytes that must move over device
 time, as a share of the fastest copy of the run. Every case is checked first.
 
-Parts that are no record but a decision, by name only: "lines" (few tokens) and "fused" (hundreds of them) measure every
-tile of line_matmul.py and of fused_matmul.py beside what is chosen today. --table writes the GPU's table of measured
+A part that is no record but a decision, by name only: "lines" (few tokens) measures every tile of line_matmul.py beside
+what is chosen today. --table writes the GPU's table of measured
 blocks (jaxtune/pallas/tuned) with what was fastest; there it becomes the choice. What was measured is written after
 each part: a kernel that hangs costs only its own.
 """
@@ -37,7 +37,7 @@ import jax.numpy as jnp
 
 from benchmarks.record import environment, write
 from jaxtune.pallas import dispatch, tuning
-from jaxtune.pallas.quant_matmul import NF4, LoraWeights, blockwise8, fused_matmul, line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import NF4, LoraWeights, blockwise8, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 from jaxtune.train.adam8 import scale_by_adam_8bit
@@ -47,7 +47,7 @@ L2_BYTES = 60_000_000
 RANK = 16
 COMPILERS = 8
 WORST = 0.01  # relative error of a 16-bit product: more is a wrong kernel
-RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines", "fused")
+RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines",)
 
 
 def compiled(function, *arguments, **options):
@@ -204,46 +204,6 @@ def few_tokens(rows: int, columns: int, tokens: int, with_tiles: bool) -> dict:
     }
 
 
-def hundreds(rows: int, columns: int, tokens: int, contract: int) -> dict:
-    """One direction (contract 1: forward, 0: dx): the vendor's GEMM over bf16, over a weight decoded first, fused."""
-    weights = [random_nf4(rows, columns, seed) for seed in range(max(2, -(-4 * L2_BYTES * 2 // (rows * columns))))]
-    arrays = [weight.decode(jnp.bfloat16) for weight in weights[: max(2, -(-4 * L2_BYTES // (2 * rows * columns)))]]
-    x = jax.random.normal(jax.random.key(7), (tokens, (rows, columns)[contract]), jnp.bfloat16)
-
-    def product(x, weight):
-        forward = jax.ShapeDtypeStruct((tokens, columns), x.dtype)
-        if contract == 1:
-            return quant_matmul(x, [weight])[0]
-        _, pullback = jax.vjp(lambda y: quant_matmul(y, [weight])[0], jnp.zeros(forward.shape, forward.dtype))
-        return pullback(x)[0]
-
-    def fused(tile, x, weight):
-        return mosaic.fused_product(x, weight, contract, tile)
-
-    programs = {"bf16": compiled(product, x, arrays[0]), "nf4": compiled(product, x, weights[0])}
-    want = programs["bf16"](x, arrays[0])
-    error = distance(programs["nf4"](x, weights[0]), want)
-    times = {
-        "bf16": device_ms(programs["bf16"], [(x, w) for w in arrays]),
-        "nf4": device_ms(programs["nf4"], [(x, w) for w in weights]),
-    }
-    with tuning.forced("fused_matmul", {}):  # whatever a table says
-        untuned = device_ms(compiled(product, x, weights[0]), [(x, w) for w in weights])
-    found = variants(fused_matmul.tiles(weights[0], contract, tokens), fused, [(x, w) for w in weights], want)
-    entry = fastest(untuned, found)
-    return {
-        "shape": [rows, columns],
-        "tokens": tokens,
-        "direction": "forward" if contract == 1 else "dx",
-        "error": error,
-        "ms": times,
-        "ratio": times["bf16"] / times["nf4"],
-        "variants": found,
-        "best_ratio": times["bf16"] / entry["milliseconds"],
-        "table": {tuning._key("fused_matmul", mosaic.fused_bucket(weights[0], contract, tokens), x.dtype): entry},
-    }
-
-
 def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
     def both_directions(x, dout, weight, lora):
         output, pullback = jax.vjp(lambda x, lora: quant_matmul(x, [weight], [lora])[0], x, lora)
@@ -378,11 +338,6 @@ def main() -> int:
     if "lines" in parts:
         for tokens in (1, 16, 4, 8):
             keep(f"{tokens} tokens, each tile", [few_tokens(*shape, tokens, True) for shape in shapes])
-    if "fused" in parts:
-        for tokens in (64, 256, 1024):
-            for contract, direction in ((1, "forward"), (0, "dx")):
-                rows = [hundreds(*shape, tokens, contract) for shape in shapes]
-                keep(f"{tokens} tokens, {direction}", rows)
     print(json.dumps(record["summary"]))
     return 0
 

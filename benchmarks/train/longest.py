@@ -90,7 +90,9 @@ def attend_tiles(query, key, value, scale: float):
 def layer_by_tiles(graph, arrays, x, cos, sin, scale: float):
     """One layer over x [tiles, 1, t, hidden]."""
     block = nnx.merge(graph, arrays)
-    query, key, value = jax.lax.map(lambda tile: block.mixer.project(block.normed("mixer", tile[0]), tile[1:]), (x, cos, sin))
+    query, key, value = jax.lax.map(
+        lambda tile: block.mixer.project(block.normed("mixer", tile[0]), tile[1:]), (x, cos, sin)
+    )
     out = attend_tiles(query, key, value, scale)
 
     def rest(tile):

@@ -218,10 +218,10 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     arrays = _current_experts(folder, config, variables, arrays)
     _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
     base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
-    for path, variable in nnx.to_flat_state(nnx.state(adapted)):
+    for place, variable in nnx.to_flat_state(nnx.state(adapted)):
         if isinstance(variable, Frozen):
-            at = (*path[:-1], "weight") if path[-1] == "original" else path
-            variable.set_value(base[at].get_value())
+            place = (*place[:-1], "weight") if place[-1] == "original" else place
+            variable.set_value(base[place].get_value())
     for key, variable in variables.items():
         variable.set_value(jnp.asarray(arrays[key], jnp.float32))
     return adapted

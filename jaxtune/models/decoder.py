@@ -26,7 +26,9 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         shape = (config.vocab_size, config.hidden_size)
-        self.weight = nnx.Param((jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype))
+        self.weight: nnx.Variable = nnx.Param(
+            (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
+        )
 
 
 @jax.custom_vjp

@@ -31,7 +31,9 @@ class LayerPlan(Mapping[str, Placement]):
             if placement not in PLACEMENTS:
                 raise ValueError(f"residual {name}: placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
         self.rest: Placement = rest
-        self._named: dict[str, Placement] = {name: placement for name, placement in placements.items() if placement != rest}
+        self._named: dict[str, Placement] = {
+            name: placement for name, placement in placements.items() if placement != rest
+        }
 
     def __getitem__(self, name: str) -> Placement:
         return self._named[name]

@@ -13,7 +13,7 @@ MOST_LAYERS = 4096  # ten times those of any published model
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
     """Raises ValueError for anything but an integer from `least` to `most`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= value <= most:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")
 

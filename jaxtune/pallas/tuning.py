@@ -2,7 +2,8 @@
 
 The user's own measurements (`jaxtune tune` writes them) go first if they were made with the installed jaxlib; then
 those packaged in `tuned/`, files of the same form (`jaxtune tune --output` writes them); where there is neither, a
-kernel takes its heuristic.
+kernel takes its heuristic. A user's file that is damaged or holds something else costs a line in the log, no more: the
+next measurement writes it anew.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -27,6 +29,8 @@ import jax.numpy as jnp
 
 from jaxtune.files import atomic_write
 from jaxtune.pallas import dispatch
+
+logger = logging.getLogger(__name__)
 
 _COMPILERS = 8
 _LARGEST_ERROR = 0.02
@@ -45,18 +49,29 @@ def forced(op: str, blocks: Mapping[str, Any]):
         _forced.reset(token)
 
 
-def tuned(op: str, bucket: str, dtype) -> dict[str, Any] | None:
+def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> dict[str, Any] | None:
     """The best blocks measured for an op on the GPU to lower for, or None for the op's heuristic.
 
-    bucket: what of the shapes the blocks depend on, such as "head_dim=128".
+    Args:
+      bucket: what of the shapes the blocks depend on, such as "head_dim=128".
+      kind_of_blocks: the dataclass that they are to fill; an entry that does not is ignored.
     """
     if op in _forced.get():
         return dict(_forced.get()[op])
     kind = dispatch.device_kind()
     if kind is None:
         return None
-    entry = _entries(kind, str(cache_file(kind))).get(_key(op, bucket, dtype))
-    return dict(entry["blocks"]) if entry else None
+    path, key = cache_file(kind), _key(op, bucket, dtype)
+    entry = _entries(kind, str(path)).get(key)
+    if entry is None:
+        return None
+    if kind_of_blocks is not None:
+        try:
+            kind_of_blocks(**entry["blocks"])
+        except TypeError as error:
+            _say_once(f"{path}: the blocks of {key!r} are ignored: {error}")
+            return None
+    return dict(entry["blocks"])
 
 
 def measure(
@@ -78,11 +93,12 @@ def measure(
         threads.
       wrong: why a result is not the op's, or None.
       say: gets a line for each candidate: its blocks before it runs, the rest after.
-      path: the file that keeps it; the user's cache unless another is named.
+      path: the file that keeps it; the user's cache unless another is named. A cache that cannot be written is said in
+        the log, and the entry comes back all the same.
     Returns:
       the entry {"blocks": the fastest, "milliseconds": its time, "tried": [[blocks, milliseconds or why not], ...]}.
     Raises:
-      RuntimeError: no candidate runs, or there is no GPU.
+      RuntimeError: no candidate runs, or there is no GPU. OSError: the named file cannot be written.
     """
     kind = dispatch.device_kind()
     if kind is None:
@@ -114,7 +130,12 @@ def measure(
     if best is None:
         raise RuntimeError(f"{op}, {bucket}: no candidate runs on {kind}: {tried}")
     entry = {"blocks": best, "milliseconds": round(best_ms, 4), "tried": tried}
-    _store(path or cache_file(kind), kind, _key(op, bucket, dtype), entry)
+    try:
+        _store(path or cache_file(kind), kind, _key(op, bucket, dtype), entry)
+    except OSError as error:
+        if path is not None:
+            raise
+        logger.warning("%s: what was measured is not kept: %s", cache_file(kind), error)
     return entry
 
 
@@ -160,10 +181,34 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 
 
 def _own(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    """The entries of a user's file that were measured with this jaxlib; none of a file that is not one of ours."""
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return {}
-    record = json.loads(path.read_text(encoding="utf-8"))
-    return record["entries"] if record["jaxlib"] == metadata.version("jaxlib") else {}
+    except (OSError, ValueError, RecursionError) as error:
+        _say_once(f"{path}: these measured block sizes are ignored: {type(error).__name__}: {error}")
+        return {}
+    if not isinstance(record, dict) or not isinstance(record.get("entries"), dict):
+        _say_once(f"{path}: ignored: it holds no measured block sizes")
+        return {}
+    if record.get("jaxlib") != metadata.version("jaxlib"):
+        return {}
+    good = {key: entry for key, entry in record["entries"].items() if _is_entry(entry)}
+    if len(good) < len(record["entries"]):
+        _say_once(f"{path}: {len(record['entries']) - len(good)} entries are ignored: they hold no blocks")
+    return good
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether it is an entry as `measure` makes them; blocks are whole numbers and switches."""
+    blocks = entry.get("blocks") if isinstance(entry, dict) else None
+    return isinstance(blocks, dict) and all(isinstance(value, int | str) for value in blocks.values())
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import os
 import shlex
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxtune import terminal
+from jaxtune.files import atomic_write
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained, model_from_config, save_pretrained
@@ -25,21 +29,26 @@ from jaxtune.models.model_folder import find_config, load_tokenizer
 from jaxtune.models.quant import qat_spec
 from jaxtune.models.registry import config_from_hf
 from jaxtune.terminal import printable
+from jaxtune.train import metrics as m
 from jaxtune.train import report
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.checkpoint import saved_steps
+from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.formats import RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
-from jaxtune.train.loop import COMPUTE_DTYPES, Trainer, TrainingInterrupted
+from jaxtune.train.loop import CHECKPOINTS, COMPUTE_DTYPES, Trainer
 from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.program_cache import use_program_cache
-from jaxtune.train.signals import EXIT_SAVED
+from jaxtune.train.record import CONFIG, digest
+from jaxtune.train.results import ADAPTER, MERGED, read_result, require_own, write_result
+from jaxtune.train.saving import TrainingInterrupted
+from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-ADAPTER, MERGED = "adapter", "merged"
+RESULTS = "results.json"
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
@@ -136,52 +145,125 @@ def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console
     console.print(f"{when}: exact match {100 * score:.1f} % of {len(rows)} held-out questions")
     for question, expected, given in answers[: settings.sample_rows]:
         mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
-        console.print(f"  {question!r} -> {given!r} ({mark})", markup=False, highlight=False)
+        console.print(f"  {question!r} -> {given!r} ({mark})")
     return {"exact_match": score, "rows": len(rows)}
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
-    """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, saved, resumable)."""
+    """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, the same command goes
+    on from what is saved)."""
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
         return 0
     use_program_cache()
-    results: dict[str, Any] = {}
-    measure = config.evaluation.exact_match_rows > 0
+    if check or plan:
+        with loading(config) as (weights, tokenizer, model):
+            trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
+            if check:
+                report.check(trainer, model, console)
+            else:
+                report.memory_plan(trainer, console)
+        return 0
+    with StopSignal() as stop:
+        try:
+            with stop.at_once():
+                return _train(config, console, stop)
+        except (TrainingInterrupted, Interrupted) as stopped:
+            console.print(f"stopped: {stopped}. The same command goes on from there.")
+            return EXIT_SAVED
+
+
+def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     with loading(config) as (weights, tokenizer, model):
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
-        if check:
-            report.check(trainer, model, console)
-            return 0
-        if plan:
-            report.memory_plan(trainer, console)
-            return 0
         console.print(report.trained_table(model))
         console.print(report.data_summary(trainer))
-        if measure and config.evaluation.at_start:
+        delivery = _Delivery(trainer, console)
+        if config.evaluation.exact_match_rows and config.evaluation.at_start:
             whole = model if weights is None else weights.result()
-            results["before"] = answer(whole, tokenizer, config, console, "before training")
+            delivery.numbers["before"] = answer(whole, tokenizer, config, console, "before training")
             del whole
         del model, weights  # the trainer's alone now: it lets go of what it copies
         try:
-            model = trainer.train()
-        except TrainingInterrupted as stopped:
-            console.print(f"stopped: {stopped}. The same command goes on from there.")
-            return EXIT_SAVED
-    if measure and config.evaluation.at_end:
-        results["after"] = answer(model, tokenizer, config, console, "after training")
-    export(model, trainer.tokenizer, config, trainer.output, console)
-    evaluations = [line["eval_loss"] for line in trainer.history if "eval_loss" in line]
-    if evaluations:
-        results["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
-    if results:
-        (trainer.output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            trainer.train(stop, delivery)
+        except RunIsComplete as complete:
+            console.print(str(complete))
     console.print(f"done: {trainer.output}\n\nnext:")
     for what, command in next_commands(config, trainer.output):
-        console.print(f"  # {what}\n  {command}", markup=False, highlight=False)
+        console.print(f"  # {what}\n  {command}")
     return 0
+
+
+class RunIsComplete(Exception):
+    """Every result of the run is there, and proven to be its own."""
+
+
+class _Delivery:
+    """What becomes of a trained model: exported first, so that nothing after it can lose it, then measured."""
+
+    def __init__(self, trainer: Trainer, console: Console):
+        self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
+        self.numbers: dict[str, Any] = {}
+
+    def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
+        there = [name for name in (ADAPTER, MERGED, RESULTS) if os.path.lexists(self.output / name)]
+        if not there:
+            return  # and no need to wait for the weights
+        found = [require_own(self.output / name, run()) for name in there if name != RESULTS]
+        total = self.trainer.total_steps
+        wanted = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
+        proven = {result.folder for result in found if result.step == total}
+        if start == 0 and wanted and proven.issuperset(wanted):
+            raise RunIsComplete(
+                f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to train "
+                "anew, name another output"
+            )
+        numbers = self.output / RESULTS
+        if RESULTS in there and _run_of(numbers) != digest(run()):
+            numbers.unlink()  # of another run, whose metrics go too
+
+    def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
+        config, console = self.config, self.console
+        for name, write in self._exports(has_adapter(model)):
+            folder, total = self.output / name, self.trainer.total_steps
+            if not trained and os.path.lexists(folder) and require_own(folder, run).step == total:
+                console.print(f"{folder} is there already; left as it is")
+                continue
+            write_result(folder, run, total, functools.partial(write, model))
+            console.print(f"wrote {folder}")
+        if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
+            console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
+        if config.evaluation.exact_match_rows and config.evaluation.at_end:
+            self.numbers["after"] = answer(model, self.trainer.tokenizer, config, console, "after training")
+        evaluations = [line["eval_loss"] for line in m.read_metrics(self.output / m.JSONL) if "eval_loss" in line]
+        if evaluations:
+            self.numbers["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
+        if self.numbers:
+            record = self.numbers | {"run": digest(run)}
+            atomic_write(self.output / RESULTS, json.dumps(record, indent=2) + "\n")
+
+    def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
+        """(name, how it is written) of each result that the config asks for; the adapter first: it is quick."""
+        tokenizer, wanted = self.trainer.tokenizer, self.config.export
+
+        def whole(model: Decoder, folder: Path) -> None:
+            save_pretrained(merge_adapter(model) if adapted else model, folder, tokenizer=tokenizer)
+
+        exports: list[tuple[str, Callable[[Decoder, Path], None]]] = []
+        if adapted and wanted.adapter:
+            exports.append((ADAPTER, lambda model, folder: save_adapter(model, folder, tokenizer)))
+        if wanted.merged:
+            exports.append((MERGED, whole))
+        return exports
+
+
+def _run_of(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
@@ -223,7 +305,8 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     if trained:
         question = "..."
         if config.evaluation.exact_match_rows:
-            question = conversations(config, 1)[0]["messages"][-2]["content"]
+            with contextlib.suppress(OSError, ValueError):  # the rows were there; a hint is not worth a failure
+                question = conversations(config, 1)[0]["messages"][-2]["content"]
         ask = f"{python} -m jaxtune.cli generate {shlex.quote(str(trained[0]))} --prompt {shlex.quote(question)}"
         commands.append(("ask the trained model", ask))
     if (profile := output / "profile").is_dir():
@@ -237,35 +320,70 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     return commands
 
 
-def export(model: Decoder, tokenizer: Any, config: TrainConfig, output: Path, console: Console) -> None:
-    """Writes the adapter first (it cannot fail late), then the whole model; what is there already is left alone."""
-    adapted = has_adapter(model)
-    if adapted and config.export.adapter:
-        _once(output / ADAPTER, lambda folder: save_adapter(model, folder, tokenizer), console)
-        if qat_spec(model) is not None:
-            console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
-    if config.export.merged:
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Which weights an evaluation is of. text: in words; config: loads them; checkpoints: None, or where they lie."""
 
-        def write(folder):
-            save_pretrained(merge_adapter(model) if adapted else model, folder, tokenizer=tokenizer)
-
-        _once(output / MERGED, write, console)
+    text: str
+    config: TrainConfig
+    checkpoints: Path | None = None
 
 
-def _once(folder: Path, write, console: Console) -> None:
-    if folder.exists():
-        console.print(f"{folder} is there already; left as it is")
-        return
-    write(folder)
-    console.print(f"wrote {folder}")
+def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
+    """What `jaxtune evaluate` scores: the result of a run, by its config.yaml; else the model that a recipe names.
+
+    A run's result is its exported adapter or model, or its last checkpoint where that is of a later step. Overrides of
+    `model` or `adapter` ask for other weights.
+
+    Raises:
+      ValueError: a run that has nothing trained yet; a result that is damaged.
+    """
+    run = Path(recipe).parent
+    chosen = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
+    is_run = Path(recipe).name == CONFIG and ((run / m.JSONL).exists() or (run / CHECKPOINTS).exists())
+    if not is_run or chosen:
+        text = str(config.model.path or f"random weights of {config.model.from_config}")
+        if config.adapter is not None:
+            text += (
+                f" with the adapter {config.adapter.path}" if config.adapter.path else " with a new adapter, untrained"
+            )
+        return Scored(text, config)
+    order = [MERGED, ADAPTER] if config.qat is not None else [ADAPTER, MERGED]  # QAT rounds when it merges
+    found = next((run / name for name in order if (run / name).exists()), None)
+    saved = max(saved_steps(run / CHECKPOINTS), default=0)
+    result = None if found is None else read_result(found)
+    if result is None and not saved:
+        raise ValueError(
+            f"{run} has no trained weights: no {ADAPTER}, {MERGED} or checkpoint yet. To score the model that it "
+            "begins from, name its recipe, or set model.path"
+        )
+    if result is None or saved > result.step:
+        return Scored(f"checkpoint of step {saved} in {run / CHECKPOINTS}", config, run / CHECKPOINTS)
+    text = f"{result.folder} (step {result.step})"
+    if result.folder.name == ADAPTER:
+        return Scored(f"{text} on {config.model.path}", replace(config, adapter=AdapterConfig(path=str(result.folder))))
+    model = replace(config.model, path=str(result.folder), from_config=None, load_in=None)
+    # An optimizer without states: none is used.
+    optim = OptimConfig(name="sgd", momentum=0.0)
+    return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim))
 
 
-def evaluate(config: TrainConfig) -> dict[str, Any]:
-    """Evaluation loss, and exact match where the config asks for it, of the model as it is."""
+def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """{"weights", "eval_loss", "eval_targets"}, and "exact_match" where the config asks for it, of what
+    `weights_to_score` says."""
     use_program_cache()
+    console = terminal.console(stderr=True, soft_wrap=True)
+    scored = weights_to_score(config, recipe, overrides)
+    console.print(f"weights: {scored.text}")
+    config = scored.config
     model, tokenizer = load_model(config)
     trainer = Trainer(model, tokenizer, config)
-    results: dict[str, Any] = trainer.evaluate()
+    results: dict[str, Any] = {"weights": scored.text}
+    if scored.checkpoints is None:
+        results |= trainer.evaluate(trained=bool(config.adapter and config.adapter.path))
+    else:
+        values, model = trainer.evaluate_checkpoint(scored.checkpoints)
+        results |= values
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, terminal.console(stderr=True, soft_wrap=True), "exact match")
+        results |= answer(model, tokenizer, config, console, "exact match")
     return results

@@ -14,14 +14,13 @@ compared, before a resume.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,20 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or read; the message names the file, what was found and what to do."""
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint in a folder, which may be missing; ascending."""
+    if not folder.is_dir():
+        return []
+    found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
 class Checkpointer:
     """Writes and reads the checkpoints of one run; holds the folder's lock until `close`.
 
     Args:
       folder: made if missing. Raises ValueError if it cannot be written or another run holds it.
-      keep: number of newest complete checkpoints that stay (at least 1).
+      keep: number of newest complete checkpoints that stay (at least 1), beside one that is not proven yet.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2):
@@ -61,6 +68,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._damaged: set[int] = set()
+        self._unproven: int | None = None
         self._orbax: Any = None  # made at the first save: importing Orbax takes half a second
         self._remove_leftovers()
 
@@ -74,8 +82,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending. Whether a file was damaged since is found by `restore`."""
-        found = (_STEP_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        return saved_steps(self.folder)
 
     def latest(self) -> int | None:
         """The newest step of `steps`, None without any."""
@@ -83,13 +90,15 @@ class Checkpointer:
 
     # ---- writing
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
         """Starts a save and returns once the device arrays are copied to the host; the caller may donate them then.
 
         Args:
           step: optimizer steps done.
           state: pytree of jax.Array (any sharding; typed PRNG keys too) or numpy arrays.
           meta: JSON-able mapping.
+          proven: whether the state is known to be good. If not, it does not count among those kept, and pushes none
+            out, until `confirm` says that it is.
 
         Waits for the save before this one, and raises its error if it failed. Raises CheckpointError if the disk has
         too little room or a leaf cannot be stored; nothing has been written then.
@@ -121,6 +130,7 @@ class Checkpointer:
         except Exception as error:
             self._fail(step, temporary, error)
             self.wait()
+        self._unproven = None if proven else step
         self._thread = threading.Thread(target=self._finish, args=(step, temporary, record_text), name="checkpoint")
         self._thread.start()
 
@@ -132,6 +142,24 @@ class Checkpointer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def confirm(self) -> None:
+        """Says that the newest state saved or restored is good: older checkpoints make way for it.
+
+        Does nothing while its save is under way: call it again."""
+        if self._unproven is not None and (self._thread is None or not self._thread.is_alive()):
+            newest, self._unproven = self._unproven, None
+            self._purge(newest)
+
+    def reject(self) -> None:
+        """Says that the newest state saved or restored is no good: it is removed if there is an older checkpoint."""
+        self.wait()
+        older = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
+        if self._unproven in self.steps() and older:
+            path = self.folder / _name(self._unproven)
+            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, older[-1])
+            self._remove(path)
+            self._unproven = None
 
     def close(self) -> None:
         """Waits, then gives the folder free. Raises like `wait`."""
@@ -181,19 +209,24 @@ class Checkpointer:
         """Removes what is older than the kept ones, what is damaged, and later steps, which a rewound run abandoned."""
         self._damaged.discard(newest)
         steps = self.steps()
-        kept = [step for step in steps if step <= newest and step not in self._damaged][-self.keep :]
+        usable = [step for step in steps if step <= newest and step not in self._damaged]
+        proven = [step for step in usable if step != self._unproven]
+        kept = {*proven[-self.keep :], *(step for step in usable if step == self._unproven)}
         for step in steps:
             if step in kept:
                 continue
             path = self.folder / _name(step)
             if step > newest:
                 logger.warning("removing %s: this run went back to before it", path)
-            trash = self.folder / f".tmp_{path.name}"
-            try:
-                os.rename(path, trash)  # first, so that a kill leaves no half checkpoint under a good name
-                shutil.rmtree(trash)
-            except OSError as error:
-                logger.warning("old checkpoint %s could not be removed: %s", path, error)
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        trash = self.folder / f".tmp_{path.name}"
+        try:
+            os.rename(path, trash)  # first, so that a kill leaves no half checkpoint under a good name
+            shutil.rmtree(trash)
+        except OSError as error:
+            logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self) -> None:
         for path in self.folder.iterdir():
@@ -236,6 +269,7 @@ class Checkpointer:
                     logger.warning("resuming from step %d instead", candidate)
                 if check is not None:
                     check(_record(path)["meta"])
+                self._unproven = candidate
                 return candidate, *_read(path, like)
             logger.error("checkpoint %s is damaged and cannot be used: %s", path, problem)
             damaged.append(f"{path.name}: {problem}")
@@ -430,82 +464,3 @@ def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[s
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(f"{path} does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
-
-
-# ---- when to save, and whether a checkpoint belongs to this run
-
-
-@dataclasses.dataclass
-class SavePolicy:
-    """Says when a save is due: every so many steps, every so many minutes, or both (None or 0: never by that).
-
-    `now_seconds` is any clock that only goes forward (time.monotonic()); the first call starts it.
-    """
-
-    every_steps: int | None = None
-    every_minutes: float | None = None
-    _last_seconds: float | None = None
-
-    def should_save(self, step: int, now_seconds: float) -> bool:
-        """Asked once after each optimizer step; a True counts as the save."""
-        if self._last_seconds is None:
-            self._last_seconds = now_seconds
-        due = bool(self.every_steps) and step > 0 and step % self.every_steps == 0
-        if self.every_minutes:
-            due = due or now_seconds - self._last_seconds >= 60 * self.every_minutes
-        if due:
-            self._last_seconds = now_seconds
-        return due
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """One key whose value is not what the checkpoint holds; an absent key has the value "(absent)"."""
-
-    key: str
-    saved: Any
-    current: Any
-
-    def __str__(self) -> str:
-        return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
-
-
-def compare_meta(
-    saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
-) -> tuple[list[Difference], list[Difference]]:
-    """Differences of two metas, by dotted key: (those that forbid a resume, harmless ones).
-
-    Args:
-      incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
-    """
-    old, new = _flatten_keys(saved), _flatten_keys(json.loads(json.dumps(current)))
-    forbidding = tuple(incompatible)
-    refused, harmless = [], []
-    for key in sorted(old.keys() | new.keys()):
-        difference = Difference(key, old.get(key, "(absent)"), new.get(key, "(absent)"))
-        if json.dumps(difference.saved) == json.dumps(difference.current) or difference.saved == difference.current:
-            continue
-        covered = any(key == prefix or key.startswith(prefix + ".") for prefix in forbidding)
-        (refused if covered else harmless).append(difference)
-    return refused, harmless
-
-
-def require_compatible(
-    saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
-) -> list[Difference]:
-    """The harmless differences; raises CheckpointError listing the others. Arguments as for `compare_meta`."""
-    refused, harmless = compare_meta(saved, current, incompatible)
-    if refused:
-        lines = "\n".join(f"  {difference}" for difference in refused)
-        raise CheckpointError(f"this run cannot continue that checkpoint; set these back or start a new run:\n{lines}")
-    return harmless
-
-
-def _flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten_keys(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -264,7 +264,7 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
     where = _where(key, origins)
     if kind == "unexpected_keyword_argument":
         return key, f"unknown key {key}{where}; {_nearest(key, section)}"
-    if kind == "missing":
+    if kind == "missing" and not isinstance(fault["loc"][-1], int):  # a number is a place in a pair
         return key, f"{key} is missing ({_describe(hint)}): it must be set"
     text = f"{key} = {json.dumps(value, ensure_ascii=False)}{where}: expected {_describe(hint)}"
     if isinstance(value, str):

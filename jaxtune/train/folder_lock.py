@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import json
 import logging
@@ -30,7 +31,8 @@ class FolderLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             while True:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                # Never through a link: what it points to would be overwritten.
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 self._lock(descriptor)
                 if _same_file(descriptor, self.path):
                     break
@@ -43,6 +45,8 @@ class FolderLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ValueError(f"{self.path} is a link, which no run makes: remove it") from None
             raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another output folder") from None
         self._descriptor = descriptor
         FolderLock._held.add(self)

@@ -5,28 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtune.files import remove_unfinished
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
-from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.profile import capture
 from jaxtune.terminal import say
 from jaxtune.train import metrics as m
-from jaxtune.train.checkpoint import Checkpointer, SavePolicy, require_compatible
-from jaxtune.train.config import OptimConfig, TrainConfig
-from jaxtune.train.config_file import config_to_dict, config_to_yaml
+from jaxtune.train.checkpoint import Checkpointer
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data import Batch, TokenDataset, prepare
 from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.flops import flop_counter, sum_squared_documents
@@ -34,94 +36,36 @@ from jaxtune.train.loss import router_losses
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.planner import Planner, out_of_memory
+from jaxtune.train.programs import Programs, abstract, compiler_options, make_mesh
+from jaxtune.train.record import (
+    CONFIG,
+    ROW_OPTIONS,
+    record_of,
+    require_same_config,
+    require_same_run,
+    same_run,
+    write_config,
+)
 from jaxtune.train.recorded import recorded_config
 from jaxtune.train.report import precision_notes
+from jaxtune.train.saving import Saver
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
-from jaxtune.train.watch import Watch
+from jaxtune.train.watch import TrainingStopped, Watch
 
-# What config.data says of how rows become tokens and packed rows.
-_ROW_OPTIONS = (
-    "format", "template", "train_on", "instruction_part", "response_part", "last_response_only", "mask_spans", "length",
-    "packing", "overflow", "on_bad_row",
-)  # fmt: skip
-
-# Keys of a checkpoint's record whose change makes it another run; everything else is only pointed out. Where model and
-# rows lie may change: their content is compared. So may where optimizer states lie.
-_INCOMPATIBLE = (
-    "trainable",
-    "storage",
-    "data",
-    "base_fingerprint",
-    *(
-        f"config.{key}"
-        for key in (
-            "model.from_config",
-            "model.load_in",
-            "adapter",
-            "steps",
-            "epochs",
-            "rows_per_step",
-            "precision",
-            "seed",
-            "max_grad_norm",
-            "router_aux_loss_coef",
-            "router_z_loss_coef",
-            "schedule",
-            "qat",
-            *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
-        )
-    ),
-    *(f"config.data.{key}" for key in (*_ROW_OPTIONS, "max_rows", "eval_rows")),
-)
-# A change here leaves the run valid, but not bit for bit the same.
-_NUMERICS = ("numerics",)
+CHECKPOINTS = "checkpoints"
 
 
-class TrainingInterrupted(RuntimeError):
-    """A signal ended the run after a finished step; the state is saved and `resume: auto` goes on from it."""
+class Delivery(Protocol):
+    """Takes the result of a run; see Trainer.train."""
 
+    def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
+        """Called before the run begins, or goes on from step `start`. run: gives what makes it this one, for which it
+        waits for the weights. May raise."""
 
-@dataclasses.dataclass(frozen=True)
-class _Programs:
-    """The compiled programs of a run, and what compiling took; `before_qat`: those of its steps before qat.start."""
-
-    accumulate: Any
-    update: Any
-    evaluate: Any
-    seconds: float
-    before_qat: _Programs | None = None
-
-
-def make_mesh(data: int) -> jax.sharding.Mesh:
-    """A mesh of `data` devices over the axis "data"."""
-    devices = jax.devices()
-    if data > len(devices):
-        raise ValueError(f"mesh.data = {data}: there are {len(devices)} {devices[0].platform} devices")
-    return jax.make_mesh((data,), ("data",), axis_types=(AxisType.Auto,), devices=devices[:data])
-
-
-def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
-    """XLA options of the step.
-
-    Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
-    8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made, not only where a
-    fusion ends, so that another plan of residuals gives the same bits; the programs have as many kernels either way.
-    Under `deterministic` the vendor libraries' first algorithm is taken instead of the fastest timed one, so that
-    another process makes the same choice.
-    """
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if platform != "gpu":
-        return options
-    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}
-    if deterministic:
-        options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-    return options
-
-
-def _abstract(tree):
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
+        """Called with the trained model. trained: whether this process made a step."""
 
 
 class Trainer:
@@ -237,7 +181,7 @@ class Trainer:
 
     def _prepare(self, train_rows, eval_rows) -> tuple[TokenDataset, TokenDataset | None]:
         data = self.config.data
-        options = {key: getattr(data, key) for key in (*_ROW_OPTIONS, "cache_dir", "num_workers")}
+        options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
         vocab_size = self._given.config.vocab_size
 
         def load(rows, max_rows):
@@ -291,12 +235,16 @@ class Trainer:
     def first_state(self) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
         step donates them. Waits for weights that are on their way."""
-        if self._weights is not None:
-            self._hold(self._weights.result())
-            self._weights = None
+        self._take_weights()
         state = self.program.init(self._trainable, self.config.seed, self._replicated)
         state = jax.device_put(state, self.program.shardings(state, self._replicated))
         return state, self._zero_sums(state), jax.device_put(self._frozen, self._replicated)
+
+    def _take_weights(self) -> None:
+        """Waits for weights that are on their way."""
+        if self._weights is not None:
+            self._hold(self._weights.result())
+            self._weights = None
 
     def first_shapes(self) -> tuple[TrainState, Sums, Any]:
         """What first_state gives, as shapes."""
@@ -319,22 +267,22 @@ class Trainer:
     def _zero_sums(self, state: TrainState) -> Sums:
         return jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
 
-    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> _Programs:
+    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
         """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
         config = self.config
         options = compiler_options(self.mesh.devices.flat[0].platform, config.deterministic)
         batch = self._abstract_batch()
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
         started = time.perf_counter()
-        state, sums, frozen = _abstract(state), _abstract(sums), _abstract(frozen)
+        state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
         where = self._replicated
 
-        def of(program: StepProgram, update: Future, before: _Programs | None) -> _Programs:
+        def of(program: StepProgram, update: Future, before: Programs | None) -> Programs:
             with jax.set_mesh(self.mesh):
                 accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=where)
                 accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
             evaluate = None if self.eval_batches is None else self.compile_evaluate(program, state, frozen)
-            return _Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
+            return Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
 
         with ThreadPoolExecutor(1, "compile") as pool:
             with jax.set_mesh(self.mesh):
@@ -351,7 +299,7 @@ class Trainer:
         options = compiler_options(self.mesh.devices.flat[0].platform, self.config.deterministic)
         evaluate = jax.jit(program.evaluate, out_shardings=self._replicated)
         with jax.set_mesh(self.mesh):
-            lowered = evaluate.lower(_abstract(state), _abstract(frozen), self._abstract_batch())
+            lowered = evaluate.lower(abstract(state), abstract(frozen), self._abstract_batch())
             return lowered.compile(compiler_options=options)
 
     def _abstract_batch(self) -> Batch:
@@ -372,7 +320,7 @@ class Trainer:
         if self.eval_data is not None:
             self.eval_batches = self.eval_data.batches(self.config.rows_per_step // plan.micro_batches, shuffle=False)
 
-    def _compile_to_fit(self, first_step: int, print_line) -> _Programs:
+    def _compile_to_fit(self, first_step: int, print_line) -> Programs:
         """Compiles the plan; where the compiler's figure is over the budget, once more for a smaller one."""
         budget = self.planner.budget_bytes
         problem = ""
@@ -395,7 +343,9 @@ class Trainer:
                 self._follow_plan()
         raise self.planner.hopeless(problem)
 
-    def _first_step(self, programs, sums, state, frozen, parts, step, print_line, compiling=contextlib.nullcontext):
+    def _first_step(
+        self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
+    ):
         """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, once more under a
         smaller plan, which is compiled in the context that `compiling` makes.
 
@@ -424,34 +374,47 @@ class Trainer:
                 raise
         raise self.planner.hopeless(problem)
 
-    def _accumulate(self, programs: _Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
+    def _accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
         """The sums, with every micro-batch of a step added."""
         for index, batch in zip(self._micro_index, parts, strict=True):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums
 
-    def _at(self, programs: _Programs, step: int) -> _Programs:
+    def _at(self, programs: Programs, step: int) -> Programs:
         """The programs that a step runs."""
         early = self.config.qat is not None and step < self.config.qat.start
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     # ---- the run
 
-    def train(self) -> Decoder:
+    def train(self, stop: StopSignal | None = None, delivery: Delivery | None = None) -> Decoder:
         """Runs (or resumes) the run and returns the trained model: a new module that shares every frozen array.
 
+        Args:
+          stop: an entered StopSignal, by default one of its own.
+          delivery: takes the trained model while the folder is this run's alone.
         Raises:
           TrainingInterrupted: SIGTERM or SIGINT came; the state is saved.
+          Interrupted: it came before the first step, or after the last: there was nothing to save.
           TrainingStopped: a guard refused to go on.
           ValueError: the output folder holds another run.
         """
         config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
-        # A run in a second process is refused before anything is written.
-        with Checkpointer(self.output / "checkpoints", keep=config.checkpoint.keep) as checkpointer:
-            resumed, start = self._resume(checkpointer)
+        with contextlib.ExitStack() as stack:
+            if stop is None:
+                stop = stack.enter_context(StopSignal())
+            stack.enter_context(stop.held())
+            # A run in a second process is refused before anything is written.
+            checkpointer = Checkpointer(self.output / CHECKPOINTS, keep=config.checkpoint.keep)
+            stack.enter_context(checkpointer)
+            remove_unfinished(self.output)
+            with stop.at_once():
+                resumed, start = self._resume(checkpointer)
+                if delivery is not None:
+                    delivery.begin(self._same_run, start)
             # A run that died before its first checkpoint left its config, and metrics that begin anew.
-            resumed_step = start if start or (self.output / "config.yaml").exists() else None
+            resumed_step = start if start or (self.output / CONFIG).exists() else None
             logger = m.MetricsLogger(
                 self.output,
                 tensorboard=config.metrics.tensorboard,
@@ -459,42 +422,43 @@ class Trainer:
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
             )
-            with (
-                logger,
-                m.Progress(self.total_steps, start) as progress,
-                Watch(self, logger, progress) as watch,
-                StopSignal() as stop,
-            ):
-                state = self._run(resumed, start, checkpointer, progress, watch, stop)
-        with contextlib.suppress(ValueError):  # a run without a finite loss has nothing to plot
-            m.loss_plot(self.output / m.JSONL, self.output / "loss.png")
-        return self._finished_model(state)
+            with logger, m.Progress(self.total_steps, start) as progress, Watch(self, logger, progress) as watch:
+                watch.applied = start
+                saver = Saver(checkpointer, config.checkpoint, start, self.record, watch, stop)
+                state = self._run(resumed, start, saver, watch, stop)
+            del resumed
+            trained = self._finished_model(state)
+            del state
+            saved = checkpointer.latest() == self.total_steps
+            if delivery is not None:
+                with stop.at_once() if saved else contextlib.nullcontext():
+                    delivery.finish(trained, self._same_run(), start < self.total_steps)
+            m.decorate("loss.png", lambda: m.loss_plot(self.output / m.JSONL, self.output / "loss.png"))
+        return trained
 
-    def _run(self, resumed: TrainState | None, start, checkpointer, progress, watch, stop) -> TrainState:
-        config = self.config
+    def _run(self, resumed: TrainState | None, start: int, saver: Saver, watch: Watch, stop: StopSignal) -> TrainState:
+        config, progress = self.config, watch.progress
         if resumed is not None and start >= self.total_steps:
             progress.print(f"this run is complete: {start} steps (output {self.output})")
+            write_config(self.output, config)
+            if config.evaluation.at_end and self.eval_batches is not None and not self._evaluated(start):
+                frozen = jax.device_put(self._frozen, self._replicated)
+                evaluate = self.compile_evaluate(self.program, resumed, frozen)
+                self._evaluate(evaluate, resumed, frozen, watch, start)
             return resumed
-        progress.print("\n".join(self.planner.lines()))
-        # One line, once the folder is this run's: an error before leaves it to another.
-        with watch.pause("load", start) as line:
-            with progress.compiling():
-                programs = self._compile_to_fit(start, progress.print)
-            line["compile_seconds"] = watch.uncounted_seconds()
-            if self._weights is not None and not self._weights.done():
-                progress.print("waiting for the weights")
-            state, sums, frozen = self._begin(resumed)
-            (self.output / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-        for note in precision_notes(self):
-            progress.print(note)
+        with stop.at_once():
+            programs, state, sums, frozen = self._start(resumed, start, watch)
+        del resumed
 
-        def at(step: int) -> _Programs:
+        def at(step: int) -> Programs:
             return self._at(programs, step)
 
-        policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_minutes)
-        policy.should_save(start, time.monotonic())
+        def evaluate(step: int) -> float:
+            between = functools.partial(saver.poll, step, state) if step else None
+            return self._evaluate(at(step).evaluate, state, frozen, watch, step, between)
+
         if config.evaluation.at_start and start == 0:
-            self._evaluate(at(0), state, frozen, watch, 0)
+            evaluate(0)
         tracing = False
         with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
             coming = pool.submit(self._load_step, start)
@@ -505,7 +469,7 @@ class Trainer:
                     coming = pool.submit(self._load_step, step + 1)
                 if self.profile_steps and step - start == config.profile.start:
                     with watch.pause("profile", step):
-                        trace.enter_context(self._capture(at(step)))
+                        m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
                     tracing = True
                 if step == start:
                     planned = self.planner.plan
@@ -516,30 +480,63 @@ class Trainer:
                 else:
                     sums = self._accumulate(at(step), sums, state, frozen, parts)
                 state, sums, latest = programs.update(state, sums)
-                watch.step_dispatched(step, latest, counts)
                 done = step + 1
-                if tracing and step - start == config.profile.start + self.profile_steps - 1:
-                    with watch.pause("profile", done):
-                        trace.close()
-                    tracing = False
-                save = policy.should_save(done, time.monotonic())
-                if stop.requested or (save and done < self.total_steps):
-                    with watch.pause("save", done):
-                        self._save(checkpointer, done, state)
-                if stop.requested and done < self.total_steps:
-                    checkpointer.wait()
-                    raise TrainingInterrupted(f"{stop.signal_name} after step {done}; saved in {checkpointer.folder}")
+                try:
+                    watch.step_dispatched(step, latest, counts)
+                    if tracing and step - start == config.profile.start + self.profile_steps - 1:
+                        with watch.pause("profile", done):
+                            m.decorate("the profile", trace.close)
+                        tracing = False
+                    saver.after_step(done, state, last=done == self.total_steps)
+                    if done == self.total_steps:
+                        watch.flush()
+                except TrainingStopped:
+                    saver.stopped_by_guard()
+                    raise
                 every = config.evaluation.every_steps
                 if every and done % every == 0 and done < self.total_steps:
-                    self._evaluate(at(done), state, frozen, watch, done)
-        watch.flush()
-        if config.evaluation.at_end:
-            self._evaluate(programs, state, frozen, watch, self.total_steps)
-        if config.checkpoint.every_steps or config.checkpoint.every_minutes:
-            with watch.pause("save", self.total_steps):
-                self._save(checkpointer, self.total_steps, state)
-                checkpointer.wait()
+                    evaluate(done)
+            if saver.enabled:
+                saver.save(self.total_steps, state)
+            if watch.skipped_in_row:
+                progress.print(
+                    f"warning: the last {watch.skipped_in_row} updates were skipped, as their numbers were not finite"
+                )
+            if config.evaluation.at_end and self.eval_batches is not None:
+                good = math.isfinite(evaluate(self.total_steps))
+            else:
+                good = self._is_finite(at(self.total_steps), sums, state, frozen)
+            saver.poll(self.total_steps, state)
+            saver.finish(good)
+            if not good:
+                progress.print("warning: the loss of the trained weights is not finite")
         return state
+
+    def _start(self, resumed: TrainState | None, start: int, watch: Watch) -> tuple[Programs, TrainState, Sums, Any]:
+        """(programs, state, sums, frozen) for the first step that this process makes."""
+        progress = watch.progress
+        progress.print("\n".join(self.planner.lines()))
+        # One line, once the folder is this run's: an error before leaves it to another.
+        with watch.pause("load", start) as line:
+            with progress.compiling():
+                programs = self._compile_to_fit(start, progress.print)
+            line["compile_seconds"] = watch.uncounted_seconds()
+            if self._weights is not None and not self._weights.done():
+                progress.print("waiting for the weights")
+            begun = self._begin(resumed)
+            write_config(self.output, self.config)
+        for note in precision_notes(self):
+            progress.print(note)
+        return programs, *begun
+
+    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen) -> bool:
+        """Whether the state gives a finite loss, on the first rows; `sums` is used up."""
+        parts, _ = self._load_step(0)
+        return math.isfinite(float(programs.accumulate(sums, state, frozen, parts[0], self._micro_index[0]).loss))
+
+    def _evaluated(self, step: int) -> bool:
+        lines = m.read_metrics(self.output / m.JSONL) if (self.output / m.JSONL).exists() else []
+        return any(line.get("step") == step and "eval_loss" in line for line in lines)
 
     def _begin(self, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """first_state, or that of a resumed run."""
@@ -560,42 +557,66 @@ class Trainer:
         """The dtype that gradients are summed in."""
         return "fp32" if self.planner.plan.micro_batches > 1 else self.program.weights
 
-    def _capture(self, programs: _Programs):
+    def _capture(self, programs: Programs):
         meta = {
             "config": config_to_dict(self.config),
             "tokens_per_step": self.config.rows_per_step * self.batches.length,
         }
         return capture(self.profile_folder, meta, {"accumulate": programs.accumulate, "update": programs.update})
 
-    def evaluate(self) -> dict[str, Any]:
-        """eval_loss (mean over targets) and eval_targets of the model as given, without training; rounded as step 0's
-        is under QAT."""
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are what trains."""
+        return has_adapter(self._given)
+
+    def evaluate(self, trained: bool = False) -> dict[str, Any]:
+        """eval_loss (mean over targets) and eval_targets of the model as given, without training; under QAT rounded as
+        step 0's is, or as the last step's if it is `trained`."""
         if self.eval_batches is None:
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         state, sums, frozen = self.first_state()
         del sums
-        program = self._program_before_qat or self.program
-        return self._eval_loss(self.compile_evaluate(program, state, frozen), state, frozen)
+        program = self.program if trained else self._program_before_qat or self.program
+        evaluate = self.compile_evaluate(program, state, frozen)
+        return self._eval_loss(evaluate, state, frozen, m.Progress(self.total_steps))
 
-    def _eval_loss(self, evaluate, state, frozen) -> dict[str, Any]:
+    def evaluate_checkpoint(self, folder: Path) -> tuple[dict[str, Any], Decoder]:
+        """(as `evaluate`, the model) of the last intact checkpoint in a folder of this run."""
+        if self.eval_batches is None:
+            raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
+        with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
+            _, state = self._restore(checkpointer, lambda changes: None)
+        frozen = jax.device_put(self._frozen, self._replicated)
+        evaluate = self.compile_evaluate(self.program, state, frozen)
+        values = self._eval_loss(evaluate, state, frozen, m.Progress(self.total_steps))
+        return values, self._finished_model(state)
+
+    def _eval_loss(self, evaluate, state, frozen, progress: m.Progress, between=None) -> dict[str, Any]:
+        """between: called after each batch."""
         assert self.eval_batches is not None
-        totals = []
-        for index in range(self.eval_batches.steps_per_epoch):
+        totals, count = [], self.eval_batches.steps_per_epoch
+        for index in range(count):
             batch = self._device_batch(self.eval_batches.batch_at(index), 0, 1)
             totals.append(evaluate(state, frozen, batch))
-        loss, count = (sum(float(x) for x in column) for column in zip(*totals, strict=True))
-        return {"eval_loss": loss / max(count, 1.0), "eval_targets": int(count)}
+            jax.block_until_ready(totals[max(0, index - 1)])  # a long queue would answer no signal
+            progress.evaluating(index + 1, count)
+            if between is not None:
+                between()
+        loss, targets = (sum(float(x) for x in column) for column in zip(*totals, strict=True))
+        return {"eval_loss": loss / max(targets, 1.0), "eval_targets": int(targets)}
 
-    def _evaluate(self, programs, state, frozen, watch: Watch, step) -> None:
+    def _evaluate(self, evaluate, state, frozen, watch: Watch, step, between=None) -> float:
+        """The evaluation loss, logged and shown; NaN without rows."""
         if self.eval_batches is None:
-            return
+            return math.nan
         with watch.pause("eval", step) as line:
-            values = self._eval_loss(programs.evaluate, state, frozen)
+            values = self._eval_loss(evaluate, state, frozen, watch.progress, between)
             line |= values
         self.history.append({"step": step, **values})
         watch.progress.print(
             f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values['eval_targets']:,} targets"
         )
+        return values["eval_loss"]
 
     # ---- checkpoints
 
@@ -603,69 +624,44 @@ class Trainer:
     def _tokens_crc32(self) -> int:
         return zlib.crc32(np.ascontiguousarray(self.train_data.documents.tokens))  # once: it reads every token
 
-    def _meta(self) -> dict[str, Any]:
-        """What a checkpoint records beside its arrays; see _INCOMPATIBLE and _NUMERICS."""
-        device = jax.devices()[0]
-        trainable = {
-            name: [list(leaf.shape), str(leaf.dtype)]
-            for name, leaf in zip(self.names, jax.tree.leaves(self._trainable), strict=True)
-        }
-        return {
-            "config": config_to_dict(self.config),
-            "trainable": trainable,
-            "storage": self.storage(),
-            "base_fingerprint": getattr(self._given, "base_fingerprint", None),
-            "data": {
-                "rows": len(self.train_data.rows),
-                "tokens_crc32": self._tokens_crc32,
-                "trained_tokens": self.train_data.report.trained_tokens,
-            },
-            "total_steps": self.total_steps,
-            "numerics": {
-                **self.planner.plan.to_record(),
-                "gradients": self.gradients,
-                "mesh_data": self.config.mesh.data,
-                "max_documents": self.program.max_documents,
-                "deterministic": self.config.deterministic,
-                "device": device.device_kind,
-                "jax": jax.__version__,
-                "compiler_options": compiler_options(device.platform, self.config.deterministic),
-            },
-        }
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint records beside its arrays."""
+        options = compiler_options(jax.devices()[0].platform, self.config.deterministic)
+        return record_of(self, options)
 
-    def _save(self, checkpointer: Checkpointer, step: int, state: TrainState) -> None:
-        checkpointer.save(step, {"state": state}, self._meta())
+    def _same_run(self) -> dict[str, Any]:
+        self._take_weights()  # the base's fingerprint comes with them
+        return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer) -> tuple[TrainState | None, int]:
         """(state, steps done) of the checkpoint that the run goes on from; (None, 0) where there is none."""
-        existing = self.output / "config.yaml"
         if checkpointer.latest() is None:
-            if existing.exists() and existing.read_text(encoding="utf-8") != config_to_yaml(self.config):
-                raise ValueError(
-                    f"output = {str(self.output)!r} holds another run (its config.yaml differs): name another folder"
-                )
+            require_same_config(self.output, self.config)
             return None, 0
         if self.config.checkpoint.resume == "never":
             raise ValueError(
                 f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
                 "or set checkpoint.resume: auto to go on from them"
             )
+        changes = []
+        step, state = self._restore(checkpointer, changes.extend)
+        say(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
+        for change in changes:
+            say(f"  {change}")
+        if not self._keeps_model:
+            self.release_model()
+        return state, step
+
+    def _restore(self, checkpointer: Checkpointer, tell) -> tuple[int, TrainState]:
         state, _, _ = self.first_state()
-        harmless = []
 
         def check(saved):
             self.planner.adopt(saved["numerics"])
             self._follow_plan()
-            harmless.extend(require_compatible(saved, self._meta(), _INCOMPATIBLE))
+            tell(require_same_run(saved, self.record(), self.output))
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
-        say(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
-        for difference in harmless:
-            other = difference.key.startswith(_NUMERICS)
-            say(f"  {'not bit for bit the same run' if other else 'changed'}: {difference}")
-        if not self._keeps_model:
-            self.release_model()
-        return restored["state"], step
+        return step, restored["state"]
 
     # ---- the result
 

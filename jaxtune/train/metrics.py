@@ -202,13 +202,14 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, NaN and infinities as floats again. A torn line, of a kill, is left out."""
+    """The lines of a metrics.jsonl, NaN and infinities as floats again. A torn line, of a kill, is left out, and so is
+    anything else that no run writes: every line is an object with the number of a step."""
     lines = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for text in file:
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError, RecursionError):
                 line = json.loads(text)
-                if isinstance(line, dict):
+                if isinstance(line, dict) and type(line.get("step")) is int:
                     lines.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in line.items()})
     return lines
 
@@ -216,7 +217,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 def _drop_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return
-    kept = [line for line in read_metrics(path) if line.get("step", last_step + 1) <= last_step]
+    kept = [line for line in read_metrics(path) if line["step"] <= last_step]
     atomic_write(path, "".join(json.dumps(_plain(line)) + "\n" for line in kept))
 
 
@@ -242,7 +243,7 @@ class Progress:
         self.console = console if console is not None else terminal.console(stderr=True)
         self._start_step, self._line_seconds = start_step, line_seconds
         self._first: tuple[int, float] | None = None  # step and time from which the speed counts: after the compile
-        self._last_line_seconds = -math.inf
+        self._last_line_seconds = self._evaluating_since = -math.inf
         self._live: Any = None
         if self.console.is_terminal:
             from rich import progress
@@ -324,6 +325,19 @@ class Progress:
             self._last_line_seconds = now
             self.print(f"step {step}/{self.total_steps}  {text}  {left}".rstrip())
 
+    def evaluating(self, done: int, batches: int) -> None:
+        """Shows how far an evaluation is."""
+        if self._live is not None:
+            text = "step" if done == batches else f"evaluating {done}/{batches}"
+            self._bar.update(self._task, description=text)
+            return
+        now = time.monotonic()
+        if done == 1:
+            self._evaluating_since = now
+        if now - max(self._last_line_seconds, self._evaluating_since) >= self._line_seconds and done < batches:
+            self._last_line_seconds = now
+            self.print(f"evaluating: {done} of {batches} batches")
+
     def print(self, text: str) -> None:
         """A line of its own, above the bar on a terminal; never wrapped, cut or coloured."""
         self.console.print(terminal.plain(text), soft_wrap=True)
@@ -371,6 +385,14 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(png_path)
+
+
+def decorate(what: str, make: Callable[[], Any]) -> None:
+    """Makes what a run can do without, such as a plot; where that fails, it is said and the run goes on."""
+    try:
+        make()
+    except Exception as error:
+        logger.warning("%s was left out: %s: %s", what, type(error).__name__, error)
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
@@ -26,7 +27,8 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     if settings is None:
         adapter = None
     elif adapter is None or (adapter.path is None and not gives_adapter(model, _settings_of(adapter))):
-        adapter = AdapterConfig(**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
+        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+        adapter = AdapterConfig(**plain)
     four_bits = is_quantized(model)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
     load_in = config.model.load_in

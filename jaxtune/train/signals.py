@@ -1,4 +1,4 @@
-"""Stop at a step's end instead of in its middle."""
+"""Signals: nothing under way is lost, and nothing waits long."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 # EX_TEMPFAIL of sysexits.h. A scheduler may start the same command again.
 EXIT_SAVED = 75
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal came where there was nothing to save first; the message names it."""
+
+
 class StopSignal:
     """Context in which the first SIGTERM or SIGINT only sets `requested`; the second ends the process at once.
 
-    The loop finishes its step, saves and leaves with `EXIT_SAVED`: "saved, and can be resumed". Old handlers come
-    back on exit. Outside the main thread, where Python takes no handlers, it does nothing and `requested` stays False.
+    The loop asks for `requested` after every step and between the batches of an evaluation, saves and leaves with
+    `EXIT_SAVED`: "the same command goes on from there". Inside `at_once`, where nothing would be lost (loading,
+    tokenising, compiling, generation, export), the first signal raises Interrupted instead; inside `held`, within it,
+    it only sets `requested` again. Old handlers come back on exit. Outside the main thread, where Python takes no
+    handlers, it does nothing and `requested` stays False.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -25,6 +33,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self.signal_name: str | None = None
+        self._raises = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -38,6 +47,32 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._old = {}
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A signal raises Interrupted, also one that came before."""
+        with self._mode(True):
+            yield
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A signal only sets `requested`; if nobody has acted on it, the end of an `at_once` around raises it."""
+        with self._mode(False):
+            yield
+
+    @contextlib.contextmanager
+    def _mode(self, raises: bool) -> Iterator[None]:
+        before, self._raises = self._raises, raises
+        try:
+            self._raise_what_came()
+            yield
+        finally:
+            self._raises = before
+        self._raise_what_came()
+
+    def _raise_what_came(self) -> None:
+        if self._raises and self.requested:
+            raise Interrupted(self.signal_name)
+
     def _handle(self, number: int, frame: object) -> None:
         name = signal.Signals(number).name
         if self.requested:
@@ -47,6 +82,9 @@ class StopSignal:
             return
         self.requested = True
         self.signal_name = name
+        if self._raises:
+            _write(f"\n{name}: leaving. Again to leave at once.\n")
+            raise Interrupted(name)
         _write(f"\n{name}: finishing this step, then saving. Again to leave at once.\n")
 
 

@@ -92,9 +92,12 @@ class Watch:
         self.trainer, self.logger, self.progress = trainer, logger, progress
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
+        self.applied = 0  # steps done up to the latest whose update was made
+        self.skipped_in_row = 0  # updates not made since
         self.seconds: list[float] = []  # of each step
         self._finished, self._clock = finished, clock
         self._stamps = ThreadPoolExecutor(1, "clock")
+        self._pausing = False
         self._counted = clock()  # all before this moment is in a step or a pause
         self._data_wait = 0.0  # of the step that comes next
         self._unlogged = _Work()
@@ -117,8 +120,11 @@ class Watch:
         """
         self.flush()
         values: dict[str, Any] = {}
+        within = self._clock() if self._pausing else None  # a pause in another, such as a save in an evaluation
+        self._pausing = True
         yield values
-        seconds = self.uncounted_seconds()
+        seconds = self.uncounted_seconds() if within is None else self._clock() - within
+        self._pausing = within is not None
         parts = sum(value for key, value in values.items() if key.endswith("_seconds"))
         self._counted += seconds
         self.logger.log(step, values | {f"{name}_seconds": seconds - parts})
@@ -187,6 +193,9 @@ class Watch:
         if len(self.seconds) == 3:
             for text in measured_lines(self.trainer.planner, self.seconds[1:], line["peak_memory_bytes"]):
                 self.progress.print(text)
+        self.skipped_in_row = int(values["skipped_in_row"])
+        if not self.skipped_in_row:
+            self.applied = done
         self._guard(step, loss, norm, values)
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:

@@ -354,27 +354,7 @@ def test_documents_handed_to_cudnn():
     np.testing.assert_array_equal(np.asarray(offset)[real], [0, 1, 0, 1, 2, 0, 0, 1, 0])
 
 
-# ---- errors
-
-
-@pytest.mark.parametrize(
-    ("key_shape", "value_shape", "message"),
-    [
-        ((2, 24, 2, 8), (2, 24, 1, 8), "do not fit together"),
-        ((2, 23, 2, 8), (2, 23, 2, 8), "do not fit together"),
-        ((2, 24, 2, 16), (2, 24, 2, 16), "do not fit together"),
-        ((2, 24, 3, 8), (2, 24, 3, 8), "4 query heads are not a multiple of 3 key/value heads"),
-    ],
-)
-def test_shapes_that_do_not_fit(key_shape, value_shape, message):
-    query = operands()[0]
-    with pytest.raises(ValueError, match=message):
-        attention(query, jnp.zeros(key_shape), jnp.zeros(value_shape), packed_layout((2, 24)), scale=SCALE)
-
-
-def test_segment_ids_of_another_shape():
-    with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 5\), the tokens \(2, 6\)"):
-        packed_layout((2, 6), jnp.zeros((2, 5), jnp.int32))
+# ---- over a mesh
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -334,13 +334,3 @@ def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
         assert first_use.refusal("gathering", mosaic.product, None, gathering=True) is None
     assert first_use.refusal("shifted", shifted, None) is None
     assert "differs from the reference" in first_use.refusal("shifted", shifted, None, gathering=True)
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "message"),
-    [((256, IN), (3, OUT, IN), "of 2 experts"), ((256, 64), (2, OUT, IN), "x of 64 columns does not fit weight")],
-)
-def test_shapes_that_do_not_fit_are_refused(x, weight, message):
-    groups = groups_of(jnp.array([4, 4], jnp.int32), 200)
-    with pytest.raises(ValueError, match=message):
-        grouped_matmul(jnp.zeros(x), jnp.zeros(weight), groups)

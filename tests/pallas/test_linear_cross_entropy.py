@@ -85,20 +85,6 @@ def test_hidden_gradients_do_not_depend_on_the_chunk():
         np.testing.assert_allclose(chunked[2], whole[2], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(label_smoothing=1.0), "label_smoothing = 1.0: must be at least 0 and below 1"),
-        (dict(label_smoothing=-0.1), "label_smoothing = -0.1"),
-        (dict(z_loss=-1.0), "z_loss = -1.0: must be 0 or more"),
-        (dict(chunk_tokens=0), "chunk_tokens = 0: must be 1 or more"),
-    ],
-)
-def test_options_out_of_range(options, words):
-    with pytest.raises(ValueError, match=words):
-        linear_cross_entropy(*operands(), **options)
-
-
 def test_a_token_of_weight_zero_has_no_part():
     hidden, head, targets, weights = operands()
     off = np.asarray(weights) == 0

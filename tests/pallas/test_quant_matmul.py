@@ -139,17 +139,3 @@ def test_dropout_leaves_the_base_product_alone():
         quant_matmul(x, weights, loras, biases, dropout_rate=0.5, dropout_key=jax.random.key(0)), plain, strict=True
     ):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([jnp.zeros((4, 6))],), r"weight \(4, 6\) does not fit x \(2, 5\): want \[out, 5\]"),
-        (([jnp.zeros((5,))],), r"weight \(5,\) does not fit x \(2, 5\)"),
-        (([jnp.zeros((4, 5))], [None, None]), "1 weights, 2 loras, 1 biases: counts must agree"),
-        (([jnp.zeros((4, 5))], None, []), "1 weights, 1 loras, 0 biases: counts must agree"),
-    ],
-)
-def test_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        quant_matmul(jnp.zeros((2, 5)), *arguments)

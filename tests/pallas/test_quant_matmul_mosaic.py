@@ -21,11 +21,9 @@ from jaxtune.pallas.quant_matmul import (
     NF4,
     LoraWeights,
     api,
-    fused_matmul,
     lanes,
     line_matmul,
     mosaic,
-    mosaic_fused,
     quant_matmul,
     reference,
     row_matmul,
@@ -168,69 +166,18 @@ def test_small_product_by_lines(rows, columns, tokens, double_quant, tile):
     assert distance(got, want) <= 2 * distance(x @ weight.decode(jnp.bfloat16).T, want)
 
 
-@pytest.mark.parametrize(
-    ("shape", "tokens", "contract", "double_quant", "tile"),
-    [
-        ((256, 128), 130, 1, True, fused_matmul.Tile(1, 3)),  # two tiles of tokens, of which one is padded
-        ((256, 256), 60, 0, True, fused_matmul.Tile(2, 2)),
-        ((128, 256), 60, 1, False, fused_matmul.Tile(1, 2, 2)),  # a sum in two parts: the adapter is in one
-    ],
-)
-def test_fused_product_with_adapter_and_bias(shape, tokens, contract, double_quant, tile):
-    weight = packed(*shape, double_quant)
-    inner, columns = shape[contract], shape[1 - contract]
-    x = normal(101, tokens, inner, dtype=jnp.bfloat16)
-    u = normal(102, tokens, 8, dtype=jnp.bfloat16)
-    side = normal(103, columns, 8, dtype=jnp.bfloat16)
-    bias = normal(104, columns)
-    exact = [np.asarray(a, np.float64) for a in (x, weight.decode(jnp.bfloat16), u, side, bias)]
-    want = exact[0] @ (exact[1].T if contract == 1 else exact[1]) + exact[2] @ exact[3].T + exact[4]
-    with mosaic.interpreted():
-        assert mosaic.fused_refusal(tile, weight, jnp.bfloat16, contract) is None
-        extra = (u, side if contract == 1 else side.T)
-        got = mosaic.fused_product(x, weight, contract, tile, extra, bias)
-    assert got.shape == (tokens, columns) and got.dtype == jnp.bfloat16
-    assert distance(got, want) <= 1.01 * distance(jnp.asarray(want, jnp.bfloat16), want)  # rounded once, at the end
-
-
-def test_the_whole_op_fused(monkeypatch):
-    """Forward and gradients, with adapter and bias: no decoded weight in either direction."""
-    monkeypatch.setattr(mosaic_fused, "dequantize", None)
-    weight = packed(256, 128)
-    lora = LoraWeights(normal(101, 4, 128), normal(102, 256, 4), None, 0.5)
-    x, bias = normal(103, 40, 128, dtype=jnp.bfloat16), normal(104, 256)
-
-    def run(implementation):
-        def output(x, lora, bias):
-            return quant_matmul(x, [weight], [lora], [bias], implementation=implementation)[0]
-
-        found, pullback = jax.vjp(output, x, lora, bias)
-        return found, *jax.tree.leaves(pullback(jnp.cos(jnp.arange(found.size).reshape(found.shape)).astype(x.dtype)))
-
-    with mosaic.interpreted():
-        got = run("mosaic_fused")
-    want = run("reference")
-    assert len(got) == len(want) == 5
-    for one, other in zip(got, want, strict=True):
-        assert distance(one, np.asarray(other, np.float64)) < 4e-3
-
-
 def test_what_was_measured_decides(monkeypatch):
     """A tile in the tuner's table is taken, for its shape and tokens; without one everything stays as it was."""
     weight, dtype = packed(256, 1024), jnp.dtype(jnp.bfloat16)
-    line, fused = line_matmul.Tile(1, 2, 2), fused_matmul.Tile(1, 2)
+    line = line_matmul.Tile(1, 2, 2)
     with mosaic.interpreted():
-        assert mosaic.line_tile(weight, dtype, 2) is None and mosaic.fused_tile(weight, dtype, 40, 0) is None
+        assert mosaic.line_tile(weight, dtype, 2) is None
         with tuning.forced("small_matmul", dataclasses.asdict(line)):
             assert mosaic.line_tile(weight, dtype, 2) == line
             assert mosaic.line_tile(packed(16, 1536), dtype, 2) is None  # refused: columns
-        with tuning.forced("fused_matmul", dataclasses.asdict(fused)):
-            assert mosaic.fused_tile(weight, dtype, 40, 0) == fused
-            assert mosaic.fused_tile(packed(32, 128), dtype, 40, 1) is None
-        with tuning.forced("fused_matmul", {}):  # measured, and slower than the vendor's
-            assert mosaic.fused_tile(weight, dtype, 40, 0) is None
+        with tuning.forced("small_matmul", {}):  # measured, and slower than what is chosen without a table
+            assert mosaic.line_tile(weight, dtype, 2) is None
     assert mosaic.small_bucket(weight, 3) == "256 x 1024, tokens=4"
-    assert mosaic.fused_bucket(weight, 0, 300) == "256 x 1024, dx, tokens=512"
 
 
 @pytest.mark.parametrize("shape", WEIGHTS)
@@ -242,10 +189,6 @@ def test_every_shape_has_candidates_that_fit(shape):
             assert 2 <= len(found) <= 9 and len(set(found)) == len(found)
             assert any(tile.splits == 1 for tile in found)
             assert all(mosaic.line_refusal(tile, weight, jnp.bfloat16, tokens) is None for tile in found)
-        for contract in (0, 1):
-            found = fused_matmul.tiles(weight, contract, 128)
-            assert len(found) >= 2
-            assert all(mosaic.fused_refusal(tile, weight, jnp.bfloat16, contract) is None for tile in found)
 
 
 def group(columns=1024):
@@ -342,8 +285,8 @@ def test_under_a_mesh_every_device_decodes(monkeypatch):
 
 
 def test_modules_have_what_the_chain_calls():
-    for kernels in (api.IMPLEMENTATIONS | api.BY_NAME).values():
-        for name in ("refusal", "dequantize", "small_refusal", "small_matmul", "fused_tile", "fused_product"):
+    for kernels in api.IMPLEMENTATIONS.values():
+        for name in ("refusal", "dequantize", "small_refusal", "small_matmul"):
             assert callable(getattr(kernels, name))
 
 

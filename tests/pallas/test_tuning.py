@@ -2,7 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
+from importlib import metadata, resources
 
 import jax.numpy as jnp
 import pytest
@@ -143,3 +143,62 @@ def test_a_file_of_its_own_is_one_that_can_be_packaged(gpu, monkeypatch, tmp_pat
     assert written.keys() == packaged.keys() and written["device"] == packaged["device"] == H200
     assert len(written["entries"]) == 2
     assert tuning.tuned("op", BUCKET, jnp.bfloat16) is None
+
+
+TORN = b'{"device": "NVIDIA H200", "jaxlib": "0.11", "entries": {"op, head'
+KEY = "op, head_dim=128, bfloat16"
+
+
+def record(entries):
+    return json.dumps({"device": H200, "jaxlib": metadata.version("jaxlib"), "entries": entries}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (TORN, "JSONDecodeError"),
+        (b"", "JSONDecodeError"),
+        (b"\xff\xfe\x00", "UnicodeDecodeError"),
+        (b"[" * 100_000, "RecursionError"),
+        (b"[1, 2]", "holds no measured block sizes"),
+        (b'{"jaxlib": "0.1"}', "holds no measured block sizes"),
+        (b'{"entries": 3}', "holds no measured block sizes"),
+        (record({KEY: 3}), "1 entries are ignored"),
+        (record({KEY: {"blocks": {"name": [1]}}}), "1 entries are ignored"),
+    ],
+)
+def test_a_file_that_is_torn_or_not_ours_is_said_ignored_and_written_anew(gpu, monkeypatch, caplog, content, words):
+    tuning._say_once.cache_clear()
+    path = gpu / "nvidia_h200.json"
+    path.write_bytes(content)
+    assert tuning.tuned("op", BUCKET, jnp.bfloat16) is None
+    (line,) = caplog.messages
+    assert str(path) in line and words in line
+    slow_and_fast(monkeypatch, {"slow": 2.0})
+    tuning.measure("op", BUCKET, jnp.bfloat16, [blocks_of("slow")], prepare)
+    assert tuning.tuned("op", BUCKET, jnp.bfloat16) == blocks_of("slow")
+    assert [file.name for file in gpu.iterdir()] == [path.name]
+
+
+def test_blocks_that_a_kernel_does_not_know_are_said_and_ignored(gpu, caplog):
+    tuning._say_once.cache_clear()
+    query = jnp.zeros((1, 1, 1, 128), jnp.bfloat16)
+    layout = packed_layout((1, 1), jnp.ones((1, 1), jnp.int32))
+    foreign = {"attention forward, head_dim=128, bfloat16": {"blocks": {"rows": 64}}}
+    (gpu / "nvidia_h200.json").write_bytes(record(foreign))
+    assert mosaic._blocks("forward", query, layout, None) == mosaic.FORWARD[128]
+    assert "attention forward, head_dim=128, bfloat16" in caplog.text and "rows" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_costs_the_next_process_its_measurement_and_no_more(gpu, monkeypatch, caplog):
+    slow_and_fast(monkeypatch, {"slow": 2.0})
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tuning, "atomic_write", full)
+    entry = tuning.measure("op", BUCKET, jnp.bfloat16, [blocks_of("slow")], prepare)
+    assert entry["blocks"] == blocks_of("slow")
+    assert "what was measured is not kept" in caplog.text and "No space left" in caplog.text
+    with pytest.raises(OSError, match="No space left"):
+        tuning.measure("op", BUCKET, jnp.bfloat16, [blocks_of("slow")], prepare, path=gpu / "named.json")

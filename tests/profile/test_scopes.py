@@ -48,7 +48,7 @@ def test_scope_and_phase(op_name, scope, phase):
         (KERNEL, "grouped_matmul_mosaic_gpu_kernel", "layer/expand/experts/grouped_matmul", "MoE"),
         (KERNEL, "grouped_matmul_mosaic_gpu_kernel", "", "MoE"),
         (KERNEL, "expert_sums_mosaic_gpu_kernel", "", "MoE"),
-        (KERNEL, "fused_matmul_mosaic_gpu_kernel", "layer/expand/fused_matmul", "GEMM"),
+        (KERNEL, "small_matmul_mosaic_gpu_kernel", "layer/expand/small_matmul", "GEMM"),
         (KERNEL, "attention_query_mosaic_gpu_kernel", "", "attention"),
         (KERNEL, "adam8_mosaic_gpu_kernel", "", "optimizer"),
         (KERNEL, "loop_add_fusion_3", "optimizer", "optimizer"),

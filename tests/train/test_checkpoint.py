@@ -11,7 +11,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtune.train.checkpoint import Checkpointer, CheckpointError, SavePolicy, compare_meta, require_compatible
+from jaxtune.train.checkpoint import Checkpointer, CheckpointError
+from jaxtune.train.record import compare_meta, require_compatible
+from jaxtune.train.saving import SavePolicy
 
 DTYPES = [
     *("bool", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"),
@@ -120,8 +122,8 @@ def test_save_returns_before_the_files_are_written(checkpointer, monkeypatch):
     import jaxtune.train.checkpoint as module
 
     go_on = threading.Event()
-    real = module._fingerprints
-    monkeypatch.setattr(module, "_fingerprints", lambda files: (go_on.wait(60), real(files))[1])
+    real = module.fingerprints
+    monkeypatch.setattr(module, "fingerprints", lambda files: (go_on.wait(60), real(files))[1])
     checkpointer.save(1, {"x": jnp.ones(3)}, {})
     assert checkpointer.steps() == []
     go_on.set()

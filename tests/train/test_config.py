@@ -76,6 +76,7 @@ def test_overrides_win_and_are_yaml(recipe):
             "data.eval=a=b.jsonl",
             "data.instruction_part=### Question:",
             'data.response_part="A:\\n"',
+            "data.mask_spans=[[<think>, </think>], ['[', ']']]",
             "output=runs/x-{recipe}",
         ],
     )
@@ -86,6 +87,8 @@ def test_overrides_win_and_are_yaml(recipe):
     assert config.checkpoint.every_minutes is None
     assert config.data.eval == "a=b.jsonl"
     assert (config.data.instruction_part, config.data.response_part) == ("### Question:", "A:\n")
+    assert config.data.mask_spans == (("<think>", "</think>"), ("[", "]"))
+    assert load_config(recipe(config_to_yaml(config), "again.yaml")) == config
     assert config.output == "runs/x-mine"
     assert load_config(path, ["adapter={}"]).adapter == AdapterConfig()
     assert load_config(path, ["adapter.r=4", "adapter=null"]).adapter is None
@@ -172,6 +175,9 @@ def test_a_wrong_key_or_value_is_refused(recipe, text, message):
     [
         (["model.from_config=c.json"], "model.path and model.from_config are both set"),
         (["model.path=null"], "model.path is missing"),
+        (["data.mask_spans=[<think>]"], 'data.mask_spans = "<think>" (override'),
+        (["data.mask_spans=[[a]]"], 'data.mask_spans = ["a"] (override'),
+        (["data.mask_spans=[[a, ' ']]"], "data.mask_spans = (('a', ' '),): an opening and a closing must not be empty"),
         (["model={from_config: c.json}"], "model.tokenizer = None: model.from_config needs a tokenizer folder"),
         (["model={from_config: c.json, tokenizer: t}", "adapter={}"], "training from scratch trains all"),
         (["model={from_config: c.json, tokenizer: t, load_in: nf4}"], "is not quantised"),

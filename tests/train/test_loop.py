@@ -272,7 +272,8 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests/models"]
 from tests.train.test_loop import resumable
-from jaxtune.train.loop import Trainer, TrainingInterrupted
+from jaxtune.train.loop import Trainer
+from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED
 
 output, how = Path(sys.argv[1]), sys.argv[2]

@@ -44,7 +44,7 @@ class Machine:
         """Dispatches a step, which the device begins when it is free."""
         self.now += DISPATCH
         self.free = max(self.free, self.now) + seconds
-        values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, targets=9, skipped=0, finite=True)
+        values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, targets=9, skipped=0, skipped_in_row=0, finite=True)
         counts = dict(tokens=60, trained_tokens=30, sum_squared=900)
         self.watch.step_dispatched(self.done, values | {"done": self.free}, counts)
         self.done += 1

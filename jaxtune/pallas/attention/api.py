@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.attention import cudnn, first_use, mosaic, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
 
@@ -66,13 +67,33 @@ def implementations(
     return table
 
 
+def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
+    check = Arguments(op)
+    check.array("query", query, "B T heads D", FLOATS)
+    check.array("key", key, "B T kv_heads D", query.dtype)
+    check.array("value", value, "B T kv_heads D", query.dtype)
+    check.is_a("layout", layout, PackedLayout, "a PackedLayout: packed_layout((rows, length), segment_ids) makes one")
+    check.array("layout.doc_start", layout.doc_start, "B T", jnp.int32)
+    check.array("layout.doc_end", layout.doc_end, "B T", jnp.int32)
+    _check_features(check, query, key, scale, window, soft_cap, sinks)
+    return check
+
+
+def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
+    """What all functions here take beside arrays of tokens; query and key have their shapes."""
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"{check.op}: {query.shape[2]} query heads are not a multiple of {key.shape[2]} key/value heads"
+        )
+    check.number("scale", scale)
+    check.number("window", window, whole=True, least=1, optional=True)
+    check.number("soft_cap", soft_cap, above=0, optional=True)
+    if sinks is not None:
+        check.array("sinks", sinks, "heads", FLOATS)
+
+
 def _pick(query, key, value, layout, implementation, **options):
     """The module of the implementation; options: those of `implementations`."""
-    rows, length, heads, dim = query.shape
-    if key.shape != value.shape or key.shape[:2] != (rows, length) or key.shape[3] != dim:
-        raise ValueError(f"attention: query {query.shape}, key {key.shape}, value {value.shape} do not fit together")
-    if heads % key.shape[2]:
-        raise ValueError(f"attention: {heads} query heads are not a multiple of {key.shape[2]} key/value heads")
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
@@ -80,24 +101,28 @@ def _pick(query, key, value, layout, implementation, **options):
 def _over_mesh(function, arrays, layout, sinks, outputs) -> tuple[Any, ...]:
     """Runs function(*arrays, layout, sinks=sinks) on each device's rows: a kernel has no partitioning rule of its own.
 
-    The batch is divided over the mesh axis `data`, if the mesh in force has one. `outputs` says how many results
-    have the rows in front; what follows them, unless it is None, is a sum over rows.
+    The batch is divided over the mesh axis `data`, if the mesh in force has one; along other axes, devices repeat each
+    other's work. `outputs` says how many results have the rows in front; what follows them, unless it is None, is a sum
+    over rows.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes:
+    divided = meshes.axes()
+    if not divided:
         return function(*arrays, layout, sinks=sinks)
-    rows, whole = P("data"), P()
+    by_data = "data" in divided
+    rows, whole = P("data") if by_data else P(), P()
 
     def local(arrays, layout, sinks):
         results = function(*arrays, layout, sinks=sinks)
-        return results[:outputs], [None if x is None else jax.lax.psum(x, "data") for x in results[outputs:]]
+        sums = [jax.lax.psum(x, "data") if by_data and x is not None else x for x in results[outputs:]]
+        return results[:outputs], sums
 
     by_rows, sums = jax.shard_map(
-        local, in_specs=(rows, rows, whole), out_specs=(rows, whole), axis_names={"data"}, check_vma=False
+        local, in_specs=(rows, rows, whole), out_specs=(rows, whole), axis_names=divided, check_vma=False
     )(arrays, layout, sinks)
     return (*by_rows, *sums)
 
 
+@meshes.on_any_mesh
 def attention_forward(
     query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None, implementation=None
 ):
@@ -115,13 +140,17 @@ def attention_forward(
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T] natural log). Padding gives out = 0; its lse
       means nothing.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    _checked("attention_forward", query, key, value, layout, scale, window, soft_cap, sinks)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     chosen = _pick(query, key, value, layout, implementation, **options)
     function = functools.partial(chosen.forward, scale=scale, window=window, soft_cap=soft_cap)
     return _over_mesh(function, (query, key, value), layout, sinks, 2)
 
 
+@meshes.on_any_mesh
 def attention_backward(
     query,
     key,
@@ -143,7 +172,13 @@ def attention_backward(
       gradient of out, which must be finite at padding too (`attention` sees to that itself).
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = _checked("attention_backward", query, key, value, layout, scale, window, soft_cap, sinks)
+    check.array("out", out, "B T heads D", query.dtype)
+    check.array("lse", lse, "B heads T", jnp.float32)
+    check.array("dout", dout, "B T heads D", query.dtype)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     chosen = _pick(query, key, value, layout, implementation, backward=True, **options)
     function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
@@ -172,6 +207,7 @@ def _attention_bwd(static, implementation, backward_implementation, residuals, d
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
+@meshes.on_any_mesh
 def attention(
     query,
     key,
@@ -191,22 +227,34 @@ def attention(
       backward_implementation: that of the gradients; as `implementation`, unless it is named.
     Returns:
       out [B, T, heads, D].
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    _checked("attention", query, key, value, layout, scale, window, soft_cap, sinks)
     static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))
     backward_implementation = backward_implementation or implementation
     return _attention(query, key, value, sinks, layout, static, implementation, backward_implementation)
 
 
+@meshes.on_any_mesh
 def decode_attention(query, key_cache, value_cache, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """Attention of new tokens over a key/value cache, for generation.
 
     Args:
-      query: [B, N, heads, D], the last N tokens of each row (N = 1 while decoding).
-      key_cache, value_cache: [B, capacity, kv_heads, D]; entries at and past lengths are ignored.
+      query: [B, N, heads, D] bfloat16, float16 or float32, the last N tokens of each row (N = 1 while decoding).
+      key_cache, value_cache: [B, capacity, kv_heads, D], a float dtype; entries at and past lengths are ignored.
       lengths: int32[B], tokens in the cache with the new ones.
     Returns:
       [B, N, heads, D] in query's dtype.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("decode_attention")
+    check.array("query", query, "B N heads D", FLOATS)
+    check.array("key_cache", key_cache, "B capacity kv_heads D", FLOATS)
+    check.array("value_cache", value_cache, "B capacity kv_heads D", key_cache.dtype)
+    check.array("lengths", lengths, "B", INTEGERS)
+    _check_features(check, query, key_cache, scale, window, soft_cap, sinks)
     lengths = jnp.asarray(lengths, jnp.int32)
     return reference.decode(
         query, key_cache, value_cache, lengths, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks

@@ -12,6 +12,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxtune.pallas.arguments import INTEGERS, Arguments
+from jaxtune.pallas.meshes import on_any_mesh
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +43,30 @@ class PackedLayout:
         return index - self.doc_start
 
 
+@on_any_mesh
 def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
     """Builds the layout of a batch of `shape` = (rows, length); static shapes, no host sync, usable inside jit.
 
     Args:
+      shape: (rows, length), each at least 1.
       segment_ids: int[B, T], 0 is padding, or None for one document a row.
-      max_documents: see PackedLayout; not checked here, because that would wait for the device.
+      max_documents: see PackedLayout; that it holds is not checked here, because that would wait for the device.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("packed_layout")
+    check.sequence("shape", shape, "rows and length", 2)
     rows, length = shape
+    check.number("rows", rows, whole=True, least=1)
+    check.number("length", length, whole=True, least=1)
+    check.number("max_documents", max_documents, whole=True, least=1, optional=True)
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     if segment_ids is None:
         zeros = jnp.zeros((rows, length), jnp.int32)
         return PackedLayout(zeros, zeros + length, max_documents=1, full=True)
-    if segment_ids.shape != tuple(shape):
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}, the tokens {tuple(shape)}: they must agree")
+    check.array("segment_ids", segment_ids, f"{rows} {length}", INTEGERS)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     edge = jnp.ones((rows, 1), bool)
     first = jnp.concatenate([edge, changes], axis=1)

@@ -60,7 +60,7 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
     if dim not in HEURISTIC[kernel]:
         raise ValueError(f"attention: there is no {kernel} kernel for head dim {dim}")
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
-        found = tuning.tuned(op, name, query.dtype)
+        found = tuning.tuned(op, name, query.dtype, Blocks)
         if found:
             return Blocks(**found)
     return HEURISTIC[kernel][dim]

@@ -5,22 +5,33 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.gated import mosaic, reference
 
 IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
 
 
+@meshes.on_any_mesh
 def gated_backward(
     gate: jax.Array, up: jax.Array, dgated: jax.Array, activation: str, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """activation(gate) * up and, of its gradient dgated, the gradients of gate and of up; all of one shape and dtype.
+    """activation(gate) * up and, of its gradient dgated, the gradients of gate and of up; all of one shape and float
+    dtype.
 
     Args:
       activation: a name of ACTIVATIONS.
       implementation: "mosaic" (the results take the arguments' memory, if nothing else reads them), "reference", or
         None for the first that supports the call.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("gated_backward")
+    check.array("gate", gate, "...", FLOATS)
+    shape = " ".join(map(str, gate.shape))
+    check.array("up", up, shape, gate.dtype)
+    check.array("dgated", dgated, shape, gate.dtype)
+    check.choice("activation", activation, tuple(reference.ACTIVATIONS))
     name = dispatch.choose("gated_backward", implementations(gate.dtype, gate.size, activation), implementation)
     return IMPLEMENTATIONS[name].gated_backward(gate, up, dgated, activation)
 

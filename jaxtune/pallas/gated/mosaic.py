@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch, gpu_kernel, meshes
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
 CHUNK = 128 * _VECTOR  # of a warpgroup, which is a program
@@ -49,10 +49,7 @@ def refusal(dtype, size: int, activation: str) -> str | None:
         return reason
     if size >= MOST:
         return f"{size} elements: their numbers have 32 bits"
-    mesh = jax.sharding.get_abstract_mesh()
-    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
-        return "a mesh of several devices: the kernel cannot be divided"
-    return None
+    return meshes.refusal()
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.grouped_matmul import (
     first_use,
     mosaic,
@@ -186,13 +187,37 @@ def _grouped_bwd(static, residuals, dout):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def chosen(dtype, columns: int, weight, groups: Groups, transposed: bool, implementation: str | None) -> str:
-    """The implementation of a call over rows of so many columns; see grouped_matmul."""
-    if weight.ndim != 3 or weight.shape[0] != groups.num_experts:
-        raise ValueError(f"grouped_matmul: weight {weight.shape}; want [E, ., .] of {groups.num_experts} experts")
+def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
+    """Checks a layout of sorted rows."""
+    check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
+    for part, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
+        check.array(f"{name}.{part}", getattr(groups, part), shape, jnp.int32)
+
+
+def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, transposed: bool, routing=None) -> None:
+    """Checks the arguments of a product by `op`.
+
+    Args:
+      name, shape: x's, whose last axis is "in". routing: the Routing of the groups, if that is what was given.
+    """
+    check = Arguments(op)
+    check_groups(check, groups, "groups" if routing is None else "routing.groups")
+    check.sizes["rows"] = (groups.rows, " (of the groups' tiles)")
+    if routing is not None:
+        check.array("routing.slots", routing.slots, "T k", jnp.int32)
+        check.array("routing.source", routing.source, "rows", jnp.int32)
+    check.array(name, x, shape, FLOATS)
+    check.array("weight", weight, "E in out" if transposed else "E out in", FLOATS, stored=(FourBit, MXFP4))
+    if lora is not None:
+        check.is_a("lora", lora, GroupedLora, "a GroupedLora or None")
+        check.array("lora.a", lora.a, "E r in", FLOATS)
+        check.array("lora.b", lora.b, "E out r", FLOATS)
+        check.number("lora.scale", lora.scale)
+
+
+def chosen(dtype, weight, groups: Groups, transposed: bool, implementation: str | None) -> str:
+    """The implementation of a call over rows of a dtype; see grouped_matmul."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
-    if columns != in_size:
-        raise ValueError(f"grouped_matmul: x of {columns} columns does not fit weight {weight.shape}")
     packed = weight if isinstance(weight, FourBit | MXFP4) else None
     table = implementations(dtype, in_size, out_size, groups, packed, implementation)
     return dispatch.choose("grouped_matmul", table, implementation)
@@ -207,6 +232,7 @@ def prepared(x, weight, lora: GroupedLora | None, transposed: bool, derivative_f
     return x, weight, None if lora is None else (lora.a, lora.b), static
 
 
+@meshes.on_any_mesh
 def grouped_matmul(
     x: jax.Array,
     weight: jax.Array | FourBit | MXFP4,
@@ -223,7 +249,8 @@ def grouped_matmul(
     and the adapter.
 
     Args:
-      x: [rows, in], sorted as `groups` says; the compute dtype. Weights in another dtype are cast to it.
+      x: [rows, in] bfloat16, float16 or float32, sorted as `groups` says; the compute dtype. Weights in another dtype
+        are cast to it.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits (decoded for each product, by
         "mosaic_ahead" while it multiplies).
       derivative_follows: the derivative is taken soon, and x serves nothing else. A weight that is decoded first is
@@ -231,23 +258,38 @@ def grouped_matmul(
       implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call.
     Returns:
       [rows, out] in x's dtype.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
-    name = chosen(x.dtype, x.shape[1], weight, groups, transposed, implementation)
-    if x.shape[0] != groups.rows:
-        raise ValueError(f"grouped_matmul: x {x.shape} does not fit weight {weight.shape} and {groups.rows} rows")
+    checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
+    name = chosen(x.dtype, weight, groups, transposed, implementation)
     x, weight, sides, static = prepared(x, weight, lora, transposed, derivative_follows, name)
     return _grouped(x, weight, sides, groups, static)
 
 
-@jax.custom_vjp
+@meshes.on_any_mesh
 def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
-    """rows [rows, out] + the bias of each row's expert, bias [E, out]; in rows' dtype."""
+    """rows [rows, out] + the bias of each row's expert, bias [E, out]; in rows' dtype.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("grouped_bias")
+    check_groups(check, groups)
+    check.sizes["rows"] = (groups.rows, " (of the groups' tiles)")
+    check.array("rows", rows, "rows out", FLOATS)
+    check.array("bias", bias, "E out", FLOATS)
+    return _biased(rows, bias, groups)
+
+
+@jax.custom_vjp
+def _biased(rows, bias, groups):
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups) + added).reshape(rows.shape).astype(rows.dtype)
 
 
 def _bias_fwd(rows, bias, groups):
-    return grouped_bias(rows, bias, groups), (bias, groups)
+    return _biased(rows, bias, groups), (bias, groups)
 
 
 def _bias_bwd(residuals, drows):
@@ -256,4 +298,4 @@ def _bias_bwd(residuals, drows):
     return drows, reference.per_expert(wide.sum(1), groups).astype(bias.dtype), None
 
 
-grouped_bias.defvjp(_bias_fwd, _bias_bwd)
+_biased.defvjp(_bias_fwd, _bias_bwd)

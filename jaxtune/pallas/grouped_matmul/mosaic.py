@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import gpu_kernel, tuning
+from jaxtune.pallas import gpu_kernel, meshes, tuning
 from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
@@ -101,7 +101,7 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     for size in (in_size, out_size):  # the other direction is the backward's
         if size % _STEP:
             return f"size {size} is not a multiple of {_STEP}"
-    return None
+    return meshes.refusal()
 
 
 def interpreter() -> Any:
@@ -132,7 +132,7 @@ def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
     """The blocks measured for a product; or the first that divide it, or beside a decoder the widest, if its last tile
     overlaps the one before by little."""
-    measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype)
+    measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
         return Blocks(**measured)
     if ahead and -out_size % _MOST_COLUMNS_BESIDE <= out_size // 16:

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.linear_cross_entropy import reference
+from jaxtune.pallas.meshes import on_any_mesh
 
 CHUNK_LOGITS = 1 << 27  # that exist at a time by default
 
@@ -32,6 +34,7 @@ def _loss_bwd(static, residuals, dloss):
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
+@on_any_mesh
 def linear_cross_entropy(
     hidden: jax.Array,
     head: jax.Array,
@@ -52,25 +55,29 @@ def linear_cross_entropy(
     e = label_smoothing as in torch's cross_entropy; the last term is the z-loss of PaLM (arXiv 2204.02311).
 
     Args:
-      hidden: [B, T, D]; head: [V, D], cast to hidden's dtype for the product.
-      targets: int32[B, T] in [0, V); weights: float32[B, T], 0 where a target does not count.
+      hidden: [B, T, D] bfloat16, float16 or float32; head: [V, D], of these, cast to hidden's dtype for the product.
+      targets: int32[B, T] in [0, V); weights: float32[B, T] (or 16 bits), 0 where a target does not count.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
       chunk_tokens: tokens whose logits exist at a time; by default they and their gradient take about 0.8 GB. The loss
         does not depend on it, nor does hidden's gradient; the head's only in the order of fp32 sums.
     Returns:
       (loss_sum, count): float32 scalars, sum of weights * loss and sum of weights.
     Raises:
-      ValueError: label_smoothing, z_loss or chunk_tokens out of range.
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("linear_cross_entropy")
+    check.array("hidden", hidden, "B T D", FLOATS)
+    check.array("head", head, "V D", FLOATS)
+    check.array("targets", targets, "B T", INTEGERS)
+    check.array("weights", weights, "B T", FLOATS)
+    check.number("soft_cap", soft_cap, above=0, optional=True)
+    check.number("logit_scale", logit_scale)
+    check.number("label_smoothing", label_smoothing, least=0, below=1)
+    check.number("z_loss", z_loss, least=0)
+    check.number("chunk_tokens", chunk_tokens, whole=True, least=1, optional=True)
     rows, length, _ = hidden.shape
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"linear_cross_entropy: label_smoothing = {label_smoothing}: must be at least 0 and below 1")
-    if z_loss < 0.0:
-        raise ValueError(f"linear_cross_entropy: z_loss = {z_loss}: must be 0 or more")
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_LOGITS // head.shape[0])
-    if chunk_tokens < 1:
-        raise ValueError(f"linear_cross_entropy: chunk_tokens = {chunk_tokens}: must be 1 or more")
     static = (
         ("soft_cap", soft_cap),
         ("logit_scale", logit_scale),

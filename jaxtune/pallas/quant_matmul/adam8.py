@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.quant_matmul import adam_lanes, bulk_lanes, lanes, mosaic
 from jaxtune.pallas.quant_matmul.blockwise8 import (
     BLOCK,
@@ -72,9 +73,8 @@ def refusal(gradient, m_codes) -> str | None:
         return f"dtype {gradient.dtype}"
     if m_codes.dtype != jnp.uint8 or gradient.size < _CHUNK:
         return f"{gradient.size} elements, fewer than {_CHUNK}"
-    mesh = jax.sharding.get_abstract_mesh()
-    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
-        return "a mesh of several devices: the kernel cannot be divided"
+    if (reason := meshes.refusal()) is not None:
+        return reason
     if mosaic._interpret is not None:
         return None
     return dispatch.first_use("adamw_8bit", "mosaic", str(gradient.dtype), lambda: _small_case(gradient.dtype))
@@ -109,6 +109,7 @@ def _small_case(dtype):
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
     """`adam_update` in plain jnp: on any machine, and divided by XLA over any mesh."""
+    _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
     g = in_blocks(gradient) * scale
     m = beta1 * decode(m, m_absmax, signed=True) + (1 - beta1) * g
@@ -117,6 +118,19 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
     direction = direction.reshape(-1)[: gradient.size].reshape(shape)
     new = (*encode(m, signed=True), *encode(v, signed=False))
     return direction, *(jnp.where(finite, n, o) for n, o in zip(new, old, strict=True))
+
+
+def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
+    check = Arguments(op)
+    check.array("gradient", gradient, "...", FLOATS)
+    check.sizes["blocks"] = (-(-gradient.size // BLOCK), f" ({BLOCK} elements of the gradient in each)")
+    for name, codes, absmax in (("m", m, m_absmax), ("v", v, v_absmax)):
+        check.array(name, codes, f"blocks {BLOCK}", jnp.uint8)
+        check.array(f"{name}_absmax", absmax, "blocks", jnp.float32)
+    check.sequence("betas", betas, "two numbers", 2)
+    for beta in betas:
+        check.number("betas", beta, least=0, below=1)
+    check.number("eps", eps, least=0)
 
 
 def _written_out_places(x, table, signed: bool):
@@ -229,7 +243,10 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, sc
       finite: bool; where it is false, the moments stay as they are, and the direction means nothing.
     Returns:
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    _check("adam_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
     return _adam_update(
         gradient, m, m_absmax, v, v_absmax, *numbers, tuple(betas), float(eps), _PROGRAMS, mosaic._interpret

@@ -7,16 +7,16 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import mosaic, mosaic_fused, reference, triton
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.quant_matmul import mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.formats import FourBit
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
-# Who decodes weights in four bits; the products of many tokens are the vendor's, unless a measurement says otherwise.
+# Who decodes weights in four bits; the products of many tokens are the vendor's.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
-# Taken only by name.
-BY_NAME = {"mosaic_fused": mosaic_fused}
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +36,7 @@ class LoraWeights:
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
 
 
+@meshes.on_any_mesh
 def quant_matmul(
     x: jax.Array,
     weights: Sequence[jax.Array | FourBit],
@@ -49,26 +50,44 @@ def quant_matmul(
     """Multiplies x by one to n weights that share it, with their adapters and biases.
 
     Args:
-      x: [..., in], the compute dtype; weights in another dtype are cast to it.
+      x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
       weights: each [out_i, in], an array or in four bits. Those in four bits are decoded to x's dtype for each product,
         get no gradient, and leave nothing decoded behind for the backward.
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.
-      implementation: "mosaic", "triton", "reference", "mosaic_fused", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("quant_matmul")
+    check.array("x", x, "... in", FLOATS)
+    check.sequence("weights", weights, "arrays or weights in four bits")
     count = len(weights)
+    for name, given in (("loras", loras), ("biases", biases)):
+        if given is not None:
+            check.sequence(name, given, "one for each weight, or None in its place", count)
     loras = tuple(loras) if loras is not None else (None,) * count
     biases = tuple(biases) if biases is not None else (None,) * count
-    if len(loras) != count or len(biases) != count:
-        raise ValueError(f"quant_matmul: {count} weights, {len(loras)} loras, {len(biases)} biases: counts must agree")
-    for weight in weights:
-        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(f"quant_matmul: weight {weight.shape} does not fit x {x.shape}: want [out, {x.shape[-1]}]")
+    for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
+        check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(FourBit,))
+        if lora is not None:
+            check.is_a(f"loras[{i}]", lora, LoraWeights, "a LoraWeights or None")
+            check.array(f"loras[{i}].a", lora.a, f"r_{i} in", FLOATS)
+            check.array(f"loras[{i}].b", lora.b, f"out_{i} r_{i}", FLOATS)
+            check.number(f"loras[{i}].scale", lora.scale)
+            if lora.row_scale is not None:
+                check.array(f"loras[{i}].row_scale", lora.row_scale, f"out_{i}", FLOATS)
+        if bias is not None:
+            check.array(f"biases[{i}]", bias, f"out_{i}", FLOATS)
+    check.number("dropout_rate", dropout_rate, least=0, below=1)
+    typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
+    if dropout_key is not None and not typed:
+        check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
     name = dispatch.choose("quant_matmul", implementations(weights, x.dtype, implementation), implementation)
-    kernels = (IMPLEMENTATIONS | BY_NAME)[name]
+    kernels = IMPLEMENTATIONS[name]
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels)
 
 
@@ -99,5 +118,5 @@ def implementations(
 
     return {
         name: functools.partial(refusal, kernels) if kernels is not reference else lambda: None
-        for name, kernels in (IMPLEMENTATIONS | (BY_NAME if implementation in BY_NAME else {})).items()
+        for name, kernels in IMPLEMENTATIONS.items()
     }

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.pallas.arguments import FLOATS, Arguments
+
 BLOCK = 256
 _DECADES = 7
 SIGNED_ZERO = 127  # place of 0 in the signed map
@@ -95,7 +97,11 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
     """(codes uint8[blocks, 256], absmax float32[blocks]) of float32 values of any shape; the last block is padded.
 
     A block whose largest magnitude is no normal float32 becomes zeros.
+
+    Raises:
+      TypeError: values are no floats.
     """
+    Arguments("blockwise8.encode").array("values", values, "...", FLOATS)
     blocks = in_blocks(values)
     absmax = jnp.abs(blocks).max(1)
     absmax = jnp.where(absmax < jnp.finfo(jnp.float32).tiny, 0.0, absmax)
@@ -104,7 +110,14 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
-    """float32[blocks, 256], the inverse of `encode` up to rounding."""
+    """float32[blocks, 256], the inverse of `encode` up to rounding.
+
+    Raises:
+      TypeError, ValueError: codes and absmax are not as `encode` makes them.
+    """
+    check = Arguments("blockwise8.decode")
+    check.array("codes", codes, f"blocks {BLOCK}", jnp.uint8)
+    check.array("absmax", absmax, "blocks", jnp.float32)
     return jnp.asarray(dynamic_map(signed)).at[codes].get(mode="promise_in_bounds") * absmax[:, None]
 
 

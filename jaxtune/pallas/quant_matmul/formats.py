@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.pallas.arguments import FLOATS, Arguments, describe
+from jaxtune.pallas.meshes import on_any_mesh
 from jaxtune.pallas.quant_matmul import blockwise8
 from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map, nearest_codes
 
@@ -66,6 +68,23 @@ class FourBit:
         """Bytes that are stored."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
+    def problem(self) -> str | None:
+        """Why the parts are not those of a tensor of this shape, or None."""
+        blocks = -(-self.size // BLOCK)
+        double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
+        if len({part is None for part in double.values()}) != 1:
+            return "of nested_absmax, nested_map and offset some are there and some are None"
+        quantised = self.offset is not None
+        wanted = {"codes": ("uint8", (-(-self.size // 2),)), "absmax": ("uint8" if quantised else "float32", (blocks,))}
+        if quantised:
+            shapes = ((-(-blocks // NESTED_BLOCK),), (256,), ())
+            wanted |= {name: ("float32", shape) for name, shape in zip(double, shapes, strict=True)}
+        for name, (dtype, shape) in wanted.items():
+            part = getattr(self, name)
+            if (str(part.dtype), tuple(part.shape)) != (dtype, shape):
+                return f"{name} is {describe(part)}; shape {self.shape} asks for {dtype}{list(shape)}"
+        return None
+
     def block_absmax(self) -> jax.Array:
         """float32[ceil(n / 64)]"""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
@@ -74,13 +93,32 @@ class FourBit:
         # The barrier keeps the sum from being contracted into the product: bitsandbytes rounds between them.
         return jax.lax.optimization_barrier(_blocks(values, NESTED_BLOCK, self.nested_absmax)) + self.offset
 
-    @functools.partial(jax.jit, static_argnums=1)
+    @on_any_mesh
     def decode(self, dtype=None) -> jax.Array:
-        """The tensor in `dtype` (by default the one it came in): table entry times absmax in float32, then cast."""
+        """The tensor in `dtype`, a float one (by default the one it came in): table entry times absmax in float32, then
+        cast.
+
+        Raises:
+          ValueError: the parts do not fit the shape. TypeError: dtype is no float dtype.
+        """
+        check_decode(self, dtype)
+        return self._decode(dtype)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def _decode(self, dtype) -> jax.Array:
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[:, None] >> jnp.array([4, 0], jnp.uint8)) & 15
             values = jnp.asarray(self.table).at[nibbles.reshape(-1)[: self.size]].get(mode="promise_in_bounds")
             return _blocks(values, BLOCK, self.block_absmax()).reshape(self.shape).astype(dtype or self.dtype)
+
+
+def check_decode(weight, dtype) -> None:
+    """Checks the call weight.decode(dtype)."""
+    op = f"{type(weight).__name__}.decode"
+    if (problem := weight.problem()) is not None:
+        raise ValueError(f"{op}: {problem}")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{op}: dtype is {jnp.dtype(dtype)}; it must be a float dtype")
 
 
 def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
@@ -111,12 +149,22 @@ class NF4(FourBit):
     )  # fmt: skip
 
     @staticmethod
+    @on_any_mesh
     def encode(array: jax.Array | np.ndarray, double_quant: bool = True) -> NF4:
-        """Quantises a float tensor of any shape, on the device that it lies on; the bytes are the same on every one.
+        """Quantises a tensor of any shape in bfloat16, float16 or float32, on the device that it lies on; the bytes are
+        the same on every one.
 
         Elements are taken as float32. Values that are not finite make a block of nonsense, and with double
         quantisation a tensor: `offset` is then not finite either.
+
+        Raises:
+          TypeError: array is none of these. ValueError: it is empty.
         """
+        check = Arguments("NF4.encode")
+        check.array("array", array, "...", FLOATS)
+        if not array.size:
+            raise ValueError(f"NF4.encode: array has the shape {array.shape}; it must have an element at least")
+        check.is_a("double_quant", double_quant, bool, "True or False")
         return _encode_nf4(jnp.asarray(array), double_quant)
 
 

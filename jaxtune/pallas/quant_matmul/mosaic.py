@@ -4,7 +4,7 @@
 `small_matmul` (1 to 16 tokens, decoding) reads the codes only, and multiplies on the tensor cores as they come.
 
 Of one token it is that of row_matmul.py. Where a measurement of the GPU says so (pallas/tuning.py), `small_matmul` is
-that of line_matmul.py, and a product of many tokens that of fused_matmul.py.
+that of line_matmul.py.
 """
 
 # Pallas' annotations know neither its own transforms nor pipelines that carry values.
@@ -26,7 +26,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, tuning
-from jaxtune.pallas.quant_matmul import fused_matmul, lanes, line_matmul, row_matmul
+from jaxtune.pallas.quant_matmul import lanes, line_matmul, row_matmul
 from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, NF4, FourBit
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
@@ -294,7 +294,7 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
     """The tile of line_matmul that this product takes because it was measured to be the fastest, or None."""
-    found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype)
+    found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
     return tile
@@ -400,63 +400,4 @@ def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, 
         absmax.reshape(rows, -1),
         jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
         *nested,
-    )
-
-
-# ---- dequantising and multiplying in one
-
-
-def fused_bucket(weight: FourBit, contract: int, tokens: int) -> str:
-    """What of a product's shape its measurement is for; tokens up to a power of two."""
-    rows, columns = weight.shape
-    return f"{rows} x {columns}, {'forward' if contract == 1 else 'dx'}, tokens={1 << (tokens - 1).bit_length()}"
-
-
-def fused_tile(weight: FourBit, dtype, tokens: int, contract: int) -> fused_matmul.Tile | None:
-    """The tile with which `fused_product` makes this product because it was measured to be faster than dequantising
-    and the vendor's GEMM, or None."""
-    found = tuning.tuned("fused_matmul", fused_bucket(weight, contract, tokens), dtype)
-    if not found or fused_refusal(tile := fused_matmul.Tile(**found), weight, dtype, contract) is not None:
-        return None
-    return tile
-
-
-def fused_refusal(tile: fused_matmul.Tile, weight: FourBit, dtype, contract: int) -> str | None:
-    """Why `fused_product` with this tile cannot serve a product over side `contract` of the weight (1: forward, 0: dx),
-    or None; on a GPU, its first use is checked."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
-        return "a mesh of several devices: the kernel cannot be divided"
-    reason = refusal(weight, dtype) or fused_matmul.refusal(tile, weight, contract)
-    if reason is not None or _interpret is not None:
-        return reason
-
-    def compare():
-        keys = jax.random.split(jax.random.key(0), 4)
-        inner, columns, rank = 128 * max(tile.splits, 3), 2 * tile.columns, 16
-        shape = (columns, inner) if contract == 1 else (inner, columns)
-        small = NF4.encode(jax.random.normal(keys[0], shape), weight.nested_absmax is not None)
-        x = jax.random.normal(keys[1], (200, inner)).astype(dtype)
-        u = jax.random.normal(keys[2], (200, rank)).astype(dtype)
-        side = jax.random.normal(keys[3], (columns, rank) if contract == 1 else (rank, columns)).astype(dtype)
-        bias = jnp.arange(columns, dtype=jnp.float32) / columns
-        got = jax.jit(lambda x, w, u, side, bias: fused_product(x, w, contract, tile, (u, side), bias))
-
-        def product(x, weight):
-            sides = ((1,), (contract,)), ((), ())
-            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-            return lax.dot_general(x, weight, sides, precision=lax.Precision.HIGHEST)
-
-        return [got(x, small, u, side, bias)], [product(x, small.decode(dtype)) + product(u, side) + bias]
-
-    quantised = "quantised" if weight.nested_absmax is not None else "float32"
-    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {'forward' if contract == 1 else 'dx'}, {tile}"
-    return dispatch.first_use("quant_matmul", "mosaic, fused", call, compare)
-
-
-def fused_product(x: jax.Array, weight: FourBit, contract: int, tile: fused_matmul.Tile, extra=None, bias=None):
-    """See fused_matmul.product; [T, N] in x's dtype."""
-    absmax, *nested = absmax_operands(weight)
-    return fused_matmul.product(
-        x, weight, contract, tile, _kernel, _interpret, absmax=absmax, nested=nested, extra=extra, bias=bias
     )

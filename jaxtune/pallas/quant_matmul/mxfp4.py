@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.pallas.arguments import Arguments
+from jaxtune.pallas.meshes import on_any_mesh
+from jaxtune.pallas.quant_matmul.formats import check_decode
+
 BLOCK = 32  # numbers that share a scale
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -31,9 +35,14 @@ class MXFP4:
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
-        """Of a checkpoint's uint8[..., n / 32, 16] and uint8[..., n / 32]."""
-        if blocks.shape != (*scales.shape, BLOCK // 2):
-            raise ValueError(f"MXFP4: blocks {blocks.shape} do not fit scales {scales.shape}; want a last axis of 16")
+        """Of a checkpoint's uint8[..., n / 32, 16] and uint8[..., n / 32].
+
+        Raises:
+          TypeError, ValueError: other dtypes, or shapes that do not fit together.
+        """
+        check = Arguments("MXFP4.from_blocks")
+        check.array("scales", scales, "...", jnp.uint8)
+        check.array("blocks", blocks, " ".join(map(str, (*scales.shape, BLOCK // 2))), jnp.uint8)
         return MXFP4(blocks.reshape(*scales.shape[:-1], -1), scales, dtype_name)
 
     @property
@@ -58,12 +67,30 @@ class MXFP4:
         """Bytes that are stored."""
         return self.codes.nbytes + self.scales.nbytes
 
-    @functools.partial(jax.jit, static_argnums=1)
+    def problem(self) -> str | None:
+        """Why codes and scales do not fit together, or None."""
+        wanted = (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK // 2)
+        if tuple(self.codes.shape) != wanted:
+            return f"codes are {list(self.codes.shape)}; scales {list(self.scales.shape)} ask for {list(wanted)}"
+        if (str(self.codes.dtype), str(self.scales.dtype)) != ("uint8", "uint8"):
+            return f"codes are {self.codes.dtype} and scales {self.scales.dtype}; both must be uint8"
+        return None
+
+    @on_any_mesh
     def decode(self, dtype=None) -> jax.Array:
-        """The tensor; exact in every dtype that holds the scales. Numbers under 2^-126 are zero.
+        """The tensor in `dtype`, a float one (by default that of `dtype_name`); exact in every dtype that holds the
+        scales. Numbers under 2^-126 are zero.
 
         A number's exponent is the sum of its code's and its scale's: put together as bits, without a table or a power.
+
+        Raises:
+          ValueError: the parts do not fit together. TypeError: dtype is no float dtype.
         """
+        check_decode(self, dtype)
+        return self._decode(dtype)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def _decode(self, dtype) -> jax.Array:
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
             nibbles = nibbles.astype(jnp.int32).reshape(*self.scales.shape, BLOCK)

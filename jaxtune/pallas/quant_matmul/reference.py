@@ -4,8 +4,8 @@ The backward is written out so that every sum is the `c` of a GEMM that follows:
 Autodiff adds the products pairwise, and XLA then spends a pass over memory on each addition.
 
 Weights in four bits are decoded before each product, in either direction; no decoded weight is a residual. Who decodes
-them, who multiplies a few tokens by them, and who may do both in one, is an argument (`kernels`): this module or one
-with the same six functions, `refusal`, `dequantize`, `small_refusal`, `small_matmul`, `fused_tile`, `fused_product`.
+them, and who multiplies a few tokens by them, is an argument (`kernels`): this module or one with the same four
+functions, `refusal`, `dequantize`, `small_refusal`, `small_matmul`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
-from jax.sharding import PartitionSpec
 
+from jaxtune.pallas.meshes import on_every_device
 from jaxtune.pallas.quant_matmul.formats import FourBit
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
@@ -44,26 +44,6 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     raise NotImplementedError(small_refusal(weight, x.dtype, x.shape[0]))
 
 
-def fused_tile(weight: FourBit, dtype, tokens: int, contract: int):
-    """How `fused_product` makes a product over side `contract` of the weight, or None: it does not."""
-    del weight, dtype, tokens, contract
-
-
-def fused_product(x: jax.Array, weight: FourBit, contract: int, tile, extra=None, bias=None) -> jax.Array:
-    """x times the weight over its side `contract`, plus the product of `extra` (u, side), plus bias."""
-    raise NotImplementedError("a decoded weight and the vendor's GEMM")
-
-
-def _on_every_device(function, *operands):
-    """A kernel has no partitioning rule of its own: under a mesh every device runs it on whole operands."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)
-    if all(mesh.shape[axis] == 1 for axis in axes):
-        return function(*operands)
-    whole = PartitionSpec()
-    return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)(*operands)
-
-
 def _product(x, weight, contract, dtype=None):
     """dot_general over one axis of each, multiplied in x's dtype; the result in `dtype` (default: x's)."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -84,7 +64,7 @@ def decoded(weight, x, kernels: ModuleType):
     """
     if isinstance(weight, FourBit | MXFP4):
         weight, x = optimization_barrier((weight, x))
-        weight = _on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
+        weight = on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
     return weight, x
 
 
@@ -92,9 +72,7 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
     """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
-        out = _on_every_device(kernels.small_matmul, x, weight)
-    elif isinstance(weight, FourBit) and (tile := kernels.fused_tile(*call, contract[1])) is not None:
-        return kernels.fused_product(x, weight, contract[1], tile, more, bias)
+        out = on_every_device(kernels.small_matmul, x, weight)
     else:
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)

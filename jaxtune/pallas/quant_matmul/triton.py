@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat
 from jaxtune.pallas.quant_matmul.formats import BLOCK, FourBit
 from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
-from jaxtune.pallas.quant_matmul.reference import fused_product, fused_tile
 
-__all__ = ["dequantize", "fused_product", "fused_tile", "refusal", "small_matmul", "small_refusal"]
+__all__ = ["dequantize", "refusal", "small_matmul", "small_refusal"]
 
 MAX_TOKENS = 16  # of small_matmul
 _VECTOR_TOKENS = 2  # up to so many the ordinary cores are faster than the tensor cores

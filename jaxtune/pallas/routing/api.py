@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
@@ -46,18 +47,26 @@ class Routing:
     groups: Groups
 
 
+@meshes.on_any_mesh
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
     """int32[T, k]: the k largest of logits [T, E], the largest first, the lower index first among equals.
 
     real: bool[T], or None for all; a token that is not real (padding) gets E, no expert.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("choose_experts")
+    check.array("logits", logits, "T E", FLOATS)
     experts = logits.shape[1]
-    if not 0 < k <= experts:
-        raise ValueError(f"choose_experts: k = {k} of {experts} experts")
+    check.number("k", k, whole=True, least=1, below=experts + 1)
+    if real is not None:
+        check.array("real", real, "T", jnp.bool_)
     choice = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1].astype(jnp.int32)
     return choice if real is None else jnp.where(real[:, None], choice, experts)
 
 
+@meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
     """float32[T, k]: what each token's experts count for; 0 where there is no expert. Differentiable by logits.
 
@@ -65,7 +74,12 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
       logits: [T, E]. choice: int32[T, k], as from choose_experts.
       renormalize: the weights of a token sum to one: the softmax over its chosen logits, which is the softmax over all,
         divided by the chosen ones' sum (gpt-oss, Mixtral, Qwen3-MoE's norm_topk_prob). Otherwise the softmax over all.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("expert_weights")
+    check.array("logits", logits, "T E", FLOATS)
+    check.array("choice", choice, "T k", jnp.int32)
     logits = logits.astype(jnp.float32)
     weights = reference.chosen(logits if renormalize else jax.nn.softmax(logits, axis=-1), choice)
     if renormalize:
@@ -73,15 +87,22 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     return jnp.where(choice < logits.shape[1], weights, 0.0)
 
 
+@meshes.on_any_mesh
 def route(
     choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
 ) -> Routing:
     """Sorts the pairs of choice int32[T, k] by expert, stably; those with `num_experts` or more go nowhere.
 
     implementation: "reference", "mosaic", or None for the faster.
-    """
-    tokens, k = choice.shape
 
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("route")
+    check.array("choice", choice, "T k", jnp.int32)
+    check.number("num_experts", num_experts, whole=True, least=1)
+    check.number("tile_rows", tile_rows, whole=True, least=1)
+    tokens, k = choice.shape
     name = dispatch.choose("routing sort", sort_implementations(num_experts, implementation), implementation)
     slots, source, groups = reference.sort_pairs(choice.reshape(-1), num_experts, tile_rows, _SORTS[name])
     return Routing(slots.reshape(tokens, k), source, groups)
@@ -117,6 +138,16 @@ def sort_implementations(num_experts: int, implementation: str | None = None) ->
     return {"reference": lambda: None, "mosaic": dispatch.on_request("mosaic", implementation, _SORT_REASON, refusal)}
 
 
+def _check_routing(op: str, routing: Routing) -> Arguments:
+    check = Arguments(op)
+    check.is_a("routing", routing, Routing, "a Routing, as route makes")
+    grouped.check_groups(check, routing.groups, "routing.groups")
+    check.sizes["rows"] = (routing.groups.rows, " (of the routing's tiles)")
+    check.array("routing.slots", routing.slots, "T k", jnp.int32)
+    check.array("routing.source", routing.source, "rows", jnp.int32)
+    return check
+
+
 def _spread(x, routing, implementation):
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1], sums=False, implementation=implementation)
     name = dispatch.choose("routing spread", table, implementation)
@@ -144,14 +175,17 @@ def _permute_bwd(implementation, routing, drows):
 _permute.defvjp(_permute_fwd, _permute_bwd)
 
 
+@meshes.on_any_mesh
 def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero. Gradients are summed over a
     token's pairs in float32, in the order of its choices.
 
     implementation: of this and of its gradient: "reference", "mosaic", or None for the faster of each.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
-    if x.shape[0] != routing.slots.shape[0]:
-        raise ValueError(f"permute: x has {x.shape[0]} rows, the routing is of {routing.slots.shape[0]} tokens")
+    _check_routing("permute", routing).array("x", x, "T H", FLOATS)
     return _permute(x, routing, implementation)
 
 
@@ -171,13 +205,16 @@ def _unpermute_bwd(implementation, routing, dx):
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 
+@meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype.
 
     implementation: as permute's.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
-    if rows.shape[0] != routing.groups.rows:
-        raise ValueError(f"unpermute: {rows.shape[0]} rows, the routing has {routing.groups.rows}")
+    _check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)
 
 
@@ -213,6 +250,7 @@ def _of_tokens_bwd(static, residuals, dout):
 _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
 
 
+@meshes.on_any_mesh
 def matmul_of_tokens(
     x: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
     derivative_follows: bool = False, implementation: str | None = None,
@@ -221,10 +259,12 @@ def matmul_of_tokens(
     gradients, which take what they need of x.
 
     Args: of grouped_matmul.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
-    if x.shape[0] != routing.slots.shape[0]:
-        raise ValueError(f"matmul_of_tokens: x has {x.shape[0]} rows, the routing {routing.slots.shape[0]} tokens")
-    name = grouped.chosen(x.dtype, x.shape[1], weight, routing.groups, transposed, implementation)
+    _check_routing("matmul_of_tokens", routing)
+    grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
+    name = grouped.chosen(x.dtype, weight, routing.groups, transposed, implementation)
     x, weight, sides, static = grouped.prepared(x, weight, lora, transposed, derivative_follows, name)
     return _of_tokens(x, weight, sides, routing, static)
 
@@ -248,6 +288,7 @@ def _to_tokens_bwd(static, residuals, dout):
 _to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
 
 
+@meshes.on_any_mesh
 def matmul_to_tokens(
     rows: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
     implementation: str | None = None,
@@ -256,21 +297,35 @@ def matmul_to_tokens(
     is, of tokens, and permute it where they need it.
 
     Args: of grouped_matmul.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
-    if rows.shape[0] != routing.groups.rows:
-        raise ValueError(f"matmul_to_tokens: {rows.shape[0]} rows, the routing has {routing.groups.rows}")
-    name = grouped.chosen(rows.dtype, rows.shape[1], weight, routing.groups, transposed, implementation)
+    _check_routing("matmul_to_tokens", routing)
+    grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)
+    name = grouped.chosen(rows.dtype, weight, routing.groups, transposed, implementation)
     rows, weight, sides, static = grouped.prepared(rows, weight, lora, transposed, False, name)
     return _to_tokens(rows, weight, sides, routing, static)
 
 
-@jax.custom_vjp
+@meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
     """out [T, n] + each token's experts' biases by their weights, summed in float32; in out's dtype.
 
     Args:
       weights: float32[T, k]; 0 where there is no expert. bias: [E, n]. choice: int32[T, k], as from choose_experts.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
+    check = Arguments("token_bias")
+    check.array("out", out, "T n", FLOATS)
+    check.array("weights", weights, "T k", jnp.float32)
+    check.array("bias", bias, "E n", FLOATS)
+    check.array("choice", choice, "T k", jnp.int32)
+    return _with_bias(out, weights, bias, choice)
+
+
+@jax.custom_vjp
+def _with_bias(out, weights, bias, choice):
     total = out.astype(jnp.float32)
     for weight, expert in zip(weights.T, choice.T, strict=True):
         total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
@@ -278,7 +333,7 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
 
 
 def _token_bias_fwd(out, weights, bias, choice):
-    return token_bias(out, weights, bias, choice), (weights, bias, choice)
+    return _with_bias(out, weights, bias, choice), (weights, bias, choice)
 
 
 def _token_bias_bwd(residuals, dout):
@@ -291,21 +346,31 @@ def _token_bias_bwd(residuals, dout):
     return dout, dweights, dbias.astype(bias.dtype), None
 
 
-token_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
+_with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
+
+
+@meshes.on_any_mesh
+def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
+    """weights [T, k] -> [rows]: each pair's in its row; 0 in rows that hold nothing.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    _check_routing("row_weights", routing).array("weights", weights, "T k", FLOATS)
+    return _row_weights(weights, routing)
 
 
 @jax.custom_vjp
-def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
-    """weights [T, k] -> [rows]: each pair's in its row; 0 in rows that hold nothing."""
+def _row_weights(weights, routing):
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 
 def _row_weights_fwd(weights, routing):
-    return row_weights(weights, routing), routing
+    return _row_weights(weights, routing), routing
 
 
 def _row_weights_bwd(routing, drows):
     return reference.rows_of(drows, routing.slots), None
 
 
-row_weights.defvjp(_row_weights_fwd, _row_weights_bwd)
+_row_weights.defvjp(_row_weights_fwd, _row_weights_bwd)

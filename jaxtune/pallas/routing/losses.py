@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.meshes import on_any_mesh
 from jaxtune.pallas.routing import reference
 
 
@@ -45,8 +47,16 @@ class RouterSums:
         return self.square / jnp.maximum(self.tokens, 1.0)
 
 
+@on_any_mesh
 def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
-    """The sums of logits [T, E] and choice int32[T, k], as from choose_experts; tokens that go nowhere do not count."""
+    """The sums of logits [T, E] and choice int32[T, k], as from choose_experts; tokens that go nowhere do not count.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("router_sums")
+    check.array("logits", logits, "T E", FLOATS)
+    check.array("choice", choice, "T k", jnp.int32)
     experts = logits.shape[1]
     real = (choice[:, 0] < experts).astype(jnp.float32)
     logits = logits.astype(jnp.float32)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import gpu_kernel
+from jaxtune.pallas import gpu_kernel, meshes
 from jaxtune.pallas.grouped_matmul import mosaic
 
 BLOCK = 128
@@ -35,7 +35,7 @@ def refusal() -> str | None:
 
     if mosaic.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
-    return None
+    return meshes.refusal()
 
 
 def _kernel(body, name: str, blocks: int, out_shape):

@@ -130,9 +130,8 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
 
 def packaged_that_fit(tokenizer: Any) -> list[str]:
     """The names of the packaged templates whose end of turn is a special token of this tokenizer."""
-    special = special_ids(tokenizer)
-    ends = {name: _turn_end(tokenizer, name) for name in PACKAGED_TEMPLATES}
-    return [name for name, end in ends.items() if end and tokenizer.convert_tokens_to_ids(end) in special]
+    special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
+    return [name for name in PACKAGED_TEMPLATES if _turn_end(tokenizer, name) in special]
 
 
 def _turn_end(tokenizer: Any, name: str) -> str | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import MXFP4, NF4, LoraWeights, adam8, fused_matmul, line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import MXFP4, NF4, adam8, line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from tests.gpu.aot.target import H200
 
@@ -93,39 +93,6 @@ def test_small_product_by_lines(tokens, tile, double_quant, ptxas):
     assert program.as_text().count(KERNEL) == 1
     assert program.memory_analysis().temp_size_in_bytes == 0  # the parts of a sum are added within a cluster
     assert not any(ptxas())
-
-
-@pytest.mark.parametrize("tile", [fused_matmul.Tile(1, 4), fused_matmul.Tile(2, 2), fused_matmul.Tile(1, 3, 2)])
-@pytest.mark.parametrize("contract", [1, 0])
-def test_fused_product(contract, tile, ptxas):
-    weight = packed(1024, 4096)
-    columns = weight.shape[1 - contract]
-    extra = (array(256, 64), array(columns, 64) if contract == 1 else array(64, columns))
-
-    def product(x, weight, extra, bias):
-        return mosaic.fused_product(x, weight, contract, tile, extra, bias)
-
-    program = compiled(product, array(256, weight.shape[contract]), weight, extra, array(columns, dtype=jnp.float32))
-    assert program.as_text().count(KERNEL) == 1
-    sums = 0 if tile.splits == 1 else 4 * tile.splits * 256 * columns
-    assert program.memory_analysis().temp_size_in_bytes <= sums + 64 * columns * 2
-    assert not any(ptxas())
-
-
-def test_the_fused_choice_writes_no_decoded_weight():
-    """With an adapter, both directions: beside the products there are but the adapter's thin ones."""
-    lora = LoraWeights(array(16, 4096, dtype=jnp.float32), array(2048, 16, dtype=jnp.float32), None, 2.0)
-
-    def step(x, weight, lora, dout):
-        def output(x, lora):
-            return quant_matmul(x, [weight], [lora], implementation="mosaic_fused")[0]
-
-        out, pullback = jax.vjp(output, x, lora)
-        return out, pullback(dout)
-
-    text = compiled(step, array(256, 4096), packed(2048, 4096), lora, array(256, 2048)).as_text()
-    assert text.count(KERNEL) == 2
-    assert "bf16[2048,4096]" not in text and "bf16[4096,2048]" not in text
 
 
 def test_both_directions_decode_by_the_kernel():

@@ -221,3 +221,14 @@ def test_a_token_of_another_model_is_refused(test_data):
     ):
         prepare([row], tokenizer, length=64, vocab_size=128_000)
     assert Example(messages=row["messages"]).tools is None
+
+
+def test_llama_2_is_offered_what_it_can_end(test_data):
+    """It has no template of its own, and what it does not know becomes <unk>, which is special too."""
+    tokenizer = load(test_data / "tokenizers" / "llama-2")
+    assert not tokenizer.chat_template
+    row = {"messages": [{"role": "user", "content": "Add"}, {"role": "assistant", "content": "4"}]}
+    for template in (None, "chatml"):
+        with pytest.raises(ValueError, match="data.template to alpaca, or to the path of a .jinja file"):
+            prepare([row], tokenizer, length=64, template=template)
+    assert prepare([row], tokenizer, length=64, template="alpaca").summary.ended == 1

@@ -1,0 +1,146 @@
+"""What a public op asks of its arguments, checked while it is traced: an error names the argument, what it is, and what
+it must be. Nothing here is part of the program."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = ("bfloat16", "float16", "float32")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+class Arguments:
+    """The arguments of one call of `op`.
+
+    A shape is written as words: "B T heads D". A word is a size that the first array with it binds, and that every
+    other array with it must have; a number is itself, and "..." in front is any number of axes.
+    """
+
+    def __init__(self, op: str, **sizes: int):
+        """sizes: of words that are known before any array."""
+        self.op = op
+        self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
+
+    def array(self, name: str, value: Any, shape: str, dtypes: Any, stored: tuple[type, ...] = ()) -> None:
+        """Checks an array.
+
+        Args:
+          dtypes: a dtype, or the names of all that may be.
+          stored: classes of weights in few bits that may stand in its place: of these the shape is checked, and that
+            their parts fit together.
+        Raises:
+          TypeError: value is no array or has another dtype. ValueError: it has another shape.
+        """
+        if isinstance(value, stored):
+            if value.problem() is not None:  # type: ignore[attr-defined]
+                raise ValueError(f"{self.op}: {name} is damaged: {value.problem()}")  # type: ignore[attr-defined]
+        else:
+            allowed = dtypes if isinstance(dtypes, tuple) else (str(jnp.dtype(dtypes)),)
+            wanted = f"an array of {_either(allowed)} [{', '.join(shape.split())}]"
+            if not _is_array(value):
+                also = "".join(f" or {kind.__name__}" for kind in stored)
+                raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {wanted}{also}")
+            if str(value.dtype) not in allowed:
+                raise TypeError(f"{self.op}: {name} is {describe(value)}; its dtype must be {_either(allowed)}")
+        self._fit(name, value, shape.split())
+
+    def _fit(self, name: str, value: Any, words: list[str]) -> None:
+        sizes = tuple(value.shape)
+        if words[:1] == ["..."]:
+            words, sizes = words[1:], sizes[max(0, len(sizes) - len(words) + 1) :]
+        fits = len(sizes) == len(words)
+        for word, size in zip(words, sizes, strict=False):
+            known = int(word) if word.isdigit() else self.sizes.get(word, (size, ""))[0]
+            fits = fits and size == known
+        if not fits:
+            open_ = ["..."] if len(value.shape) != len(sizes) else []
+            text = f"{self.op}: {name} is {describe(value)}; its shape must be [{', '.join(open_ + words)}]"
+            known = [f"{word} = {self.sizes[word][0]}{self.sizes[word][1]}" for word in words if word in self.sizes]
+            raise ValueError(text + (f" with {', '.join(dict.fromkeys(known))}" if known else ""))
+        for word, size in zip(words, sizes, strict=True):
+            if not word.isdigit():
+                self.sizes.setdefault(word, (size, f" (as {name} has)"))
+
+    def is_a(self, name: str, value: Any, kind: type | tuple[type, ...], hint: str) -> None:
+        """Checks a value's class. hint: what it must be, in words.
+
+        Raises:
+          TypeError: it is another.
+        """
+        if not isinstance(value, kind):
+            raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
+
+    def sequence(self, name: str, value: Any, of: str, count: int | None = None) -> None:
+        """Checks a list or tuple of `count` entries (None: at least one).
+
+        Raises:
+          TypeError: it is neither. ValueError: it has another number of entries.
+        """
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be a list or tuple of {of}")
+        if len(value) != count if count is not None else not value:
+            wanted = "one or more" if count is None else count
+            raise ValueError(f"{self.op}: {name} has {len(value)} entries; it must have {wanted}: {of}")
+
+    def number(
+        self, name: str, value: Any, *, whole: bool = False, least: float | None = None, above: float | None = None,
+        below: float | None = None, optional: bool = False,
+    ) -> None:  # fmt: skip
+        """Checks a finite number that is known while tracing.
+
+        Args:
+          whole: it must be an integer. least, above, below: its range. optional: None is one, too.
+        Raises:
+          TypeError: it is no such number. ValueError: it is out of range.
+        """
+        if optional and value is None:
+            return
+        what = ("a whole number" if whole else "a number") + (" or None" if optional else "")
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
+            raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {what}, known when the call is traced")
+        ranges = [("at least", least), ("above", above), ("below", below)]
+        wanted = " and ".join(f"{word} {bound:g}" for word, bound in ranges if bound is not None)
+        plain = float(value)
+        good = math.isfinite(plain) and (least is None or plain >= least)
+        if not (good and (above is None or plain > above) and (below is None or plain < below)):
+            raise ValueError(f"{self.op}: {name} = {value}: must be {wanted or 'finite'}")
+
+    def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
+        """Checks a name.
+
+        Raises:
+          TypeError: it is no string. ValueError: it is none of `choices`.
+        """
+        if not isinstance(value, str):
+            raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {_either(choices)}")
+        if value not in choices:
+            raise ValueError(f"{self.op}: {name} = {value!r}: must be {_either(choices)}")
+
+
+def describe(value: Any) -> str:
+    """An array in words: float32[2, 24]; of a weight in few bits, its class."""
+    kind = str(value.dtype) if _is_array(value) else type(value).__name__
+    return f"{kind}[{', '.join(map(str, value.shape))}]"
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")
+
+
+def _kind(value: Any) -> str:
+    if _is_array(value):
+        return f"an array {describe(value)}"
+    return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]})"
+
+
+def _either(words: Sequence[str]) -> str:
+    if tuple(words) == INTEGERS:
+        return "an integer dtype"
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

@@ -1,0 +1,236 @@
+"""By what a run is known again: what its checkpoints and results say of it, and its config.yaml."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtune.files import atomic_write
+from jaxtune.train.checkpoint import CheckpointError
+from jaxtune.train.config import OptimConfig, TrainConfig
+from jaxtune.train.config_file import config_to_dict, config_to_yaml
+
+CONFIG = "config.yaml"
+
+# What config.data says of how rows become tokens and packed rows.
+ROW_OPTIONS = (
+    "format",
+    "template",
+    "train_on",
+    "instruction_part",
+    "response_part",
+    "last_response_only",
+    "mask_spans",
+    "length",
+    "packing",
+    "overflow",
+    "on_bad_row",
+)
+
+# Keys of a record whose change makes it another run; everything else is only pointed out. Where model and rows lie may
+# change: their content is compared. So may where optimizer states lie.
+_INCOMPATIBLE = (
+    "trainable",
+    "storage",
+    "data",
+    "base_fingerprint",
+    *(
+        f"config.{key}"
+        for key in (
+            "model.from_config",
+            "model.load_in",
+            "adapter",
+            "rows_per_step",
+            "precision",
+            "seed",
+            "max_grad_norm",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+            "schedule",
+            "qat",
+            *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
+        )
+    ),
+    *(f"config.data.{key}" for key in (*ROW_OPTIONS, "max_rows", "eval_rows")),
+)
+# How long a run is; see _may_be_longer.
+_LENGTH = ("config.steps", "config.epochs")
+# A change here leaves the run valid, but not bit for bit the same.
+_NUMERICS = "numerics"
+
+
+def record_of(trainer: Any, compiler_options: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint records beside its arrays; JSON-able."""
+    config, device = trainer.config, jax.devices()[0]
+    trainable = {
+        name: [list(leaf.shape), str(leaf.dtype)]
+        for name, leaf in zip(trainer.names, jax.tree.leaves(trainer._trainable), strict=True)
+    }
+    return {
+        "config": config_to_dict(config),
+        "trainable": trainable,
+        "storage": trainer.storage(),
+        "base_fingerprint": getattr(trainer._given, "base_fingerprint", None),
+        "data": {
+            "rows": len(trainer.train_data.rows),
+            "tokens_crc32": trainer._tokens_crc32,
+            "trained_tokens": trainer.train_data.report.trained_tokens,
+        },
+        "total_steps": trainer.total_steps,
+        "numerics": {
+            **trainer.planner.plan.to_record(),
+            "gradients": trainer.gradients,
+            "mesh_data": config.mesh.data,
+            "max_documents": trainer.program.max_documents,
+            "deterministic": config.deterministic,
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            "compiler_options": compiler_options,
+        },
+    }
+
+
+def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
+    """What changed from one record to another without making it another run, in words.
+
+    Raises:
+      CheckpointError: it is another run; the message lists the differences.
+    """
+    keys = _INCOMPATIBLE if _may_be_longer(saved, current) else (*_INCOMPATIBLE, *_LENGTH)
+    adapted = current["config"]["adapter"] is not None
+    result = f"adapter.path={output / 'adapter'}" if adapted else f"model.path={output / 'merged'}"
+    longer = (
+        "To train on: only a run of schedule.name = constant can be given more steps; the rate of this one has "
+        f"its shape from their number. Begin a new run from its result, with {result} and another output"
+    )
+    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, longer))
+    return [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless]
+
+
+def _numeric(difference: Difference) -> bool:
+    return difference.key.startswith(_NUMERICS)
+
+
+def _may_be_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
+    """Whether every step of the saved run is also one of the current, longer run, bit for bit."""
+    schedule = current["config"]["schedule"]
+    same_rates = schedule["name"] == "constant" and schedule["warmup_ratio"] is None
+    return same_rates and saved["total_steps"] <= current["total_steps"]
+
+
+def same_run(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that makes a run this one: what is left out may change within it."""
+    keys = {
+        key: value
+        for key, value in _flatten_keys(json.loads(json.dumps(record))).items()
+        if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *_LENGTH))
+    }
+    schedule = record["config"]["schedule"]
+    if schedule["name"] == "constant" and schedule["warmup_ratio"] is None:
+        keys = {key: value for key, value in keys.items() if key not in _LENGTH}
+    return keys
+
+
+def digest(run: dict[str, Any]) -> str:
+    """SHA-256, as hexadecimal digits, of what makes a run this one."""
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+# ---- comparing records
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One key whose value is not what the checkpoint holds; an absent key has the value "(absent)"."""
+
+    key: str
+    saved: Any
+    current: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
+
+
+def compare_meta(
+    saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
+) -> tuple[list[Difference], list[Difference]]:
+    """Differences of two metas, by dotted key: (those that forbid a resume, harmless ones).
+
+    Args:
+      incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
+    """
+    old, new = _flatten_keys(saved), _flatten_keys(json.loads(json.dumps(current)))
+    forbidding = tuple(incompatible)
+    refused, harmless = [], []
+    for key in sorted(old.keys() | new.keys()):
+        difference = Difference(key, old.get(key, "(absent)"), new.get(key, "(absent)"))
+        if json.dumps(difference.saved) == json.dumps(difference.current) or difference.saved == difference.current:
+            continue
+        covered = any(key == prefix or key.startswith(prefix + ".") for prefix in forbidding)
+        (refused if covered else harmless).append(difference)
+    return refused, harmless
+
+
+def require_compatible(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    incompatible: Iterable[str],
+    hints: Mapping[str, str] = types.MappingProxyType({}),
+) -> list[Difference]:
+    """The harmless differences; raises CheckpointError listing the others. Arguments as for `compare_meta`.
+
+    hints: what else can be done, by key; told where it alone stands in the way.
+    """
+    refused, harmless = compare_meta(saved, current, incompatible)
+    if refused:
+        keys = {difference.key for difference in refused}
+        hint = "\n" + hints[min(keys)] if keys <= hints.keys() else ""
+        lines = "\n".join(f"  {difference}" for difference in refused)
+        raise CheckpointError(
+            f"this run cannot continue that checkpoint; set these back or start a new run:\n{lines}{hint}"
+        )
+    return harmless
+
+
+def _flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten_keys(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# ---- config.yaml
+
+
+def write_config(output: Path, config: TrainConfig) -> None:
+    atomic_write(output / CONFIG, config_to_yaml(config))
+
+
+def require_same_config(output: Path, config: TrainConfig) -> bool:
+    """Whether the folder holds the config of this run; for a folder without a checkpoint.
+
+    A file that is empty, or a beginning of this run's, is what a full disk or a power cut left, and counts as none.
+
+    Raises:
+      ValueError: the folder holds another run.
+    """
+    try:
+        found, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
+    except FileNotFoundError:
+        return False
+    if found != ours and not ours.startswith(found.rstrip(b"\0")):
+        raise ValueError(
+            f"output = {str(output)!r} holds another run (its config.yaml differs): name another folder, or remove "
+            "that config.yaml if nothing of the run is worth keeping"
+        )
+    return found == ours

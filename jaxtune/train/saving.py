@@ -1,0 +1,134 @@
+"""When a run's state is saved: as checkpoint.* says, at a signal, and never while updates are being skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxtune.train.checkpoint import Checkpointer
+from jaxtune.train.config import CheckpointConfig
+from jaxtune.train.signals import StopSignal
+
+
+class TrainingInterrupted(RuntimeError):
+    """A signal ended the run after a finished step; the state is saved and `resume: auto` goes on from it."""
+
+
+@dataclasses.dataclass
+class SavePolicy:
+    """Says when a save is due: every so many steps, every so many minutes, or both (None or 0: never by that).
+
+    `now_seconds` is any clock that only goes forward (time.monotonic()); the first call starts it.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    _last_seconds: float | None = None
+
+    def should_save(self, step: int, now_seconds: float) -> bool:
+        """Asked once after each optimizer step; a True counts as the save."""
+        if self._last_seconds is None:
+            self._last_seconds = now_seconds
+        due = bool(self.every_steps) and step > 0 and step % self.every_steps == 0
+        due = due or self.time_is_up(now_seconds)
+        if due:
+            self._last_seconds = now_seconds
+        return due
+
+    def time_is_up(self, now_seconds: float) -> bool:
+        """Whether so many minutes have passed; asked between steps, where no step counts."""
+        if not self.every_minutes or self._last_seconds is None:
+            return False
+        return now_seconds - self._last_seconds >= 60 * self.every_minutes
+
+    def saved(self, now_seconds: float) -> None:
+        """A save was made, due or not."""
+        self._last_seconds = now_seconds
+
+
+class Saver:
+    """Saves the state of one run while it trains and evaluates.
+
+    A state is known to be good when a later step, or an evaluation, of it gave finite numbers. Until then the
+    checkpoints before it stay (Checkpointer.confirm). While steps are not finite and their updates are skipped nothing
+    is saved: the weights may be ruined already.
+
+    Args:
+      start: optimizer steps done, of which there is a checkpoint unless it is 0.
+      meta: gives what a checkpoint records.
+      watch: a Watch; it knows which updates were made.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: CheckpointConfig,
+        start: int,
+        meta: Callable[[], dict[str, Any]],
+        watch: Any,
+        stop: StopSignal,
+    ):
+        self.checkpointer, self.meta, self.watch, self.stop = checkpointer, meta, watch, stop
+        self.enabled = bool(config.every_steps or config.every_minutes)
+        self.policy = SavePolicy(config.every_steps, config.every_minutes)
+        self.policy.should_save(start, time.monotonic())
+        self.saved = start
+        self._due = self._told = False
+
+    def after_step(self, done: int, state: Any, last: bool) -> None:
+        """Called after each step: saves if it is time, leaves if a signal came. `last`: what follows saves anyway."""
+        if self.watch.applied > self.saved:
+            self.checkpointer.confirm()
+        self._due = self.policy.should_save(done, time.monotonic()) or self._due
+        if not last:
+            self.poll(done, state)
+
+    def poll(self, done: int, state: Any) -> None:
+        """Called whenever the state is whole and there is a moment, such as between two batches of an evaluation.
+
+        Raises:
+          TrainingInterrupted: a signal came; what could be saved is.
+        """
+        self._due = self._due or self.policy.time_is_up(time.monotonic())
+        if self.stop.requested:
+            self.save(done, state)
+            self.checkpointer.wait()
+            kept = "saved" if self.saved == done else f"step {self.saved} is the last one saved"
+            kept = kept if self.saved else "nothing is saved yet"
+            raise TrainingInterrupted(
+                f"{self.stop.signal_name} after step {done}; {kept} in {self.checkpointer.folder}"
+            )
+        if self._due:
+            self.save(done, state)
+
+    def save(self, done: int, state: Any) -> None:
+        """Saves unless this very state is saved, or updates are being skipped: then it stays due."""
+        self.watch.flush()
+        if self.saved == done:
+            self._due = False
+            return
+        if self.watch.skipped_in_row:
+            if not self._told:
+                kept = f"; step {self.saved} stays" if self.saved else ""
+                self.watch.progress.print(f"step {done}: not saved while updates are being skipped{kept}")
+            self._told = True
+            return
+        with self.watch.pause("save", done):
+            self.checkpointer.save(done, {"state": state}, self.meta(), proven=False)
+        self.policy.saved(time.monotonic())
+        self.saved, self._due, self._told = done, False, False
+
+    def stopped_by_guard(self) -> None:
+        """A guard ended the run: a checkpoint that led to nothing but skipped updates makes way for the one before."""
+        if self.watch.skipped_in_row and self.watch.applied <= self.saved:
+            self.checkpointer.reject()
+
+    def finish(self, good: bool) -> None:
+        """Waits for the last save; good: whether the last state is known to be good."""
+        if self.enabled:
+            with self.watch.pause("save", self.saved):
+                self.checkpointer.wait()
+        if good:
+            self.checkpointer.confirm()

@@ -1,0 +1,271 @@
+"""Every public op says, while it is traced, which argument is not what it must be, and what it must be."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.pallas.attention import (
+    PackedLayout,
+    attention,
+    attention_backward,
+    attention_forward,
+    decode_attention,
+    packed_layout,
+)
+from jaxtune.pallas.gated import gated_backward
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
+from jaxtune.pallas.grouped_matmul.layout import groups_of
+from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from jaxtune.pallas.quant_matmul import MXFP4, NF4, LoraWeights, adam8, blockwise8, quant_matmul
+from jaxtune.pallas.routing import (
+    choose_experts,
+    expert_weights,
+    matmul_of_tokens,
+    matmul_to_tokens,
+    permute,
+    route,
+    router_sums,
+    row_weights,
+    token_bias,
+    unpermute,
+)
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def ints(*shape):
+    return zeros(*shape, dtype=jnp.int32)
+
+
+ROUTING = jax.jit(lambda: route(ints(4, 2), 3, 8))()
+GROUPS = jax.jit(lambda: groups_of(jnp.asarray([3, 5], jnp.int32), 8, 8))()
+ROWS = GROUPS.rows
+CODES, ABSMAX = zeros(2, 256, dtype=jnp.uint8), zeros(2)
+WEIGHT = jax.jit(NF4.encode)(zeros(6, 64))
+HEADS = dict(query=zeros(2, 8, 4, 16), key=zeros(2, 8, 2, 16), value=zeros(2, 8, 2, 16))
+ATTENTION = dict(HEADS, layout=packed_layout((2, 8)), scale=0.3)
+SAVED = dict(out=zeros(2, 8, 4, 16), lse=zeros(2, 4, 8), dout=zeros(2, 8, 4, 16))
+MOMENTS = dict(m=CODES, m_absmax=ABSMAX, v=CODES, v_absmax=ABSMAX, correction1=1.0, correction2=1.0, scale=1.0)
+ADAM = dict(gradient=zeros(2, 200), **MOMENTS, finite=True, betas=(0.9, 0.99), eps=1e-8)
+SHORT = packed_layout((2, 6))
+IDS = ints(2, 8)
+
+# Each op, arguments that it takes, and what is wrong: (argument, its value, the error, words of its sentence).
+OPS = {
+    attention: (
+        ATTENTION,
+        ("query", [1.0], TypeError, "query is a list .*; it must be an array of bfloat16, float16 or float32"),
+        ("query", ints(2, 8, 4, 16), TypeError, r"query is int32\[2, 8, 4, 16\]; its dtype must be bfloat16"),
+        ("query", zeros(8, 4, 16), ValueError, r"query is float32\[8, 4, 16\]; its shape must be \[B, T, heads, D\]"),
+        ("key", zeros(2, 7, 2, 16), ValueError, r"key .*must be \[B, T, kv_heads, D\] with .*T = 8 \(as query has\)"),
+        ("key", zeros(2, 8, 3, 16), ValueError, "value .* with .*kv_heads = 3 .as key has"),
+        ("value", zeros(2, 8, 2, 8), ValueError, r"value is float32\[2, 8, 2, 8\]"),
+        ("value", zeros(2, 8, 2, 16, dtype=jnp.bfloat16), TypeError, "value is bfloat16.*; its dtype must be float32"),
+        ("layout", SHORT, ValueError, r"layout.doc_start is int32\[2, 6\]; .* must be \[B, T\] with .*T = 8"),
+        ("layout", IDS, TypeError, r"layout is an array int32\[2, 8\]; it must be a PackedLayout: packed_layout\("),
+        ("layout", None, TypeError, "layout is None; it must be a PackedLayout"),
+        ("layout", PackedLayout(IDS, zeros(2, 8)), TypeError, "layout.doc_end is float32"),
+        ("scale", "big", TypeError, r"scale is a str \(big\); it must be a number"),
+        ("scale", float("nan"), ValueError, "scale = nan: must be finite"),
+        ("window", 0, ValueError, "window = 0: must be at least 1"),
+        ("window", 2.5, TypeError, "window is a float .*whole number or None"),
+        ("soft_cap", -1.0, ValueError, "soft_cap = -1.0: must be above 0"),
+        ("sinks", zeros(3), ValueError, r"sinks is float32\[3\]; its shape must be \[heads\] with heads = 4"),
+    ),
+    attention_forward: (
+        ATTENTION,
+        ("layout", SHORT, ValueError, r"layout.doc_start is int32\[2, 6\]"),
+        ("layout", IDS, TypeError, "it must be a PackedLayout"),
+        ("key", zeros(2, 8, 4), ValueError, "key is float32"),
+    ),
+    attention_backward: (
+        dict(ATTENTION, **SAVED),
+        ("layout", SHORT, ValueError, r"layout.doc_start is int32\[2, 6\]"),
+        ("lse", zeros(2, 8, 4), ValueError, r"lse is float32\[2, 8, 4\]; its shape must be \[B, heads, T\]"),
+        ("dout", zeros(2, 8, 4, 8), ValueError, "dout is float32"),
+        ("out", zeros(2, 8, 4, 16, dtype=jnp.float16), TypeError, "out is float16.*must be float32"),
+    ),
+    decode_attention: (
+        dict(query=zeros(2, 1, 4, 16), key_cache=zeros(2, 9, 2, 16), value_cache=zeros(2, 9, 2, 16),
+             lengths=ints(2), scale=0.3),
+        ("key_cache", zeros(3, 9, 2, 16), ValueError, "key_cache is .* with B = 2"),
+        ("lengths", ints(2, 1), ValueError, r"lengths is int32\[2, 1\]; its shape must be \[B\]"),
+        ("lengths", zeros(2), TypeError, "lengths is float32.*; its dtype must be an integer dtype"),
+    ),
+    packed_layout: (
+        dict(shape=(2, 8), segment_ids=IDS),
+        ("shape", (2,), ValueError, "shape has 1 entries; it must have 2"),
+        ("shape", (2, 0), ValueError, "length = 0: must be at least 1"),
+        ("segment_ids", ints(2, 5), ValueError, r"segment_ids is int32\[2, 5\]; its shape must be \[2, 8\]"),
+        ("segment_ids", zeros(2, 8), TypeError, "segment_ids is float32"),
+        ("max_documents", 0, ValueError, "max_documents = 0: must be at least 1"),
+    ),
+    quant_matmul: (
+        dict(x=zeros(2, 64), weights=[WEIGHT, zeros(3, 64)]),
+        ("x", ints(2, 64), TypeError, "x is int32"),
+        ("x", zeros(2, 5), ValueError, r"weights\[0\] is NF4\[6, 64\]; its shape must be \[out_0, in\] with in = 5"),
+        ("weights", zeros(3, 64), TypeError, r"weights is an array float32\[3, 64\]; it must be a list or tuple"),
+        ("weights", [], ValueError, "weights has 0 entries"),
+        ("weights", [zeros(64)], ValueError, r"weights\[0\] is float32\[64\]; its shape must be \[out_0, in\]"),
+        ("weights", ["nf4"], TypeError, r"weights\[0\] is a str .*or FourBit"),
+        ("weights", [dataclasses.replace(WEIGHT, shape=(7, 64))], ValueError,
+         r"weights\[0\] is damaged: codes is uint8\[192\]; shape \(7, 64\) asks for uint8\[224\]"),
+        ("loras", [None], ValueError, "loras has 1 entries; it must have 2"),
+        ("loras", [None, (zeros(4, 64), zeros(3, 4))], TypeError, r"loras\[1\] is a tuple"),
+        ("loras", [None, LoraWeights(zeros(4, 64), zeros(4, 3))], ValueError, r"loras\[1\].b is .*with out_1 = 3"),
+        ("biases", [zeros(5), None], ValueError, r"biases\[0\] is float32\[5\]; .*\[out_0\] with out_0 = 6"),
+        ("dropout_rate", 1.0, ValueError, "dropout_rate = 1.0: must be at least 0 and below 1"),
+        ("dropout_key", 3, TypeError, "dropout_key is a int"),
+        ("implementation", "fast", ValueError, "no implementation 'fast'"),
+    ),
+    grouped_matmul: (
+        dict(x=zeros(ROWS, 64), weight=zeros(2, 32, 64), groups=GROUPS),
+        ("x", zeros(ROWS - 1, 64), ValueError, rf"x is .*\[rows, in\] with rows = {ROWS} \(of the groups' tiles\)"),
+        ("x", zeros(ROWS, 32), ValueError, "weight is .* with .*in = 32"),
+        ("weight", zeros(3, 32, 64), ValueError, r"weight is float32\[3, 32, 64\].*E = 2 \(as groups.sizes has\)"),
+        ("weight", zeros(32, 64), ValueError, r"weight .*must be \[E, out, in\]"),
+        ("groups", jnp.asarray([3, 5]), TypeError, "groups is an array int32.*; it must be a Groups"),
+        ("lora", (1, 2), TypeError, "lora is a tuple"),
+        ("lora", GroupedLora(zeros(2, 4, 64), zeros(2, 4, 32)), ValueError, "lora.b is"),
+    ),
+    grouped_bias: (
+        dict(rows=zeros(ROWS, 8), bias=zeros(2, 8), groups=GROUPS),
+        ("rows", zeros(3, 8), ValueError, "rows is"),
+        ("bias", zeros(8), ValueError, r"bias .*must be \[E, out\]"),
+    ),
+    choose_experts: (
+        dict(logits=zeros(4, 6), k=2),
+        ("k", 7, ValueError, "k = 7: must be at least 1 and below 7"),
+        ("logits", zeros(6), ValueError, "logits is"),
+        ("real", ints(4), TypeError, r"real is int32\[4\]; its dtype must be bool"),
+    ),
+    expert_weights: (
+        dict(logits=zeros(4, 6), choice=ints(4, 2), renormalize=True),
+        ("choice", ints(3, 2), ValueError, r"choice .*T = 4"),
+        ("choice", zeros(4, 2), TypeError, "choice is float32"),
+    ),
+    route: (
+        dict(choice=ints(4, 2), num_experts=3),
+        ("choice", ints(8), ValueError, r"choice is int32\[8\]; its shape must be \[T, k\]"),
+        ("choice", zeros(4, 2), TypeError, "choice is float32"),
+        ("num_experts", 0, ValueError, "num_experts = 0"),
+        ("tile_rows", 0, ValueError, "tile_rows = 0"),
+    ),
+    permute: (
+        dict(x=zeros(4, 8), routing=ROUTING),
+        ("x", zeros(3, 8), ValueError, r"x is float32\[3, 8\]; its shape must be \[T, H\] with T = 4"),
+        ("routing", GROUPS, TypeError, "routing is a Groups"),
+    ),
+    unpermute: (
+        dict(rows=zeros(ROUTING.groups.rows, 8), routing=ROUTING),
+        ("rows", zeros(5, 8), ValueError, r"rows is float32\[5, 8\].*of the routing's tiles"),
+    ),
+    matmul_of_tokens: (
+        dict(x=zeros(4, 64), weight=zeros(3, 32, 64), routing=ROUTING),
+        ("x", zeros(3, 64), ValueError, r"x is float32\[3, 64\].*with T = 4"),
+        ("weight", zeros(2, 32, 64), ValueError, "weight is .*E = 3"),
+        ("routing", None, TypeError, "routing is None"),
+    ),
+    matmul_to_tokens: (
+        dict(rows=zeros(ROUTING.groups.rows, 64), weight=zeros(3, 32, 64), routing=ROUTING),
+        ("rows", zeros(3, 64), ValueError, r"rows is float32\[3, 64\]"),
+        ("weight", zeros(3, 32, 32), ValueError, "weight is .*in = 64"),
+    ),
+    row_weights: (dict(weights=zeros(4, 2), routing=ROUTING), ("weights", zeros(4, 3), ValueError, "weights .*k = 2")),
+    token_bias: (
+        dict(out=zeros(4, 8), weights=zeros(4, 2), bias=zeros(3, 8), choice=ints(4, 2)),
+        ("bias", zeros(3, 7), ValueError, r"bias .*n = 8"),
+        ("choice", ints(4, 3), ValueError, "choice .*k = 2"),
+    ),
+    router_sums: (dict(logits=zeros(4, 6), choice=ints(4, 2)), ("choice", ints(3, 2), ValueError, "choice .*T = 4")),
+    linear_cross_entropy: (
+        dict(hidden=zeros(2, 8, 16), head=zeros(32, 16), targets=ints(2, 8), weights=zeros(2, 8)),
+        ("hidden", zeros(8, 16), ValueError, "hidden is"),
+        ("head", zeros(16, 32), ValueError, r"head is float32\[16, 32\]; its shape must be \[V, D\] with D = 16"),
+        ("targets", zeros(2, 8), TypeError, "targets is float32"),
+        ("targets", ints(2, 7), ValueError, "targets .*T = 8"),
+        ("weights", zeros(8), ValueError, "weights is"),
+        ("soft_cap", 0.0, ValueError, "soft_cap = 0.0: must be above 0"),
+        ("label_smoothing", 1.0, ValueError, "label_smoothing = 1.0: must be at least 0 and below 1"),
+        ("label_smoothing", -0.1, ValueError, "label_smoothing = -0.1"),
+        ("z_loss", -1.0, ValueError, "z_loss = -1.0: must be at least 0"),
+        ("chunk_tokens", 0, ValueError, "chunk_tokens = 0: must be at least 1"),
+    ),
+    gated_backward: (
+        dict(gate=zeros(3, 8), up=zeros(3, 8), dgated=zeros(3, 8), activation="silu"),
+        ("up", zeros(3, 7), ValueError, r"up is float32\[3, 7\]; its shape must be \[3, 8\]"),
+        ("dgated", zeros(3, 8, dtype=jnp.bfloat16), TypeError, "dgated is bfloat16.*must be float32"),
+        ("activation", "swish", ValueError, "activation = 'swish': must be .*silu"),
+    ),
+    NF4.encode: (
+        dict(array=zeros(3, 8)),
+        ("array", ints(3, 8), TypeError, "array is int32"),
+        ("array", [1.0], TypeError, "array is a list"),
+        ("array", zeros(0, 8), ValueError, r"array has the shape \(0, 8\)"),
+        ("double_quant", "yes", TypeError, "double_quant is a str"),
+    ),
+    NF4.decode: (
+        dict(self=WEIGHT),
+        ("dtype", jnp.int8, TypeError, "dtype is int8; it must be a float dtype"),
+        ("self", dataclasses.replace(WEIGHT, absmax=zeros(6)), ValueError, r"absmax is .*asks for uint8\[6\]"),
+        ("self", dataclasses.replace(WEIGHT, offset=None), ValueError, "some are there and some are None"),
+    ),
+    MXFP4.from_blocks: (
+        dict(blocks=zeros(4, 3, 16, dtype=jnp.uint8), scales=zeros(4, 3, dtype=jnp.uint8)),
+        ("blocks", zeros(4, 2, 16, dtype=jnp.uint8), ValueError, r"blocks is uint8\[4, 2, 16\]; .* \[4, 3, 16\]"),
+        ("scales", zeros(4, 3), TypeError, "scales is float32"),
+    ),
+    MXFP4.decode: (
+        dict(self=MXFP4(zeros(4, 32, dtype=jnp.uint8), zeros(4, 2, dtype=jnp.uint8))),
+        ("self", MXFP4(CODES, zeros(4, 2, dtype=jnp.uint8)), ValueError, r"codes are \[2, 256\]; scales \[4, 2\] ask"),
+        ("dtype", jnp.int32, TypeError, "dtype is int32"),
+    ),
+    blockwise8.encode: (dict(values=zeros(300), signed=True), ("values", ints(300), TypeError, "values is int32")),
+    blockwise8.decode: (
+        dict(codes=CODES, absmax=ABSMAX, signed=True),
+        ("codes", zeros(2, 128, dtype=jnp.uint8), ValueError, r"codes .*\[blocks, 256\]"),
+        ("absmax", zeros(3), ValueError, "absmax .*blocks = 2"),
+    ),
+    adam8.plain_update: (
+        ADAM,
+        ("gradient", zeros(600), ValueError, "m is uint8.*blocks = 3 .256 elements of the gradient in each"),
+        ("v", zeros(2, 256), TypeError, "v is float32"),
+        ("v_absmax", zeros(3), ValueError, "v_absmax is"),
+        ("betas", (0.9, 1.0), ValueError, "betas = 1.0: must be at least 0 and below 1"),
+        ("betas", 0.9, TypeError, "betas is a float"),
+    ),
+    adam8.adam_update: (ADAM, ("m", CODES[:1], ValueError, r"m is uint8\[1, 256\]")),
+}  # fmt: skip
+CASES = [(op, OPS[op][0], *case) for op in OPS for case in OPS[op][1:]]
+
+
+def traced(op, arguments):
+    """Traces op(**arguments), arrays of which are arguments of the program."""
+    fixed = {name: value for name, value in arguments.items() if not all(map(_is_array, jax.tree.leaves(value)))}
+    return jax.eval_shape(lambda given: op(**fixed, **given), {k: v for k, v in arguments.items() if k not in fixed})
+
+
+def _is_array(leaf):
+    return isinstance(leaf, jax.Array)
+
+
+def _id(value):
+    return getattr(value, "__qualname__", "") if not isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__qualname__)
+def test_what_an_op_takes(op):
+    if op is not adam8.adam_update:  # a kernel, which needs its GPU or interpreter
+        traced(op, OPS[op][0])
+
+
+@pytest.mark.parametrize(("op", "good", "name", "value", "error", "words"), CASES, ids=_id)
+def test_what_an_op_refuses(op, good, name, value, error, words):
+    with pytest.raises(error, match=words) as refused:
+        traced(op, {**good, name: value})
+    named = op.__qualname__ if "." in op.__qualname__ else op.__name__
+    assert named.split(".")[-1] in str(refused.value), "the sentence names the op"

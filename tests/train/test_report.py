@@ -1,0 +1,79 @@
+"""What a run says of its rows before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from jaxtune.models.config import RopeConfig
+from jaxtune.train import report
+from jaxtune.train.config import DataConfig
+from jaxtune.train.data import prepare
+from jaxtune.train.loop import Trainer
+from tests.train.data.conftest import make_tokenizer
+from tests.train.tiny_runs import VOCAB, dataset, documents, lora_model, make_config
+
+ROWS = [{"prompt": f"Add {i}: ", "completion": "It is 4."} for i in range(6)]
+
+
+def summary(train, held_out=None, length=64, context=64) -> str:
+    trainer = SimpleNamespace(
+        train_data=train,
+        eval_data=held_out,
+        config=SimpleNamespace(data=DataConfig(train="x", length=length)),
+        _given=SimpleNamespace(config=SimpleNamespace(context_length=context)),
+        batches=train.batches(2),
+        total_steps=3,
+    )
+    return report.data_summary(trainer).plain
+
+
+def test_each_warning_has_its_line_and_is_said_once():
+    late = {"prompt": "Add them. " * 20, "completion": "4"}
+    data = prepare([*ROWS, late, {"prompt": "\x1b[2J"}], make_tokenizer(), length=64, on_bad_row="skip")
+    train, held_out = data.split(2)
+    lines = summary(train, held_out).splitlines()
+    assert [line.split(":")[0] for line in lines[:2] + lines[3:]] == [
+        "training rows", "evaluation rows", "warning", "warning",
+    ]  # fmt: skip
+    assert sum("1 bad rows left out" in line for line in lines) == 1
+    assert "1 of " in lines[-1] and "documents dropped" in lines[-1]
+    assert summary(prepare(ROWS, make_tokenizer(), length=64)).count("warning") == 0
+
+
+def test_a_row_longer_than_the_models_context_is_warned_of(tmp_path):
+    data = prepare(ROWS, make_tokenizer(), length=1024)
+    said = "warning: data.length = 1,024 is more than the 512 positions that the model was made for"
+    assert said in summary(data, length=1024, context=512)
+    assert "warning" not in summary(data, length=1024, context=1024)
+    # A document that long is an error; packed rows of shorter ones are not.
+    model = lora_model()
+    model.config = dataclasses.replace(model.config, vocab_size=VOCAB, max_position_embeddings=8)
+    config = make_config(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"data.length = 16: the longest document has 1\d tokens, .* at most 8 positions"
+    ):
+        Trainer(model, None, config, dataset(documents(20)))
+    Trainer(model, None, config, dataset(documents(20, longest=8)))
+
+
+def test_a_stretched_context_counts_in_full():
+    config = dataclasses.replace(lora_model().config, max_position_embeddings=4096)
+    yarn = RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=4096)
+    for rope, expected in (
+        (RopeConfig(), 4096),
+        (yarn, 16384),
+        (dataclasses.replace(yarn, original_max_position_embeddings=0), 16384),
+        (dataclasses.replace(yarn, factor=0.5), 4096),
+        (RopeConfig(kind="longrope", factor=32.0, original_max_position_embeddings=128), 4096),
+        (RopeConfig(kind="llama3", factor=8.0, original_max_position_embeddings=8192), 4096),
+    ):
+        assert dataclasses.replace(config, rotary=(rope,)).context_length == expected
+
+
+def test_every_key_of_data_reaches_the_rows():
+    keys = {field.name for field in dataclasses.fields(DataConfig)} - {"train", "eval", "eval_rows"}
+    assert keys <= set(inspect.signature(prepare).parameters)
