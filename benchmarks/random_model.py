@@ -30,7 +30,8 @@ def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = No
     config = config_from_hf(dict(hf))
     config = dataclasses.replace(config, initializer_range=min(config.initializer_range, config.hidden_size**-0.5))
     keys = jax.random.split(key, config.num_layers + 2)[2:]  # Decoder's own: the weights are those of model_from_config
-    model = Decoder(dataclasses.replace(config, layers=()), key, "bfloat16")
+    model = Decoder(dataclasses.replace(config, layers=config.layers[:1]), key, "bfloat16")
+    model.layers = nnx.List([])
     if load_in:
         model = freeze(model)
     layers = []
