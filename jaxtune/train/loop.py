@@ -121,6 +121,8 @@ class Trainer:
         else:
             assert config.epochs is not None
             self.total_steps = max(1, round(config.epochs * self.batches.steps_per_epoch))
+            if self.total_steps >= 2**31:
+                raise ValueError(f"epochs = {config.epochs:g}: {self.total_steps:,} steps are more than can be counted")
         if self.profile_steps and config.profile.start >= self.total_steps:
             raise ValueError(f"profile.start = {config.profile.start}: the run has only {self.total_steps} steps")
 
