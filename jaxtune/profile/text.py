@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxtune.profile.report import Report
 
 _SHOWN = 15
+_WIDE = 110  # columns of a terminal in which the kernels' shapes have room too
 
 
 def _console(width: int) -> Console:
@@ -103,12 +104,16 @@ def report_text(report: Report, width: int) -> str:
         table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
     console.print(table)
 
-    table = _table("\nTop kernels", "<kernel", "<scope", "<shape", "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling")
+    wide = width >= _WIDE
+    shape_column = ["<shape"] if wide else []
+    columns = ["<kernel", "<scope", *shape_column, "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling"]
+    table = _table("\nTop kernels", *columns)
     for row in report.kernels[:_SHOWN]:
         where = f"{row.scope} {row.phase}".strip()
         rates = f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else ""
         reached = percent(row.of_ceiling) if row.of_ceiling else ""
-        table.add_row(row.name[:40], where, _short(row.shape), f"{row.count:g}", f"{row.ms:.2f}", *rates, reached)
+        shape = [_short(row.shape)] if wide else []
+        table.add_row(row.name[:40], where, *shape, f"{row.count:g}", f"{row.ms:.2f}", *rates, reached)
     console.print(table)
 
     if report.transfers:
