@@ -39,7 +39,13 @@ part_pair() {
     local folder
     folder=$(mktemp -d)
     $python benchmarks/train/profile_pair.py "$folder" &&
-        cp "$folder/pair.json" "$1/pair_8b.json" && cp "$folder/compare.html" "$1/pair_8b.html"
+        cp "$folder/pair.json" "$1/pair_8b.json" && cp "$folder/compare.html" "$1/pair_8b.html" && picture "$1/pair_8b"
+}
+picture() { # FILE without its ending: the first screen of a page; where there is no Chromium, say what is missing
+    rm -f "$1.png"
+    chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1100,960 \
+        --screenshot="$1.png" "file://$(realpath "$1.html")" >/dev/null 2>&1 ||
+        echo "no picture of $1.html: run 'bash benchmarks/record.sh --picture $1' where Chromium is installed"
 }
 limit[pair]=180
 part_profile_check() { $python benchmarks/train/profile_check.py --output "$1/profile_check.json"; }
@@ -139,6 +145,10 @@ limit[qwen3_moe_packed]=900
 if [ "${1:-}" = --list ]; then
     for part in "${!limit[@]}"; do echo "$part (at most ${limit[$part]} s)"; done | sort
     exit 0
+fi
+if [ "${1:-}" = --picture ]; then
+    picture "$2"
+    exit
 fi
 if [ "${1:-}" = --one ]; then  # FOLDER PART, in a process of its own that can be stopped
     "part_$3" "$2"

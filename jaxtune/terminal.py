@@ -37,7 +37,8 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 def console(**options: Any) -> Console:
     """A rich console to which all text is text: strings are not searched for markup, emoji names or numbers to colour,
     and whatever is drawn, tables' cells too, is made printable."""
-    return _console_class()(**{"markup": False, "emoji": False, "highlight": False} | options)
+    as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+    return _console_class()(**as_text | options)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ RANK = 16
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def record_ours(folder: Path, shape: dict, rows: int, length: int, steps: int) -> dict:
+def record_ours(folder: Path, shape: dict, rows: int, length: int, steps: int, what: str) -> dict:
     """Captures `steps` steps of the Trainer's own programs into `folder`; returns step times around the capture."""
     import jax
     import numpy as np
@@ -48,6 +48,7 @@ def record_ours(folder: Path, shape: dict, rows: int, length: int, steps: int) -
     from jaxtune.train.data import TokenDataset
     from jaxtune.train.data.cache import Summary
     from jaxtune.train.loop import Trainer
+    from jaxtune.train.planning.plan import residuals_text
 
     model = model_from_config(shape, jax.random.key(0), "bfloat16")
     model = jaxtune.get_peft_model(model, r=RANK, lora_alpha=RANK)
@@ -80,7 +81,12 @@ def record_ours(folder: Path, shape: dict, rows: int, length: int, steps: int) -
 
     run(3)
     before = run(5)
-    meta = {"tokens_per_step": rows * length, "shape": shape, "config": config_to_dict(config)}
+    meta = {
+        "tokens_per_step": rows * length,
+        "what": f"{what}, residuals {residuals_text(trainer.planner.plan.residuals)}",
+        "shape": shape,
+        "config": config_to_dict(config),
+    }
     with jaxtune.profile.capture(folder, meta, {"accumulate": programs.accumulate, "update": programs.update}):
         inside = run(steps)
     after = run(5)
@@ -90,7 +96,7 @@ def record_ours(folder: Path, shape: dict, rows: int, length: int, steps: int) -
             "steps_after_slower_by": median(after) / median(before) - 1}  # fmt: skip
 
 
-def record_hf(file: Path, shape: dict, rows: int, length: int, steps: int, checkpointing: str) -> dict:
+def record_hf(file: Path, shape: dict, rows: int, length: int, steps: int, what: str, checkpointing: str) -> dict:
     """Writes a Chrome trace of `steps` steps of transformers + PEFT to `file` (.json.gz)."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -155,6 +161,8 @@ def record_hf(file: Path, shape: dict, rows: int, length: int, steps: int, check
             profiler.export_chrome_trace(str(raw))
 
         with profile(activities=activities, schedule=plan, record_shapes=True, on_trace_ready=save) as profiler:
+            profiler.add_metadata_json("tokens_per_step", json.dumps(rows * length))
+            profiler.add_metadata_json("what", json.dumps(f"{what}, gradient checkpointing {used}"))
             for _ in range(steps + 1):
                 step()
                 torch.cuda.synchronize()
@@ -241,7 +249,8 @@ def main() -> int:
     if options.limit_layers:
         shape["num_hidden_layers"] = options.limit_layers
     folder = Path(options.folder)
-    common = (shape, options.rows, options.length, options.steps)
+    what = f"{options.shape}, LoRA rank {RANK}, bf16, {options.rows} x {options.length:,} tokens a step"
+    common = (shape, options.rows, options.length, options.steps, what)
     began = time.perf_counter()
     if options.side == "ours":
         shutil.rmtree(folder / "ours", ignore_errors=True)

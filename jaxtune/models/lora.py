@@ -250,7 +250,8 @@ def without_adapter(model: Decoder) -> Decoder:
             matrix.fake_quant = None
     for holder in (model.embedding, model.head):
         if holder is not None and holder.original is not None:
-            holder.weight, holder.original = holder.original, None
+            holder.weight = holder.original
+            del holder.original
     return freeze(model)
 
 

@@ -121,7 +121,9 @@ def merge_adapter(model: Decoder) -> Decoder:
         outcomes[name] = (finite, error)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
-            module.weight, module.original = nnx.Param(module.weight.get_value().astype(dtype)), None
+            module.weight = nnx.Param(module.weight.get_value().astype(dtype))
+            if module.original is not None:
+                del module.original
             outcomes["lm_head" if isinstance(module, Linear) else "embed_tokens"] = (
                 jnp.isfinite(module.weight.get_value()).all(), jnp.zeros(()),
             )  # fmt: skip

@@ -130,9 +130,12 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
     versions = {
         k: str(head[v]) for k, v in (("torch", "pytorch_version"), ("cuda", "cuda_runtime_version")) if v in head
     }
+    # torch.profiler's add_metadata_json puts what a program says of itself beside the events.
+    meta = {key: head[key] for key in ("what", "tokens_per_step") if key in head}
     return Trace(
         path=path,
         framework="torch",
+        meta=meta,
         device=str(properties.get("name", "")),
         events=events,
         steps=steps,

@@ -247,6 +247,7 @@ def _sentences(comparison: Comparison) -> list[str]:
         if a.tokens_per_step and b.tokens_per_step:
             each = [1e3 * report.step_ms / report.tokens_per_step for report in (a, b) if report.tokens_per_step]
             out[0] += f" A token takes {each[0]:.2f} us in A, {each[1]:.2f} us in B."
+    out += _one_sided(comparison)
     for row in sorted(comparison.categories, key=lambda row: -abs(row.diff_ms)):
         if row.verdict == "same":
             continue
@@ -255,6 +256,17 @@ def _sentences(comparison: Comparison) -> list[str]:
         line += f"({row.a_ms:.2f} to {row.b_ms:.2f} ms)"
         out.append(line + _where(comparison, row) + ".")
     return out
+
+
+def _one_sided(comparison: Comparison) -> list[str]:
+    """What one side does and the other does not: it runs the forward again for the backward."""
+    a, b = (
+        scale * sum(row.ms for row in report.scopes if row.phase == "recompute")
+        for report, scale in ((comparison.a, 1.0), (comparison.b, comparison.scale))
+    )
+    if (a > 0) == (b > 0):
+        return []
+    return [f"Only {'A' if a else 'B'} runs the forward again for the backward (recompute): {max(a, b):.2f} ms a step."]
 
 
 def _where(comparison: Comparison, change: Change) -> str:

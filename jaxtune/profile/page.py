@@ -99,9 +99,10 @@ def _page(
     heads, data_sides = [], []
     for label, report in sides:
         scale = (scales or {}).get(label, 1.0)
-        first, second = headline(report)
+        first, *more = headline(report)
         name = f"<b>{label}</b> " if label else ""
-        heads.append(f'<div>{name}{html.escape(first)}<br><span class="soft">{html.escape(second)}</span></div>')
+        lines = "".join(f'<br><span class="soft">{html.escape(line)}</span>' for line in more)
+        heads.append(f"<div>{name}{html.escape(first)}{lines}</div>")
         data_sides.append(
             {
                 "label": label,

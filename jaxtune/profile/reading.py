@@ -14,6 +14,10 @@ from jaxtune.profile.trace import Trace, TraceError
 # In the order of preference: jax.profiler writes a poorer Chrome trace beside its XPlane file.
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz", "*.pt.trace.json", "*.pt.trace.json.gz", "*.json.gz", "*.json")
 
+# Traces unpack to 5 to 30 times their size. A file made to fill the memory grows 1,000 times.
+_MOST_EXPANSION = 200
+_SMALL_BYTES = 16 << 20
+
 
 def read(path: str | Path) -> Trace:
     """Reads a folder that capture, jax.profiler or PyTorch's profiler wrote, or one file of theirs.
@@ -25,22 +29,30 @@ def read(path: str | Path) -> Trace:
     data = _bytes(file)
     if not data:
         raise TraceError(f"{file} is empty: the capture did not finish; record it again")
+    try:
+        trace = _parse(file, data)
+    except TraceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # The bytes come from outside, and what is asked of them is asked in many places.
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise TraceError(f"{file} is damaged ({what}); record it again") from error
+    trace.path = str(path)
+    _add_record(trace, file.parent / RECORD_FILE)
+    return trace
+
+
+def _parse(file: Path, data: bytes) -> Trace:
     name = file.name.removesuffix(".gz")
     if name.endswith(".json") or data[:1] in (b"{", b"["):
         from jaxtune.profile.chrome import read_chrome
 
-        trace = read_chrome(data, str(file))
-    elif name.endswith(".pb"):
+        return read_chrome(data, str(file))
+    if name.endswith(".pb"):
         from jaxtune.profile.xplane import read_xplane
 
-        trace = read_xplane(data, str(file))
-    else:
-        raise TraceError(
-            f"{file} is no trace: want an XPlane file (*.xplane.pb) or a Chrome trace (*.json), or .gz of one"
-        )
-    trace.path = str(path)
-    _add_record(trace, file.parent / RECORD_FILE)
-    return trace
+        return read_xplane(data, str(file))
+    raise TraceError(f"{file} is no trace: want an XPlane file (*.xplane.pb) or a Chrome trace (*.json), or .gz of one")
 
 
 def _find(path: Path) -> Path:
@@ -59,13 +71,23 @@ def _find(path: Path) -> Path:
 
 
 def _bytes(file: Path) -> bytes:
-    data = file.read_bytes()
-    if data[:2] != b"\x1f\x8b":
-        return data
+    """The file's bytes, unpacked; no more of them than a trace of that size holds."""
+    with file.open("rb") as source:
+        packed = source.read(2) == b"\x1f\x8b"
+    if not packed:
+        return file.read_bytes()
+    most = max(_SMALL_BYTES, file.stat().st_size * _MOST_EXPANSION)
     try:
-        return gzip.decompress(data)
+        with gzip.open(file) as unpacked:
+            data = unpacked.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{file} is cut or damaged: {error}; record it again") from error
+    if len(data) > most:
+        raise TraceError(
+            f"{file} is no trace: its {file.stat().st_size:,} bytes unpack to more than {most:,}, and traces grow less "
+            f"than {_MOST_EXPANSION} times; unpack it yourself (gunzip) if it is one"
+        )
+    return data
 
 
 def _add_record(trace: Trace, file: Path) -> None:

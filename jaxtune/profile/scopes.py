@@ -51,8 +51,12 @@ def scope_of(op_name: str) -> tuple[str, str]:
         if part in ("recompute", "rematted_computation") and "backward" not in parts[:index]:
             phase = "recompute"
         if name and name not in _SILENT and "->" not in name:  # an einsum's formula is no scope
-            if out[-1:] != [name]:  # a scope entered again by a transformation of what is in it
-                out.append(name)
+            out.append(name)
+            # Scopes entered again by a transformation of what is in them, alone or together.
+            for size in range(1, len(out) // 2 + 1):
+                if out[-size:] == out[-2 * size : -size]:
+                    del out[-size:]
+                    break
     return "/".join(out), phase
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxtune.profile.report import Report
 
 _SHOWN = 15
+_WIDE = 110  # columns of a terminal in which the kernels' shapes have room too
 
 
 def _console(width: int) -> Console:
@@ -54,7 +55,7 @@ def _short(shape: str) -> str:
 
 
 def headline(report: Report) -> list[str]:
-    """The lines that stand above every table."""
+    """The lines above every table: what was recorded where, what it ran (if its meta says so), and the step."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
     if len(report.steps_ms) > 1:
@@ -68,7 +69,9 @@ def headline(report: Report) -> list[str]:
     if report.num_devices > 1:
         where += f" (the busiest of {report.num_devices})"
     versions = ", ".join(f"{name} {report.versions[name]}" for name in ("jax", "torch") if name in report.versions)
-    return [f"{report.path}: {where}, {versions or report.framework}", line]
+    what = report.meta.get("what")
+    ran = [what] if isinstance(what, str) and what else []
+    return [f"{report.path}: {where}, {versions or report.framework}", *ran, line]
 
 
 def report_text(report: Report, width: int) -> str:
@@ -91,19 +94,26 @@ def report_text(report: Report, width: int) -> str:
     console.print(table)
 
     table = _table("\nBy scope", "<scope", "<phase", "ms/step", "share")
-    for row in report.scopes[:_SHOWN]:
+    scopes, idle_rows = ([r for r in report.scopes if (r.name == "idle") == idle] for idle in (False, True))
+    rest = scopes[_SHOWN:]
+    for row in scopes[:_SHOWN]:
         table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
-    rest = report.scopes[_SHOWN:]
     if rest:
         table.add_row(f"({len(rest)} more)", "", f"{sum(r.ms for r in rest):.2f}", percent(sum(r.share for r in rest)))
+    for row in idle_rows:  # whatever its share: it is what nobody works in
+        table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
     console.print(table)
 
-    table = _table("\nTop kernels", "<kernel", "<scope", "<shape", "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling")
+    wide = width >= _WIDE
+    shape_column = ["<shape"] if wide else []
+    columns = ["<kernel", "<scope", *shape_column, "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling"]
+    table = _table("\nTop kernels", *columns)
     for row in report.kernels[:_SHOWN]:
         where = f"{row.scope} {row.phase}".strip()
         rates = f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else ""
         reached = percent(row.of_ceiling) if row.of_ceiling else ""
-        table.add_row(row.name[:40], where, _short(row.shape), f"{row.count:g}", f"{row.ms:.2f}", *rates, reached)
+        shape = [_short(row.shape)] if wide else []
+        table.add_row(row.name[:40], where, *shape, f"{row.count:g}", f"{row.ms:.2f}", *rates, reached)
     console.print(table)
 
     if report.transfers:
@@ -142,8 +152,7 @@ def report_text(report: Report, width: int) -> str:
 def comparison_text(comparison: Comparison, width: int) -> str:
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
-        first, second = headline(report)
-        console.print(f"{name}: {first}\n   {second}")
+        console.print(f"{name}: " + "\n   ".join(headline(report)))
     for note in comparison.notes:
         console.print(f"note: {note}")
     console.print()

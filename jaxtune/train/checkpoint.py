@@ -368,10 +368,12 @@ def _find_damage(path: Path) -> str | None:
         checksums = {name: str(entry["crc32"]) for name, entry in expected.items()}
     except FileNotFoundError:
         return f"{MANIFEST}: the file is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{MANIFEST}: unreadable ({type(error).__name__}: {error})"
     if META not in expected:
         return f"{MANIFEST}: does not list {META}"
+    if strange := [name for name in expected if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]:
+        return f"{MANIFEST}: lists {strange[0]!r}, which is no file of a checkpoint"
     for name, count in sizes.items():  # sizes first: they cost nothing
         if not (path / name).is_file():
             return f"{name}: the file is missing, expected {count:,} bytes"
@@ -388,7 +390,20 @@ def _find_damage(path: Path) -> str | None:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    return json.loads((path / META).read_text(encoding="utf-8"))
+    """meta.json: {"format", "step", "meta", "arrays": {name: {"shape", "dtype"}}}."""
+    try:
+        record = json.loads((path / META).read_text(encoding="utf-8"))
+        if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
+            raise ValueError(f"it is of format {record['format']!r} and step {record['step']!r}")
+        if not isinstance(record["meta"], dict):
+            raise ValueError("its meta is no mapping")
+        for entry in record["arrays"].values():
+            jnp.dtype(entry["dtype"]) if "key_impl" not in entry else str(entry["key_impl"])
+            if not all(type(size) is int and size >= 0 for size in entry["shape"]):
+                raise ValueError(f"a shape is {entry['shape']!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / META} is not a checkpoint's ({type(error).__name__}: {error})") from None
+    return record
 
 
 def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
@@ -413,8 +428,11 @@ def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
             restore_args[name] = ocp.RestoreArgs(restore_type=np.ndarray)
         else:
             restore_args[name] = ocp.ArrayRestoreArgs(sharding=sharding)
-    with ocp.Checkpointer(_orbax_handler()) as reader:
-        arrays |= reader.restore(path / ARRAYS, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+    try:
+        with ocp.Checkpointer(_orbax_handler()) as reader:
+            arrays |= reader.restore(path / ARRAYS, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / ARRAYS} cannot be read ({type(error).__name__}: {error})") from error
     leaves = {name: _place(arrays[name], described[name], wanted[name], like is None) for name in wanted}
 
     if like is not None:

@@ -39,6 +39,37 @@ def _fraction(key: str, value: float | None, below_one: bool = False) -> None:
     _require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
 
 
+# What the programs count with: int32 and float32.
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_FLOAT, _SMALLEST_FLOAT = 3e38, 1e-37
+# Beyond any model and machine; numbers above them are slips that would ask for terabytes.
+_LIMITS = {
+    "seed": 2**63 - 1,  # random keys are of 64 bits
+    "adapter.r": 65_536,
+    "adapter.rank_pattern": 65_536,
+    "data.num_workers": 1_024,
+    "rows_per_step": 1_000_000,
+    "data.length": 16_777_216,
+}
+
+
+def _require_usable_numbers(value: object, key: str) -> None:
+    """Every number of a config, by its dotted key, is one that the programs can count with."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _require_usable_numbers(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _require_usable_numbers(item, f"{key}.{name}")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        limit = next((top for start, top in _LIMITS.items() if key == start or key.startswith(f"{start}.")), None)
+        top = _LARGEST_INTEGER if limit is None else limit
+        _require(abs(value) <= top, key, value, f"must be at most {top:,}")
+    elif isinstance(value, float):
+        usable = value == 0 or _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT  # false of NaN
+        _require(usable, key, value, f"must be a number that float32 holds, from {_SMALLEST_FLOAT} to {_LARGEST_FLOAT}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Where the model comes from: exactly one of `path` and `from_config`."""
@@ -275,8 +306,12 @@ class QatConfig:
         _not_negative("qat.start", self.start)
 
 
+# Sections that one of their keys may stand for: `qat: int4` sets qat.format.
+SHORTHANDS = {"qat": "format"}
+
+
 def _qat_by_name(value: object) -> object:
-    return {"format": value} if isinstance(value, str) else value
+    return {SHORTHANDS["qat"]: value} if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -422,6 +457,7 @@ class TrainConfig:
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
 
     def __post_init__(self) -> None:
+        _require_usable_numbers(self, "")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
         if self.steps is None and self.epochs is None:
@@ -434,6 +470,11 @@ class TrainConfig:
             _not_negative(key, getattr(self, key))
         _require(self.output != "", "output", "", "must name a folder")
 
+        tokens = self.rows_per_step * self.data.length
+        _require(
+            tokens <= _LARGEST_INTEGER, "rows_per_step", self.rows_per_step,
+            f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {_LARGEST_INTEGER:,}",
+        )  # fmt: skip
         rows, parts, devices = self.rows_per_step, self.micro_batches or 1, self.mesh.data
         _require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
         _require(

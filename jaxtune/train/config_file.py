@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from jaxtune.train.config import DEFAULT_OUTPUT, ConfigError, TrainConfig
+from jaxtune.train.config import DEFAULT_OUTPUT, SHORTHANDS, ConfigError, TrainConfig
 
 # ---- The schema as rows
 
@@ -160,9 +160,17 @@ _CONSTANTS |= dict.fromkeys(("true", "True", "TRUE"), True) | dict.fromkeys(("fa
 _SPECIAL_NUMBER = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
+# A recipe has some hundred values, a few levels deep. More is an accident, or anchors that multiply ("a: &a [x, x]").
+_MOST_VALUES = 10_000
+_DEEPEST = 20
+_LONGEST_NUMBER = 40
+
+
 def _scalar(text: str) -> Any:
     if text in _CONSTANTS:
         return _CONSTANTS[text]
+    if len(text) > _LONGEST_NUMBER:
+        return text
     if _INTEGER.fullmatch(text):
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
     if _NUMBER.fullmatch(text):
@@ -178,14 +186,23 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply: a recipe has at most {_DEEPEST} levels") from None
+    values = 0
 
-    def read(node: yaml.Node | None, prefix: str) -> Any:
+    def read(node: yaml.Node | None, prefix: str, depth: int = 0) -> Any:
+        nonlocal values
         if node is None:
             return None
+        values += 1
+        if values > _MOST_VALUES:
+            raise ConfigError(f"{source} holds over {_MOST_VALUES:,} values, aliases counted each time: no recipe does")
+        if depth > _DEEPEST:
+            raise ConfigError(f"{source} is nested too deeply: a recipe has at most {_DEEPEST} levels")
         if isinstance(node, yaml.ScalarNode):
             return _scalar(node.value) if node.style is None else node.value
         if isinstance(node, yaml.SequenceNode):
-            return [read(item, prefix) for item in node.value]
+            return [read(item, prefix, depth + 1) for item in node.value]
         result = {}
         for key_node, value_node in node.value:
             name = str(key_node.value)
@@ -195,7 +212,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
                 raise ConfigError(f"{key} stands twice ({line}): keep one")
             if origins is not None:
                 origins[key] = line
-            result[name] = read(value_node, key)
+            result[name] = read(value_node, key, depth + 1)
         return result
 
     return read(node, "")
@@ -216,6 +233,8 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
     origin = f"override {override!r}"
     *sections, last = key.split(".")
     for depth, name in enumerate(sections):
+        if depth == 0 and isinstance(values.get(name), str) and name in SHORTHANDS:
+            values[name] = {SHORTHANDS[name]: values[name]}
         if values.get(name) is None:  # also a section that the recipe sets to null
             values[name] = {}
             origins[".".join(sections[: depth + 1])] = origin
@@ -224,7 +243,12 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
             raise ConfigError(f"{'.'.join(sections[: depth + 1])} has no keys of its own ({origin})")
     # A plain value is taken as it stands, so that `data.response_part=### Response:` is neither comment nor mapping.
     text = text.strip()
-    values[last] = _parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else _scalar(text)
+    value = _parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else _scalar(text)
+    if not sections and last in SHORTHANDS and isinstance(value, str) and isinstance(values.get(last), dict):
+        # qat.group_size=32 qat=int4: the short form names one key of the section, and leaves the others.
+        _apply_override(values, f"{last}.{SHORTHANDS[last]}={text}", origins)
+        return
+    values[last] = value
     for old in [old for old in origins if old.startswith(key + ".")]:
         del origins[old]
     origins[key] = origin
@@ -243,6 +267,11 @@ def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | Non
 
     `origins` says for error messages where a dotted key was set. Raises ConfigError with one line for each fault.
     """
+    for key, value in _flatten(values, ""):
+        try:
+            f"{key} {value}".encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{ascii(key)[1:-1]} = {value!a}: half a character, which no file can hold") from None
     try:
         # Strict mode takes dicts for dataclasses and lists for tuples from JSON only.
         return _adapter().validate_json(json.dumps(values), strict=True)

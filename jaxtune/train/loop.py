@@ -35,6 +35,7 @@ from jaxtune.train.flops import flop_counter, sum_squared_documents
 from jaxtune.train.loss import router_losses
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.programs import Programs, abstract, compiler_options, make_mesh
 from jaxtune.train.record import (
@@ -121,6 +122,8 @@ class Trainer:
         else:
             assert config.epochs is not None
             self.total_steps = max(1, round(config.epochs * self.batches.steps_per_epoch))
+            if self.total_steps >= 2**31:
+                raise ValueError(f"epochs = {config.epochs:g}: {self.total_steps:,} steps are more than can be counted")
         if self.profile_steps and config.profile.start >= self.total_steps:
             raise ValueError(f"profile.start = {config.profile.start}: the run has only {self.total_steps} steps")
 
@@ -558,9 +561,12 @@ class Trainer:
         return "fp32" if self.planner.plan.micro_batches > 1 else self.program.weights
 
     def _capture(self, programs: Programs):
+        config = self.config
         meta = {
             "config": config_to_dict(self.config),
             "tokens_per_step": self.config.rows_per_step * self.batches.length,
+            "what": f"{config.model.path or config.model.from_config}, {config.precision}, {config.rows_per_step} x "
+            f"{self.batches.length:,} tokens a step, plan {residuals_text(self.planner.plan.residuals)}",
         }
         return capture(self.profile_folder, meta, {"accumulate": programs.accumulate, "update": programs.update})
 

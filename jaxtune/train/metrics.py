@@ -353,7 +353,8 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws loss over step from a metrics.jsonl: every step faint, a moving average strong, evaluations as points.
+    """Draws loss over step from a metrics.jsonl: every step, where there are many also a moving
+    average, and evaluations as points.
 
     Non-finite losses are left out. Raises ValueError if there is no loss at all.
     """
@@ -376,8 +377,10 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
     if train:
         steps, losses = zip(*train)
         window = len(losses) // 25 // 2 * 2 + 1
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training loss")
-        axes.plot(steps, _moving_average(losses, window), color="tab:blue", label=f"mean of {window} steps")
+        smooth = window > 1
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25 if smooth else 1.0, linewidth=1, label="training loss")
+        if smooth:
+            axes.plot(steps, _moving_average(losses, window), color="tab:blue", label=f"mean of {window} steps")
     if evaluation:
         steps, losses = zip(*evaluation)
         axes.plot(steps, losses, "o--", color="tab:red", markersize=5, linewidth=1, label="evaluation loss")

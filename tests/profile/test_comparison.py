@@ -40,6 +40,20 @@ def test_a_slower_kernel_is_named_with_its_milliseconds(tmp_path, base):
     assert back.slower_by == 0
 
 
+def test_what_only_one_side_does_is_said(tmp_path, base):
+    without = torch_trace()
+    without.rows = [
+        row for row in without.rows if row["name"] != "void at::native::vectorized_elementwise_kernel<4, silu>(int)"
+    ]
+    comparison = compare(base, without.write(tmp_path / "b.json"))
+    (ms,) = [row.ms for row in comparison.a.scopes if row.phase == "recompute"]
+    assert ms > 0 and comparison.sentences[1] == (
+        f"Only A runs the forward again for the backward (recompute): {ms:.2f} ms a step."
+    )
+    assert any(text.startswith("Only B runs") for text in compare(tmp_path / "b.json", base).sentences)
+    assert not any(text.startswith("Only") for text in compare(base, base).sentences)
+
+
 def test_a_difference_within_the_spread_of_the_steps_is_noise(tmp_path):
     noisy_a, noisy_b = torch_trace(steps=3), torch_trace(steps=3)
     for trace, late in ((noisy_a, (0.0, 12.0, 3.0)), (noisy_b, (9.0, 2.0, 11.0))):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from programs import torch_trace
 
-from jaxtune.profile import compare, show
+from jaxtune.profile import compare, page, show
+from jaxtune.profile.scopes import CATEGORIES
 
 HOSTILE = "</script><b>mlp</b>&amp;"
 
@@ -174,5 +178,17 @@ def test_a_screenshot_shows_the_bars(browser, tmp_path, traces):
         "--blink-settings=preferredColorScheme=1",
     )
     pixels = (matplotlib.image.imread(picture)[:, :, :3] * 255).round().astype(int)
-    for color in ((0x35, 0x67, 0xC8), (0xD9, 0x82, 0x2B), (0x3C, 0x9A, 0x6B)):  # GEMM, attention, elementwise
+    for color in ((0x35, 0x67, 0xC8), (0xE5, 0x8A, 0x1F), (0x3C, 0x9A, 0x6B)):  # GEMM, attention, elementwise
         assert (abs(pixels - color).max(axis=2) <= 2).sum() > 300, color
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_two_categories_look_alike(scheme):
+    """As far apart as one can tell side by side: 60 of the 441 that lie between black and white."""
+    css = (Path(page.__file__).parent / "page.css").read_text()
+    light, dark = css.split("@media (prefers-color-scheme: dark)")
+    found = re.findall(r"--c(\d+): #([0-9a-f]{6})", light if scheme == "light" else dark)
+    colours = {int(number): [int(value[i : i + 2], 16) for i in (0, 2, 4)] for number, value in found}
+    assert set(colours) == set(range(len(CATEGORIES)))
+    for (a, one), (b, other) in itertools.combinations(colours.items(), 2):
+        assert math.dist(one, other) >= 60, (CATEGORIES[a], CATEGORIES[b])

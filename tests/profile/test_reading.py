@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import json
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from programs import capture_on_cpu, torch_trace
 
 from jaxtune.profile import TraceError, show
@@ -81,3 +85,87 @@ def test_the_latest_of_several_is_read(tmp_path):
         torch_trace(steps=steps).write(file)
     os.utime(old, (1, 1))
     assert len(show(tmp_path).steps_ms) == 3
+
+
+# ---- made to hurt
+
+
+@pytest.mark.parametrize("name", ["trace.xplane.pb.gz", "bomb.json.gz"])
+def test_a_gzip_bomb_is_refused_before_it_fills_the_memory(tmp_path, name, monkeypatch):
+    read = []
+    real = gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: (read.append(size), real(self, size))[1])
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(bytes(64 << 20), 9))  # 64 MB of zeros in 65 kB
+    refused(file, r"is no trace: its [\d,]+ bytes unpack to more than 16,777,216, and traces grow less than 200 times")
+    assert read and all(0 < size <= (16 << 20) + 1 for size in read)
+
+
+def test_json_nested_too_deeply(tmp_path):
+    file = tmp_path / "trace.json"
+    file.write_bytes(b"[" * 100_000)
+    refused(file, "not whole JSON|is damaged")
+
+
+@pytest.fixture(scope="module")
+def good_bytes(tmp_path_factory, trace_file):
+    file = torch_trace().write(tmp_path_factory.mktemp("good") / "t.json")
+    return {"trace.json": file.read_bytes(), "trace.xplane.pb": gzip.decompress(trace_file.read_bytes())}
+
+
+EDITS = st.lists(
+    st.tuples(
+        st.floats(0, 1, exclude_max=True),  # where
+        st.integers(0, 12),  # bytes taken out
+        st.sampled_from(
+            [b"", b"0", b"-", b"1e999", b"NaN", b"null", b"[]", b"{}", b'"x"', b"\xff", b"\x00", b"\x80\x80"]
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(EDITS, st.sampled_from(["trace.json", "trace.json", "trace.json", "trace.xplane.pb"]))
+def test_damaged_bytes_are_read_or_refused(tmp_path, good_bytes, edits, name):
+    data = bytearray(good_bytes[name])
+    for where, size, new in edits:
+        at = int(where * len(data))
+        data[at : at + size] = new
+    file = tmp_path / name
+    file.write_bytes(data)
+    try:
+        show(file).to_text()
+    except TraceError as error:
+        assert str(file) in str(error)
+
+
+def test_kernel_names_cannot_steer_the_terminal(tmp_path):
+    trace = torch_trace()
+    for row in trace.rows:
+        if row["name"] == "nvjet_tst_128x256":
+            row["name"] = "kernel\x1b[2J[/b]\u202e"
+    text = show(trace.write(tmp_path / "t.json")).to_text(width=140)
+    assert "\x1b" not in text and "\u202e" not in text and r"kernel\x1b[2J[/b]\u202e" in text
+
+
+def test_what_a_trace_says_of_itself_stands_in_the_head(tmp_path):
+    file = torch_trace().write(tmp_path / "t.json")
+    content = json.loads(file.read_text())
+    content = content if isinstance(content, dict) else {"traceEvents": content}
+    file.write_text(json.dumps(content | {"what": "a model, bf16", "tokens_per_step": 4096}))
+    report = show(file)
+    lines = report.to_text().splitlines()
+    assert lines[1] == "a model, bf16" and "tokens/s" in lines[2] and report.tokens_per_step == 4096
+    assert "a model, bf16" in report.to_html()
+
+
+def test_idle_stands_in_the_table_of_scopes_however_many_there_are():
+    report = show(Path(__file__).parent / "data" / "ours.xplane.pb.gz")
+    assert len(report.scopes) > 20
+    scopes = report.to_text().split("By scope")[1].split("Top kernels")[0].strip().splitlines()
+    (idle,) = [row for row in report.scopes if row.name == "idle"]
+    assert scopes[-1].split() == ["idle", f"{idle.ms:.2f}", f"{100 * idle.share:.1f}", "%"]
+    assert " more)" in scopes[-2]
+    assert not [row.name for row in report.scopes if row.name.count("contract") > 1]

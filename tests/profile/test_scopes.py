@@ -23,6 +23,9 @@ from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, TO_DEVICE, TO_HOST
         ("jit(step)/transpose(jvp(mlp))/dot_general", "mlp", "backward"),
         ("jit(step)/mul", "", "forward"),
         ("jit(f)/layer/jvp(layer)/up/mul", "layer/up", "forward"),
+        ("jit(f)/layer/contract/jvp(layer)/contract/down_proj/mul", "layer/contract/down_proj", "forward"),
+        ("jit(f)/a/b/c/transpose(a)/b/c/mul", "a/b/c", "backward"),
+        ("jit(f)/a/b/a/c/mul", "a/b/a/c", "forward"),
         ("", "", ""),
     ],
 )  # fmt: skip

@@ -25,6 +25,7 @@ def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):
     assert sum(row.ms for row in report.categories) == pytest.approx(report.step_ms)
     assert report.tokens_per_step == config.rows_per_step * LENGTH
     assert report.meta["config"]["steps"] == 6
+    assert report.meta["what"] == f"a model that the test made, fp32, 4 x {LENGTH} tokens a step, plan keep"
     assert set(report.meta["memory"]) == {"accumulate", "update"}
     assert {row.name for row in report.scopes} >= {"layer/attend", "layer/expand", "loss", "optimizer"}
     assert len(trainer.history) == 6

@@ -154,3 +154,15 @@ def test_with_shuffled_answers_it_learns_nothing(tmp_path):
     unread = ["evaluation.at_start=false", "export.merged=false"]
     results, _ = train(tmp_path / "run", f"data.train={shuffled}", *unread)
     assert results["after"]["exact_match"] < 0.15
+
+
+def test_what_is_said_after_a_run(tmp_path):
+    """The run's own results and profile; what else there is to try only after a first run."""
+    (tmp_path / "merged").mkdir()
+    first = load_config("quickstart", [f"output={tmp_path}"])
+    own = load_config("lora-0.5b", ["data.train=rows.jsonl", f"output={tmp_path}"])
+    assert len(app.next_commands(first, tmp_path)) == 3
+    assert len(app.next_commands(own, tmp_path)) == 1
+    (tmp_path / "profile").mkdir()
+    (_, command) = app.next_commands(own, tmp_path)[1]
+    assert command.endswith(f"-m jaxtune.cli profile show {tmp_path / 'profile'}")

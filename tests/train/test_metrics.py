@@ -315,6 +315,19 @@ def test_loss_plot_shows_what_was_logged(tmp_path, monkeypatch):
     assert (eval_steps, eval_losses) == ([50, 100], [1.0, 1.0])
 
 
+def test_a_plot_of_few_steps_has_no_mean_of_one(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    with MetricsLogger(tmp_path) as log:
+        for step in range(1, 20):
+            log.log(step, {"loss": 1.0})
+    labels = []
+    real = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda *a, **k: (labels.append(k["label"]), real(*a, **k))[1])
+    loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert labels == ["training loss"]
+
+
 def test_loss_plot_without_a_loss(tmp_path):
     with MetricsLogger(tmp_path) as log:
         log.log(1, {"loss": math.nan})

@@ -222,6 +222,8 @@ def _encode(
             tasks.put(None)
         for worker in workers:
             worker.encoder.close() if done else worker.encoder.kill()
+        for worker in workers:
+            worker.join(timeout=1)  # none should still run while the interpreter shuts down
 
 
 def _wait_for(rows: list[Row], future: concurrent.futures.Future[Chunk], poll: Callable[[], None]) -> Chunk:

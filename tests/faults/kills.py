@@ -1,0 +1,56 @@
+"""One process of the kill test: the command on a tiny model, with the signal that it gives itself at a chosen moment.
+
+A parent cannot aim: what a step takes differs from machine to machine. So the process counts its own moments (a step
+dispatched, a batch evaluated, a file of a save or an export written, a phase begun) and sends itself the signal at the
+moment whose number it was given, from a thread for SIGKILL's sake of nothing: the signal hits wherever it hits.
+
+Usage: kills.py RECIPE MOMENT SIGNAL [key=value ...]; MOMENT 0 sends none. Prints the number of moments at a good end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from jaxtune import cli, files
+from jaxtune.train import app, loop, results
+
+
+def main() -> int:
+    recipe, moment, number, *overrides = sys.argv[1:]
+    left, seen = int(moment), 0
+
+    def tick() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == left:
+            os.kill(os.getpid(), signal.Signals[number])
+
+    def around(owner, name: str) -> None:
+        real = getattr(owner, name)
+
+        def ticking(*arguments, **options):
+            tick()
+            result = real(*arguments, **options)
+            tick()
+            return result
+
+        setattr(owner, name, ticking)
+
+    for name in ("_accumulate", "_device_batch", "_prepare", "_resume", "_start", "_finished_model"):
+        around(loop.Trainer, name)
+    around(loop.m, "loss_plot")
+    around(loop.m.Progress, "evaluating")
+    around(app, "load_tokenizer")
+    around(results, "fingerprints")
+    around(files.os, "replace")
+    around(files.os, "fsync")
+    around(files.os, "rename")
+    code = cli.main(["train", recipe, *overrides])
+    print(f"moments {seen}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Killed again and again at moments drawn at random, a run leads to the same weights, bit for bit.
+
+JAXTUNE_LONG_KILLS=1 makes 2,000 steps and 20 kills of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxtune
+from jaxtune.train.metrics import read_metrics
+from jaxtune.train.results import PROOF, read_result
+from jaxtune.train.signals import EXIT_SAVED
+from tests.faults.command import make_folder
+
+LONG = os.environ.get("JAXTUNE_LONG_KILLS") == "1"
+STEPS, KILLS = (2000, 20) if LONG else (200, 6)
+OVERRIDES = [
+    f"steps={STEPS}",
+    f"checkpoint.every_steps={STEPS // 20}",
+    f"evaluation.every_steps={STEPS // 8}",
+    "evaluation.exact_match_rows=2",
+    "evaluation.max_new_tokens=4",
+]
+
+
+def run(folder: Path, name: str, moment: int = 0, number: str = "SIGKILL") -> subprocess.CompletedProcess[str]:
+    root = Path(jaxtune.__file__).parents[1]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "models")]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),  # each process but the first compiles nothing
+        "XLA_FLAGS": "",
+    }
+    command = [sys.executable, str(root / "tests" / "faults" / "kills.py"), str(folder / "recipe.yaml"), str(moment)]
+    command += [number, *OVERRIDES, f"output={folder / name}"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def weights(result: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in result.iterdir() if path.name != PROOF}
+
+
+def test_killed_at_random_moments(tmp_path):
+    make_folder(tmp_path)
+    straight = run(tmp_path, "straight")
+    assert straight.returncode == 0, straight.stderr
+    moments = int(re.search(r"moments (\d+)", straight.stdout)[1])
+
+    draw = random.Random(0)
+    # Some anywhere, some near the end, where evaluation, export and answers are; the rest of a run is always long
+    # enough for the next, because a kill loses at most what came since a checkpoint.
+    share = moments // KILLS
+    codes = []
+    for kill in range(KILLS):
+        number = "SIGKILL" if kill % 2 else "SIGTERM"
+        moment = draw.randint(1, 2 * share) if kill < KILLS - 2 else draw.randint(share // 2, share)
+        done = run(tmp_path, "killed", moment, number)
+        codes.append(done.returncode)
+        if done.returncode == 0:
+            break
+        assert done.returncode == (EXIT_SAVED if number == "SIGTERM" else -signal.SIGKILL), done.stderr
+    for _ in range(2):  # to its end, and once more: a finished run stays as it is
+        done = run(tmp_path, "killed")
+        assert done.returncode == 0, done.stderr
+        assert "not bit for bit" not in done.stdout
+    assert sum(code != 0 for code in codes) >= KILLS // 2, codes
+
+    for name in ("adapter", "merged"):
+        assert read_result(tmp_path / "killed" / name).step == STEPS
+        assert weights(tmp_path / "killed" / name) == weights(tmp_path / "straight" / name), name
+    lines = [
+        {line["step"]: line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line}
+        for name in ("straight", "killed")
+    ]
+    assert list(lines[0]) == list(range(1, STEPS + 1)) and lines[0] == lines[1]
+    assert not list((tmp_path / "killed").glob(".*"))
+
+
+# Where the tail of a run can be hit: each of the last moments of a short one, by either signal.
+@pytest.mark.skipif(not LONG, reason="JAXTUNE_LONG_KILLS is not set")
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_killed_at_each_moment_of_the_end(tmp_path, number):
+    make_folder(tmp_path)
+    short = ["steps=4", "checkpoint.every_steps=2", "evaluation.every_steps=2"]
+    saved, OVERRIDES[:] = list(OVERRIDES), [*OVERRIDES, *short]
+    try:
+        straight = run(tmp_path, "straight")
+        moments = int(re.search(r"moments (\d+)", straight.stdout)[1])
+        for moment in range(moments - 60, moments, 3):
+            name = f"killed{moment}"
+            run(tmp_path, name, moment, number)
+            done = run(tmp_path, name)
+            assert done.returncode == 0, done.stderr
+            assert weights(tmp_path / name / "merged") == weights(tmp_path / "straight" / "merged"), moment
+    finally:
+        OVERRIDES[:] = saved
