@@ -180,7 +180,7 @@ def kernels(capsys) -> list[str]:
 
 def test_info_on_kernels(capsys):
     whole, packed, wide, matmul, four_bits, gated, grouped, grouped_four_bits, *rest = kernels(capsys)
-    sort, spread, sums, loss = rest
+    sort, spread, loss = rest
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -196,12 +196,8 @@ def test_info_on_kernels(capsys):
     assert "experts" in grouped and "weights in NF4" in grouped_four_bits
     assert "mosaic_ahead refuses: needs a Hopper" in " ".join(grouped_four_bits.split())
     assert "triton refuses: no NVIDIA GPU" in " ".join(grouped.split())
-    for text, reason in (
-        (sort, "mosaic refuses: slower than XLA's for fewer than 128 experts"),
-        (sums, "mosaic refuses: slower than XLA's"),
-    ):
-        assert f"{reason}: runs where it is asked for by name" in " ".join(text.split())
-    assert sort.startswith("routing sort: ") and "reference chosen" in " ".join(sums.split())
+    reason = "mosaic refuses: slower than XLA's for fewer than 128 experts: runs where it is asked for by name"
+    assert sort.startswith("routing sort: ") and reason in " ".join(sort.split())
     assert "mosaic refuses: needs a Hopper GPU" in " ".join(spread.split())
     shown = (("quant_matmul", matmul), ("quant_matmul", four_bits), ("grouped_matmul", grouped))
     for op, text in (*shown, ("gated_backward", gated), ("linear_cross_entropy", loss)):

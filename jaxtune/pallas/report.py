@@ -80,13 +80,10 @@ def kernel_choices() -> list[KernelChoice]:
             grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups, experts),
         ),
         _choice("routing sort", f"{_EXPERTS} experts", routing.sort_implementations(_EXPERTS)),
-        *(
-            _choice(
-                f"routing {name}",
-                "bfloat16, 2880 numbers a row, 4 experts a token",
-                routing.implementations(jnp.bfloat16, 2880, 4, sums=sums),
-            )
-            for name, sums in (("spread", False), ("sums", True))
+        _choice(
+            "routing spread",
+            "bfloat16, 2880 numbers a row, 4 experts a token",
+            routing.implementations(jnp.bfloat16, 2880, 4),
         ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]

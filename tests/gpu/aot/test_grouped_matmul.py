@@ -129,11 +129,11 @@ def test_moving_and_summing_rows_compiles_for_an_h200(tokens, k, experts, hidden
 
     def run(x, rows, routing):
         there = permute(x, routing, implementation="mosaic")
-        return there, unpermute(rows, routing, implementation="mosaic")
+        return there, unpermute(rows, routing)
 
     with H200.lowering():
         compiled = jax.jit(run).lower(x, rows, routing).compile()
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 1  # sums are XLA's
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * tokens * k + 100_000
 
 
