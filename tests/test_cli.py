@@ -217,7 +217,7 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
 
     lean = dict(own=64, step=64, stages=2, turns=False, lean=True)
     plain = dict(own=64, step=128, stages=2, turns=False)
-    broken = dict(own=64, step=128, stages=2, turns=True, warpgroups=3)
+    broken = dict(own=64, step=128, stages=2, turns=True, rows=3)
     times = iter([3.0, 2.0, 2.0, 3.0])
     monkeypatch.setattr(attention_tune, "candidates", lambda kernel, dim: [plain, broken, lean])
     monkeypatch.setattr(tuning, "_milliseconds", lambda run: next(times))
@@ -231,7 +231,7 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
     lines = capsys.readouterr().out.splitlines()
     where = "attention forward, head_dim=64, window up to 128"
     assert lines[0] == f"{where}: own 64, step 128, stages 2, turns False: 3.0000 ms"
-    assert lines[1].startswith(f"{where}: own 64, step 128, stages 2, turns True, warpgroups 3: ValueError: ")
+    assert lines[1].startswith(f"{where}: own 64, step 128, stages 2, turns True, rows 3: ")
     assert lines[2] == f"{where}: own 64, step 64, stages 2, turns False, lean True: 2.0000 ms"
     assert len(lines) == 8 and lines[3] == lines[0].replace("forward", "dquery").replace("3.0000", "2.0000")
     assert lines[6:] == [

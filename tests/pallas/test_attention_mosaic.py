@@ -96,9 +96,7 @@ def test_the_blocks_of_head_dim_128(monkeypatch):
 # Forms of the kernels that a tuner may choose: (kernel, what differs from the heuristic's blocks).
 FORMS = {
     "lean": dict(lean=True),
-    "ahead": dict(lean=True, ahead=True, turns=False),
-    "three_warpgroups": dict(lean=True, warpgroups=3, turns=False, stages=2),
-    "three_warpgroups_ahead": dict(lean=True, warpgroups=3, turns=False, ahead=True, step=64),
+    "no_turns": dict(lean=True, turns=False, stages=2),
     "one_buffer": dict(buffers=1),
 }
 
@@ -114,13 +112,11 @@ def forced(kernel, change):
         *((form, "window_sinks") for form in FORMS),
         ("lean", "soft_cap"),
         ("lean", "documents_of_one_token"),
-        ("ahead", "three_heads_share"),
-        ("three_warpgroups", "three_heads_share"),
+        ("lean", "three_heads_share"),
     ],
 )
 def test_forms_of_the_forward(form, case):
-    """The gradients by the reference, from the kernel's output and log-sum-exp. Three warpgroups take three heads that
-    share their keys; else the last tile of a row is one warpgroup short."""
+    """The gradients by the reference, from the kernel's output and log-sum-exp."""
     with forced("forward", FORMS[form]):
         compare(*CASES[case], backward="reference")
 
@@ -139,11 +135,6 @@ def test_lean_scores_with_a_negative_scale():
         plain = attention_forward(-query, key, value, layout, scale=1.0, implementation="mosaic")
     for a, b in zip(flipped, plain, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-4)
-
-
-def test_two_warpgroups_take_turns_and_no_others():
-    with pytest.raises(ValueError, match="two warpgroups take turns"):
-        mosaic.Blocks(64, 128, 2, True, warpgroups=3)
 
 
 @pytest.mark.parametrize("case", ["window_sinks", "soft_cap"])
@@ -178,7 +169,7 @@ def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
     compare(SEGMENTS, {}, 1, 1)
 
 
-@pytest.mark.parametrize("form", [{}, FORMS["three_warpgroups_ahead"]], ids=["heuristic", "three_warpgroups_ahead"])
+@pytest.mark.parametrize("form", [{}, FORMS["no_turns"]], ids=["heuristic", "no_turns"])
 def test_no_bit_of_one_document_reaches_another(form):
     with mosaic.interpreted(), forced("forward", form):
         before, _ = outputs("mosaic", operands(jnp.bfloat16), SEGMENTS, {})
