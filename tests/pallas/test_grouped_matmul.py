@@ -4,10 +4,13 @@ The same body runs over the Mosaic kernel in Pallas' GPU interpreter."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.grouped_matmul import (
@@ -301,6 +304,24 @@ def test_what_is_chosen_is_what_was_measured_to_be_faster():
         weight = MXFP4(jnp.zeros((2, OUT, IN // 2), jnp.uint8), jnp.zeros((2, OUT, IN // 32), jnp.uint8))
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
         assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"
+        for devices, want in ((1, "mosaic_ahead"), (2, "mosaic")):  # whose programs wait for each other, beside NCCL's
+            mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+
+            def chosen(x, name, seen, weight=weight):
+                table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight, name)
+                seen.append(dispatch.choose("grouped_matmul", table, name))
+                return x
+
+            seen: list[str] = []
+            for name in (None, "mosaic_ahead"):  # as the trainer: each device has its own rows
+                one = jax.shard_map(
+                    functools.partial(chosen, name=name, seen=seen),
+                    mesh=mesh,
+                    in_specs=PartitionSpec(),
+                    out_specs=PartitionSpec(),
+                )
+                jax.eval_shape(one, jnp.ones(2))
+            assert seen == [want, "mosaic_ahead"]
         uneven = NF4.encode(jnp.ones((2, 65, 64)))
         assert "4160 numbers an expert" in api.implementations(jnp.bfloat16, 64, 64, groups, uneven)["mosaic_ahead"]()
     x = jnp.zeros((groups.rows, IN), jnp.bfloat16)

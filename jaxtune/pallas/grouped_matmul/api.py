@@ -74,6 +74,10 @@ def implementations(
         reason = mosaic_refusal() or mosaic_ahead.refusal(weight)
         return reason or first_use.refusal(_AHEAD, mosaic.product, weight)
 
+    # One of several devices takes it by name only: beside NCCL's kernels it is not proved that it cannot hang.
+    if jax.sharding.get_abstract_mesh().size > 1:
+        ahead_refusal = dispatch.on_request(_AHEAD, implementation, mosaic_ahead.NOT_PROVED, ahead_refusal)
+
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
@@ -93,10 +97,7 @@ def _scaled(rows, scale):
 
 
 def gathers(implementation: str) -> bool:
-    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`.
-
-    "mosaic_ahead" can, but beside its decoder that costs about what copying does (README.md): it multiplies rows that
-    were copied."""
+    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 

@@ -46,7 +46,7 @@ class _Registers:
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
         if decoding:
-            return _Registers(56, 176, 96) if gathered else _Registers(40, 184, 96)
+            return _Registers(40, 184, 96)
         return _Registers(72, 216) if gathered else _Registers(40, 232)
 
 
@@ -356,8 +356,10 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it."""
+    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it; then no tokens."""
     columns, ahead = weight.shape[3 - contract], isinstance(weight, FourBit | MXFP4)
+    if ahead and tokens is not None:
+        raise ValueError("grouped_matmul: beside a decoder no rows are gathered")
     blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype, ahead)
     operands = [x, groups.tile_expert, groups.tile_sizes, groups.count[None]]
     if tokens is not None:
