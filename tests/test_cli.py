@@ -211,8 +211,7 @@ def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):
 
 def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch, tmp_path, capsys):
     """On a GPU of this test's making: the interpreter runs the kernels, a table is the clock."""
-    from jaxtune.pallas import dispatch, tuning
-    from jaxtune.pallas.attention import mosaic
+    from jaxtune.pallas import dispatch, gpu_kernel, tuning
     from jaxtune.pallas.attention import tune as attention_tune
 
     lean = dict(own=64, step=64, stages=2, turns=False, lean=True)
@@ -226,7 +225,7 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
     output = tmp_path / "nvidia_h200.json"
     shape = ["--head-dim", "64", "--heads", "2", "--kv-heads", "1", "--rows", "1", "--length", "128"]
     shape += ["--window", "50", "--documents", "whole"]
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         assert cli.main(["tune", *shape, "--kernels", "forward", "dquery", "--output", str(output)]) == 0
     lines = capsys.readouterr().out.splitlines()
     where = "attention forward, head_dim=64, window up to 128"

@@ -32,10 +32,10 @@ from flax import nnx
 from benchmarks.record import environment, write
 from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
 from jaxtune.models.moe import ExpertLora, MoE
+from jaxtune.pallas.formats import MXFP4, NF4
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul, mosaic, reference, triton
 from jaxtune.pallas.grouped_matmul.api import gathers
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
 
 TOKENS = 16_384

@@ -52,7 +52,7 @@ from benchmarks.transfers import transfers
 from jaxtune.models.lora import experts
 from jaxtune.models.moe import ExpertLinear, MoE
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import dense
+from jaxtune.pallas.formats import dense
 from jaxtune.pallas.routing import expert_weights
 from jaxtune.train.loop import compiler_options
 from jaxtune.train.loss import loss_sum_and_count

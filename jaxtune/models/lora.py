@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
 from jaxtune.models.moe import ExpertLinear, ExpertLora, MoE
-from jaxtune.pallas.quant_matmul import dense
+from jaxtune.pallas.formats import dense
 
 # Where a block keeps its linears, and what Hugging Face calls them; the names are the same in every family here.
 _LINEARS = {

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.mlp import ACTIVATIONS
+from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias
-from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.routing import (
     RouterSums,
     Routing,

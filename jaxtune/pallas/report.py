@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.gated import api as gated
 from jaxtune.pallas.grouped_matmul import api as grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
-from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 from jaxtune.pallas.routing import api as routing
 

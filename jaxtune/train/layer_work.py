@@ -19,9 +19,9 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.linear import Linear
 from jaxtune.models.moe import ExpertLinear
 from jaxtune.models.stack import LayerPlan, layer_forward, segments_of
+from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.gated import mosaic
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
-from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.train.plan import RESIDUALS
 
 

@@ -27,8 +27,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.models.stack import MOE_SEGMENTS, SEGMENTS, LayerPlan, ResidualPlan
+from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.gated.mosaic import MOST as MOST_GATED
-from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.train import hosted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.devices import CONTEXT_BYTES, Device, with_fragments

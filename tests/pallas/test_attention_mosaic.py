@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas import dispatch, gpu_kernel, tuning
 from jaxtune.pallas.attention import (
     attention,
     attention_backward,
@@ -70,7 +70,7 @@ def distance(got, want):
 def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
     exact, exact_lse = outputs("reference", operands(jnp.float32, heads, kv_heads, dim), segments, features)
     xla, _ = outputs("reference", operands(jnp.bfloat16, heads, kv_heads, dim), segments, features)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got, lse = outputs("mosaic", operands(jnp.bfloat16, heads, kv_heads, dim), segments, features, backward)
     assert dispatch.record["attention"][0] == (backward or "mosaic")
     for mine, theirs, want in zip(got, xla, exact, strict=True):
@@ -130,7 +130,7 @@ def test_lean_scores_with_a_negative_scale():
     """The maximum of the scores is then the minimum of what they are made of."""
     query, key, value, _ = operands(jnp.bfloat16, 2, 1)
     layout = packed_layout((ROWS, LENGTH), jnp.asarray(SEGMENTS))
-    with mosaic.interpreted(), forced("forward", FORMS["lean"]):
+    with gpu_kernel.interpreted(), forced("forward", FORMS["lean"]):
         flipped = attention_forward(query, key, value, layout, scale=-1.0, implementation="mosaic")
         plain = attention_forward(-query, key, value, layout, scale=1.0, implementation="mosaic")
     for a, b in zip(flipped, plain, strict=True):
@@ -171,7 +171,7 @@ def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
 
 @pytest.mark.parametrize("form", [{}, FORMS["no_turns"]], ids=["heuristic", "no_turns"])
 def test_no_bit_of_one_document_reaches_another(form):
-    with mosaic.interpreted(), forced("forward", form):
+    with gpu_kernel.interpreted(), forced("forward", form):
         before, _ = outputs("mosaic", operands(jnp.bfloat16), SEGMENTS, {})
         arrays = operands(jnp.bfloat16)
         inside = (np.arange(LENGTH) >= 163) & (np.arange(LENGTH) < 273)  # the document of id 3

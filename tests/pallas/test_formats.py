@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from nf4_cases import cases
 
-from jaxtune.pallas.quant_matmul import FP4, NF4, LoraWeights, dense, quant_matmul
-from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
-from jaxtune.pallas.quant_matmul.formats import _rounded_quotient
+from jaxtune.pallas.formats import FP4, NF4, dense
+from jaxtune.pallas.formats.blockwise8 import dynamic_map
+from jaxtune.pallas.formats.four_bit import _rounded_quotient
+from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 GOLDEN = np.load(Path(__file__).resolve().parent.parent / "goldens" / "nf4.npz")
 CASES = cases()

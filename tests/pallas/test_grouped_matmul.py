@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.formats import MXFP4, NF4
 from jaxtune.pallas.grouped_matmul import (
     TILE_ROWS,
     GroupedLora,
@@ -26,7 +27,6 @@ from jaxtune.pallas.grouped_matmul import (
     reference,
 )
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4
 
 IN, OUT, RANK, SCALE = 128, 192, 8, 0.5
 SIZES = {
@@ -102,7 +102,7 @@ def test_mosaic_in_the_interpreter(case, transposed):
     groups, held, arrays = operands(sizes, transposed)
     want = exact(sizes, groups, transposed, *arrays)
     xla = outputs("reference", groups, transposed, arrays, jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = outputs(None, groups, transposed, arrays, jnp.bfloat16)
     assert dispatch.record["grouped_matmul"][0] == "mosaic"
     for mine, theirs, expected in zip(got, xla, want, strict=True):
@@ -117,7 +117,7 @@ def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
     that tiles do not divide."""
     groups, _, (x, weight, *_) = operands(SIZES["uneven"], False)
     x, weight = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic.product(x, weight, groups, 2, blocks=blocks)
         want = mosaic.product(x, weight, groups, 2)
     np.testing.assert_array_equal(got, want)
@@ -134,7 +134,7 @@ def test_mosaic_brings_the_rows_of_tokens_itself(case, stored):
     rows = reference.rows_of(x, tokens)
     weight = jnp.asarray(weight, jnp.bfloat16) if stored == "array" else packed("nf4", weight[:, :, :64])
     side = jnp.ones((len(SIZES[case]), RANK, weight.shape[2]), jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         thin = mosaic.thin(rows, a, groups, 2)
         np.testing.assert_array_equal(mosaic.thin(x, a, groups, 2, tokens), thin)
         want = mosaic.product(rows, weight, groups, 1, (thin, side))
@@ -147,7 +147,7 @@ def test_sums_of_tiles_are_the_references(case, shape):
     sizes = SIZES[case]
     groups = groups_of(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)))
     values = jax.random.normal(jax.random.key(0), (groups.tiles, *shape))
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic_sums.per_expert(values, groups)
     np.testing.assert_allclose(got, reference.per_expert(values, groups), rtol=1e-6, atol=1e-6)
 
@@ -162,7 +162,7 @@ def test_rows_are_contracted_as_by_the_reference(case, columns, rank):
     keys = jax.random.split(jax.random.key(0))
     wide = jax.random.normal(keys[0], (groups.rows, columns)).astype(jnp.bfloat16)
     thin = jax.random.normal(keys[1], (groups.rows, -(-rank // 64) * 64)).astype(jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic_contract.contract_rows(thin, wide, groups, rank)
     exact = (thin[:, :rank].astype(jnp.float32), wide.astype(jnp.float32))
     np.testing.assert_allclose(got, reference.contract_rows(*exact, groups, jnp.float32), rtol=1e-5, atol=1e-5)
@@ -243,7 +243,7 @@ def test_products_over_four_bits_in_the_interpreter(kind, transposed):
         options = dict(transposed=transposed, implementation="mosaic_ahead")
         return grouped_matmul(x, stored, groups, GroupedLora(a, b, SCALE), **options)
 
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         out, pullback = jax.vjp(run, x)
         got = [np.asarray(array, np.float64) for array in (out, *pullback(dout))]
     for mine, theirs, expected in zip(got, xla[:2], want[:2], strict=True):
@@ -257,7 +257,7 @@ def test_groups_of_any_size_over_four_bits(case):
     groups, _, (x, weight, *_) = operands(sizes, False)
     stored = packed("nf4", weight[:, :64])
     x = jnp.asarray(x, jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic.product(x, stored, groups, 2)
     want = np.zeros(got.shape)
     values = np.asarray(stored.decode(jnp.float32), np.float64)
@@ -298,7 +298,7 @@ def test_refusals_say_why(capability, dtype, columns, reason):
 def test_what_is_chosen_is_what_was_measured_to_be_faster():
     groups = groups_of(jnp.array([4, 4], jnp.int32), 8)
     weight = NF4.encode(jnp.ones((2, OUT, IN)))
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
         assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"
         weight = MXFP4(jnp.zeros((2, OUT, IN // 2), jnp.uint8), jnp.zeros((2, OUT, IN // 32), jnp.uint8))
@@ -325,7 +325,7 @@ def test_what_is_chosen_is_what_was_measured_to_be_faster():
         uneven = NF4.encode(jnp.ones((2, 65, 64)))
         assert "4160 numbers an expert" in api.implementations(jnp.bfloat16, 64, 64, groups, uneven)["mosaic_ahead"]()
     x = jnp.zeros((groups.rows, IN), jnp.bfloat16)
-    with mosaic.interpreted(), pytest.raises(ValueError, match="no weight in four bits"):
+    with gpu_kernel.interpreted(), pytest.raises(ValueError, match="no weight in four bits"):
         grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_ahead")
 
 
@@ -351,7 +351,7 @@ def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
         rows = x if tokens is None else reference.rows_of(x, tokens - 1)
         return right(rows, weight, groups, contract, extra)
 
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         assert first_use.refusal("gathering", mosaic.product, None, gathering=True) is None
     assert first_use.refusal("shifted", shifted, None) is None
     assert "differs from the reference" in first_use.refusal("shifted", shifted, None, gathering=True)

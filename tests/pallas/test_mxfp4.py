@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas.quant_matmul import MXFP4
+from jaxtune.pallas.formats import MXFP4
 
 
 def test_decode_is_the_definition():

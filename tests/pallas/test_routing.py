@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
-from jaxtune.pallas.grouped_matmul import mosaic as grouped_mosaic
 from jaxtune.pallas.routing import (
     api,
     choose_experts,
@@ -101,7 +100,7 @@ def test_permute_weigh_and_back_against_a_loop(case):
 @pytest.mark.parametrize("case", ["random", "one token", "many experts", "nothing but padding"])
 def test_mosaic_sorts_as_the_reference(case):
     choice, experts = CASES[case]
-    with grouped_mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = jax.jit(lambda choice: route(choice, experts, TILE, implementation="mosaic"))(choice)
     assert dispatch.record["routing sort"][0] == "mosaic"
     want = compiled_route(choice, experts, TILE)
@@ -129,7 +128,7 @@ def test_mosaic_moves_rows_as_the_reference(case):
         return there_and_back(x, scaled, dout)
 
     want = run("reference")
-    with grouped_mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = run("mosaic")
     assert dispatch.record["routing spread"][0] == "mosaic"
     for mine, theirs in zip(got, want, strict=True):
@@ -164,7 +163,7 @@ def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
 
 def test_mosaic_refuses_what_it_does_not_serve():
     routing = route(jnp.zeros((4, 1), jnp.int32), 2, TILE)
-    with grouped_mosaic.interpreted(), pytest.raises(ValueError, match="hidden size 5; multiples of 64"):
+    with gpu_kernel.interpreted(), pytest.raises(ValueError, match="hidden size 5; multiples of 64"):
         permute(jnp.zeros((4, 5), jnp.bfloat16), routing, implementation="mosaic")
     with pytest.raises(ValueError, match="needs a Hopper GPU"):
         route(jnp.zeros((4, 1), jnp.int32), 2, TILE, implementation="mosaic")
@@ -263,7 +262,7 @@ def test_products_that_move_their_rows_give_the_same_bits(case, implementation):
     arrays = x, weights, loras, dout
     if implementation == "reference":
         arrays = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
-    with grouped_mosaic.interpreted():
+    with gpu_kernel.interpreted():
         mine, theirs = (of_tokens_and_back(choice, experts, arrays, joined, implementation) for joined in (True, False))
     for got, want in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
         assert np.isfinite(np.asarray(want, np.float32)).all()

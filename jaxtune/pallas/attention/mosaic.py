@@ -12,7 +12,6 @@ every sum has one fixed order: bitwise deterministic without atomics.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -76,23 +75,9 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
     }
 
 
-_interpret: Any = None
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Runs the kernels' bodies in Pallas' GPU interpreter, on any machine: for tests."""
-    global _interpret
-    before, _interpret = _interpret, plgpu.InterpretGPUParams()
-    try:
-        yield
-    finally:
-        _interpret = before
-
-
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks, backward: bool = False) -> str | None:
     """Why these kernels cannot serve this call (or the backward of it), or None."""
-    if _interpret is None and compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
@@ -191,11 +176,11 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     ]
     return gpu_kernel.kernel(
-        functools.partial(kernel, blocks=blocks, interpreted=_interpret is not None, **static),
+        functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
         f"attention_{kernel.__name__.removesuffix('_kernel')}",
-        _interpret,
+        gpu_kernel.interpreter(),
         out_type=out_type,
-        grid=(_INTERPRETED_PROGRAMS if _interpret is not None else multiprocessors(),),
+        grid=(_INTERPRETED_PROGRAMS if gpu_kernel.interpreter() is not None else multiprocessors(),),
         grid_names=("programs",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",

@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.formats import MXFP4, FourBit
 from jaxtune.pallas.grouped_matmul import (
     first_use,
     mosaic,
@@ -21,7 +22,7 @@ from jaxtune.pallas.grouped_matmul import (
     triton,
 )
 from jaxtune.pallas.grouped_matmul.layout import Groups
-from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
+from jaxtune.pallas.quant_matmul import decoded
 
 _PRODUCTS = {
     "mosaic": mosaic.product, "mosaic_ahead": mosaic.product, "triton": triton.product, "reference": reference.product

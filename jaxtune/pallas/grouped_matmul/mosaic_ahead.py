@@ -42,9 +42,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import FourBit, lanes
+from jaxtune.pallas import lanes
+from jaxtune.pallas.formats import FourBit
+from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
-from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
 NOT_PROVED = (
     "a mesh of several devices: not proved that its programs, which wait for each other, cannot hang beside NCCL"

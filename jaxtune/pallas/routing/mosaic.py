@@ -33,7 +33,7 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
     """Why this kernel cannot serve this call, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
-    if mosaic.interpreter() is None and compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
@@ -45,11 +45,11 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
-    return gpu_kernel.kernel(body, name, mosaic.interpreter(), **options)
+    return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 
 def _programs(count: int, of_a_core: int) -> int:
-    return min(count, of_a_core * mosaic.cores() if mosaic.interpreter() is None else 3)
+    return min(count, of_a_core * mosaic.cores() if gpu_kernel.interpreter() is None else 3)
 
 
 def _spread_kernel(

@@ -16,9 +16,9 @@ from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.formats import MXFP4, NF4
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4
 from jaxtune.pallas.routing import permute, route, unpermute
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.step import StepProgram
