@@ -82,10 +82,12 @@ def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
 
 
 @pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.gpu
 def test_kernels_against_the_reference(case):
     compare(*CASES[case])
 
 
+@pytest.mark.gpu
 def test_the_blocks_of_head_dim_128(monkeypatch):
     """Other blocks walk other edges; the head dim itself changes none."""
     for blocks in (mosaic.FORWARD, mosaic.BACKWARD_QUERY, mosaic.BACKWARD_KEY):
@@ -115,17 +117,20 @@ def forced(kernel, change):
         ("lean", "three_heads_share"),
     ],
 )
+@pytest.mark.gpu
 def test_forms_of_the_forward(form, case):
     """The gradients by the reference, from the kernel's output and log-sum-exp."""
     with forced("forward", FORMS[form]):
         compare(*CASES[case], backward="reference")
 
 
+@pytest.mark.gpu
 def test_lean_masks_in_the_backward():
     with forced("dquery", FORMS["lean"]), forced("dkey", FORMS["lean"]):
         compare(*CASES["window_sinks"])
 
 
+@pytest.mark.gpu
 def test_lean_scores_with_a_negative_scale():
     """The maximum of the scores is then the minimum of what they are made of."""
     query, key, value, _ = operands(jnp.bfloat16, 2, 1)
@@ -138,6 +143,7 @@ def test_lean_scores_with_a_negative_scale():
 
 
 @pytest.mark.parametrize("case", ["window_sinks", "soft_cap"])
+@pytest.mark.gpu
 def test_the_forward_of_head_dim_256_with_another_ones_backward(case):
     compare(*CASES[case], dim=256, backward="reference")
 
@@ -158,6 +164,7 @@ def test_gradients_of_head_dim_256_by_the_implementation_that_is_named():
     assert dispatch.record["attention"] == ("mosaic", {})
 
 
+@pytest.mark.gpu
 def test_a_head_dim_between_the_kernels():
     """D = 96 and the like are padded to the next one that there are kernels for; here 40 to 64."""
     compare(*CASES["soft_cap"], dim=40)
@@ -170,6 +177,7 @@ def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
 
 
 @pytest.mark.parametrize("form", [{}, FORMS["no_turns"]], ids=["heuristic", "no_turns"])
+@pytest.mark.gpu
 def test_no_bit_of_one_document_reaches_another(form):
     with gpu_kernel.interpreted(), forced("forward", form):
         before, _ = outputs("mosaic", operands(jnp.bfloat16), SEGMENTS, {})

@@ -20,6 +20,7 @@ def wide(values):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.gpu
 def test_the_reference_is_the_derivative(activation):
     gate, up, dgated = arrays((4, 6), jnp.float32)
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
@@ -32,6 +33,7 @@ def test_the_reference_is_the_derivative(activation):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(2, 4, mosaic.CHUNK), (7, mosaic.CHUNK), (16, 64)])
+@pytest.mark.gpu
 def test_the_kernel_is_the_reference(shape, activation):
     given = arrays(shape)
     with gpu_kernel.interpreted():
@@ -44,6 +46,7 @@ def test_the_kernel_is_the_reference(shape, activation):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.gpu
 def test_large_and_small_arguments(activation):
     """Where the exponential is infinite or nothing, and where the activation is a straight line."""
     gate = jnp.tile(jnp.array([0.0, -0.0, 1e-30, -1e-8, 20.0, -20.0, 90.0, -90.0, 3e4, -3e4]), 1024).astype(

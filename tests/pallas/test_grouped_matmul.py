@@ -88,6 +88,7 @@ def distance(got, want):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("case", SIZES)
+@pytest.mark.gpu
 def test_reference(case, transposed):
     sizes = SIZES[case]
     groups, _, arrays = operands(sizes, transposed)
@@ -97,6 +98,7 @@ def test_reference(case, transposed):
 
 
 @pytest.mark.parametrize(("case", "transposed"), [("uneven", False), ("uneven", True)])
+@pytest.mark.gpu
 def test_mosaic_in_the_interpreter(case, transposed):
     sizes = SIZES[case]
     groups, held, arrays = operands(sizes, transposed)
@@ -112,6 +114,7 @@ def test_mosaic_in_the_interpreter(case, transposed):
 
 
 @pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2, lead=2), mosaic.Blocks(128, 2)])
+@pytest.mark.gpu
 def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
     """Narrow tiles, more of them than programs, bands that do not divide them; one warpgroup before the other; columns
     that tiles do not divide."""
@@ -123,16 +126,16 @@ def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("stored", ["array", "nf4"])
 @pytest.mark.parametrize("case", SIZES)
-def test_mosaic_brings_the_rows_of_tokens_itself(case, stored):
+@pytest.mark.gpu
+def test_mosaic_brings_the_rows_of_tokens_itself(case):
     """With an adapter's columns, which are rows; the same bits as over rows that were copied before."""
     groups, held, (x, weight, a, *_) = operands(SIZES[case], True)
     x, a = jnp.asarray(x, jnp.bfloat16)[:100], jnp.asarray(a, jnp.bfloat16)
     tokens = np.where(held, np.random.default_rng(1).integers(0, 100, groups.rows), 100)
     tokens = jnp.asarray(tokens, jnp.int32)
     rows = reference.rows_of(x, tokens)
-    weight = jnp.asarray(weight, jnp.bfloat16) if stored == "array" else packed("nf4", weight[:, :, :64])
+    weight = jnp.asarray(weight, jnp.bfloat16)
     side = jnp.ones((len(SIZES[case]), RANK, weight.shape[2]), jnp.bfloat16)
     with gpu_kernel.interpreted():
         thin = mosaic.thin(rows, a, groups, 2)
@@ -143,6 +146,7 @@ def test_mosaic_brings_the_rows_of_tokens_itself(case, stored):
 
 @pytest.mark.parametrize("shape", [(16, 128), (8, 192), (8, 24)])  # of runs of 1,024 and of 512, and of no run
 @pytest.mark.parametrize("case", SIZES)
+@pytest.mark.gpu
 def test_sums_of_tiles_are_the_references(case, shape):
     sizes = SIZES[case]
     groups = groups_of(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)))
@@ -156,6 +160,7 @@ def test_sums_of_tiles_are_the_references(case, shape):
     ("columns", "rank"), [(128, 16), (256, 3), (192, 8), (64, 72)]
 )  # of each width of items; a rank that fills no tile, and one of two parts
 @pytest.mark.parametrize("case", SIZES)
+@pytest.mark.gpu
 def test_rows_are_contracted_as_by_the_reference(case, columns, rank):
     sizes = SIZES[case]
     groups = groups_of(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)))
@@ -229,6 +234,7 @@ def test_weights_in_four_bits_are_their_decoded_values(kind):
 
 
 @pytest.mark.parametrize(("kind", "transposed"), [("nf4", True), ("mxfp4", False)])
+@pytest.mark.gpu
 def test_products_over_four_bits_in_the_interpreter(kind, transposed):
     """Forward and dx, with an adapter: both directions of both formats; an error as of a bf16 product."""
     sizes = SIZES["uneven"]
@@ -252,6 +258,7 @@ def test_products_over_four_bits_in_the_interpreter(kind, transposed):
 
 
 @pytest.mark.parametrize("case", ["one row", "all in one", "nothing"])
+@pytest.mark.gpu
 def test_groups_of_any_size_over_four_bits(case):
     sizes = SIZES[case]
     groups, _, (x, weight, *_) = operands(sizes, False)
@@ -266,6 +273,7 @@ def test_groups_of_any_size_over_four_bits(case):
     assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 0.006 * np.linalg.norm(want)
 
 
+@pytest.mark.gpu
 def test_bias_and_its_gradients():
     sizes = SIZES["uneven"]
     groups, held, _ = operands(sizes, False)

@@ -49,6 +49,7 @@ def distance(got, want):
         ((12, 512), False, jnp.float16),  # of two, absmax as they are
     ],
 )
+@pytest.mark.gpu
 def test_dequantising_is_decoding(shape, double_quant, dtype):
     weight = packed(*shape, double_quant)
     for each in (weight, as_fp4(weight)):
@@ -59,6 +60,7 @@ def test_dequantising_is_decoding(shape, double_quant, dtype):
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (3, 80, 1024), (12, 512)])
+@pytest.mark.gpu
 def test_dequantising_mxfp4_is_decoding(shape):
     draw = np.random.default_rng(0)
     codes, scales = (
@@ -89,6 +91,7 @@ def test_dequantising_mxfp4_is_decoding(shape):
         (32, 1024, 16, False),
     ],
 )
+@pytest.mark.gpu
 def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     plan = mosaic._plan
     monkeypatch.setattr(mosaic, "_plan", lambda *shape: dataclasses.replace(plan(*shape), programs=2))
@@ -111,6 +114,7 @@ def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("programs", [2, 132])
+@pytest.mark.gpu
 def test_product_of_one_token_by_rows(rows, columns, double_quant, dtype, programs, monkeypatch):
     monkeypatch.setattr(row_matmul, "PROGRAMS", programs)
     weight = packed(rows, columns, double_quant)
@@ -145,6 +149,7 @@ def test_rows_are_cut_into_whole_chunks():
         (32, 5120, 4, True, line_matmul.Tile(2, 3, 1)),  # more than a span a warpgroup, lines shared out unevenly
     ],
 )
+@pytest.mark.gpu
 def test_small_product_by_lines(rows, columns, tokens, double_quant, tile):
     weight = packed(rows, columns, double_quant)
     x = normal(101, tokens, columns, dtype=jnp.bfloat16)
@@ -191,6 +196,7 @@ def group(columns=1024):
 
 
 @pytest.mark.parametrize("tokens", [3, 24])
+@pytest.mark.gpu
 def test_the_whole_op_over_the_kernels(tokens):
     """Forward and gradients of a group: few tokens through the small product, more through the decoded weight."""
     weights, loras = group()

@@ -49,6 +49,7 @@ compiled_route = jax.jit(route, static_argnums=(1, 2))
 
 
 @cases
+@pytest.mark.gpu
 def test_pairs_are_sorted_stably_into_whole_tiles(case):
     choice, experts = CASES[case]
     routing = compiled_route(choice, experts, TILE)
@@ -69,6 +70,7 @@ def test_pairs_are_sorted_stably_into_whole_tiles(case):
 
 
 @cases
+@pytest.mark.gpu
 def test_permute_weigh_and_back_against_a_loop(case):
     choice, experts = CASES[case]
     tokens, k = choice.shape
@@ -98,6 +100,7 @@ def test_permute_weigh_and_back_against_a_loop(case):
 
 
 @pytest.mark.parametrize("case", ["random", "one token", "many experts", "nothing but padding"])
+@pytest.mark.gpu
 def test_mosaic_sorts_as_the_reference(case):
     choice, experts = CASES[case]
     with gpu_kernel.interpreted():
@@ -109,6 +112,7 @@ def test_mosaic_sorts_as_the_reference(case):
 
 
 @pytest.mark.parametrize("case", ["all in one expert", "one token", "padding", "nothing but padding"])
+@pytest.mark.gpu
 def test_mosaic_moves_rows_as_the_reference(case):
     """There and back, forward and gradient, against the loop over tokens, and bit for bit as the reference."""
     choice, experts = CASES[case]
@@ -169,6 +173,7 @@ def test_mosaic_refuses_what_it_does_not_serve():
         route(jnp.zeros((4, 1), jnp.int32), 2, TILE, implementation="mosaic")
 
 
+@pytest.mark.gpu
 def test_sums_are_in_float32_and_in_one_order():
     """1 + 2^-8 + 2^-8 is 1 where every sum is rounded to bfloat16, and 1 + 2^-7 where only the last is."""
     routing = route(jnp.array([[0, 1, 2]]), 3, TILE)
@@ -178,6 +183,7 @@ def test_sums_are_in_float32_and_in_one_order():
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.gpu
 def test_weights_and_their_gradient(renormalize):
     logits = rng.standard_normal((20, 7)).astype(np.float32)
     choice = choose_experts(jnp.asarray(logits), 3)
@@ -249,6 +255,7 @@ def of_tokens_and_back(choice, experts, arrays, joined: bool, implementation):
 
 @pytest.mark.parametrize("implementation", ["mosaic", "reference"])
 @pytest.mark.parametrize("case", ["random", "padding", "one token"])
+@pytest.mark.gpu
 def test_products_that_move_their_rows_give_the_same_bits(case, implementation):
     choice, experts = CASES[case]
     draw = np.random.default_rng(4)
@@ -270,6 +277,7 @@ def test_products_that_move_their_rows_give_the_same_bits(case, implementation):
 
 
 @pytest.mark.parametrize("case", ["random", "padding"])
+@pytest.mark.gpu
 def test_biases_of_each_tokens_experts_and_their_gradients(case):
     choice, experts = CASES[case]
     tokens, k = choice.shape

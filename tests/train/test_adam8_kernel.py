@@ -56,6 +56,7 @@ def bits(tree) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 1.0), (jnp.bfloat16, 0.037), (jnp.float32, 1e-7)])
+@pytest.mark.gpu
 def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
     small for 8 bits. Gradients come multiplied, and are scaled back."""
@@ -92,6 +93,7 @@ def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
 @pytest.mark.parametrize("interpreted", [True, False])
 @pytest.mark.parametrize("shape", [(4096,), (81, 130), (100,)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.gpu
 def test_where_the_step_is_not_finite_all_states_stay(bad, shape, interpreted):
     """Bit for bit; in the step after it all of them change, and those of the caller are not written to."""
     adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
@@ -149,6 +151,7 @@ def test_over_a_mesh_xla_divides_the_update_and_inside_a_shard_map_each_device_h
     assert chosen[1] == ("mosaic", {})
 
 
+@pytest.mark.gpu
 def test_the_check_at_first_use_compares_the_kernel_with_xla():
     """As on a GPU, but interpreted: three or four chunks of each warpgroup and a part of one, made and skipped."""
     with gpu_kernel.interpreted():
