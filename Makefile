@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-parity env-aot quickstart quickstart-base test parity aot lint types clean
+.PHONY: help env env-parity env-aot quickstart quickstart-base test gpu-test parity aot lint types clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,11 @@ quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minu
 
 test: env  ## tests on CPU (no torch, no GPU)
 	$(PY) -m pytest tests -q -n 2 --dist worksteal --ignore=tests/parity --ignore=tests/gpu $(PYTEST_ARGS)
+
+GPU_PY ?= python3
+gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. \
+	  $(GPU_PY) -m pytest -q -m gpu tests/pallas tests/train/test_adam8_kernel.py tests/models/test_families.py $(PYTEST_ARGS)
 
 parity: env-parity  ## checks against torch, transformers, peft and bitsandbytes (3 GB environment)
 	.venv-parity/bin/python -m pytest tests/parity -q -n 2 $(PYTEST_ARGS)

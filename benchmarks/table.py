@@ -259,7 +259,7 @@ def moe_rows(record: dict) -> list[_Row]:
         text = f"{model}: speed of a product that brings tokens' rows itself over one of sorted rows, worst"
         rows.append(("grouped product", text, value, None, None, False))
     for model in models:
-        for name in ("sort", "permute", "unpermute"):
+        for name in ("sort", "permute"):
             found = [record[f"routing {model} {case}"] for case in modes]
             value = min(one[f"{name}_reference_ms"] / one[f"{name}_mosaic_ms"] for one in found)
             rows.append(("routing", f"{model}, {name}: speed of our kernel over XLA's", value, None, None, False))

@@ -32,10 +32,10 @@ from flax import nnx
 from benchmarks.record import environment, write
 from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
 from jaxtune.models.layers.experts import ExpertLora, MoE
+from jaxtune.pallas.formats import MXFP4, NF4
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul, mosaic, reference, triton
 from jaxtune.pallas.grouped_matmul.api import gathers
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
 
 TOKENS = 16_384
@@ -539,21 +539,20 @@ def _route_each(many, experts, way):
     return [sort(choice, experts) for choice in many]
 
 
-_permute, _unpermute = (jax.jit(move, static_argnames="implementation") for move in (permute, unpermute))
+_permute = jax.jit(permute, static_argnames="implementation")
 _route = jax.jit(route, static_argnums=1)
 
 
 def routing_kernels(shape: Shape, zipf: bool, tokens: int) -> dict:
-    """Milliseconds of sorting, moving rows there and back by each implementation, in turns; and whether the Mosaic
+    """Milliseconds of sorting and of moving rows there by each implementation, in turns; and whether the Mosaic
     kernels' results are the reference's, bit for bit."""
     choice = choices(shape, zipf, tokens)
     routing = _route(choice, shape.experts)
-    x, rows = normal(1, tokens, shape.hidden), normal(4, routing.groups.rows, shape.hidden)
+    x = normal(1, tokens, shape.hidden)
     many = jnp.stack([choices(shape, zipf, tokens, seed) for seed in range(8)])
     calls = {
         "sort": (8, lambda way: _route_each(many, shape.experts, way)),
         "permute": (1, lambda way: _permute(x, routing, implementation=way)),
-        "unpermute": (1, lambda way: _unpermute(rows, routing, implementation=way)),
     }
     result: dict = {}
     for name, (count, call) in calls.items():

@@ -37,8 +37,9 @@ import jax.numpy as jnp
 
 from benchmarks.record import environment, write
 from jaxtune.pallas import dispatch, tuning
-from jaxtune.pallas.quant_matmul import NF4, LoraWeights, blockwise8, line_matmul, mosaic, quant_matmul
-from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
+from jaxtune.pallas.formats import NF4, blockwise8
+from jaxtune.pallas.formats.blockwise8 import dynamic_map
+from jaxtune.pallas.quant_matmul import LoraWeights, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 from jaxtune.train.adam8 import scale_by_adam_8bit
 

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.record import environment, write
 from jaxtune.pallas.attention import packed_layout, reference, triton
 from jaxtune.pallas.attention.shapes import log_normal_segments
-from jaxtune.pallas.quant_matmul import NF4
+from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.quant_matmul import triton as quant
 
 HEADS, KV_HEADS = 32, 8

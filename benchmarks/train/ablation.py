@@ -53,7 +53,7 @@ from jaxtune.models.layers.experts import ExpertLinear, MoE
 from jaxtune.models.lora import experts
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import dense
+from jaxtune.pallas.formats import dense
 from jaxtune.pallas.routing import expert_weights
 from jaxtune.train.loop import compiler_options
 from jaxtune.train.loss import loss_sums

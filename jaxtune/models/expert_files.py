@@ -25,8 +25,8 @@ import numpy as np
 
 from jaxtune.models import quant, shards
 from jaxtune.models.families.common import ExpertFiles
-from jaxtune.pallas.quant_matmul import MXFP4, FourBit, mxfp4
-from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.formats import MXFP4, FourBit, mxfp4
+from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 
 _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 

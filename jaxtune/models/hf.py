@@ -37,7 +37,7 @@ from jaxtune.models.model_folder import (
     weight_entries,
 )
 from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
-from jaxtune.pallas.quant_matmul import NF4, FourBit
+from jaxtune.pallas.formats import NF4, FourBit
 
 _PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry)
 _ROUTER = ".mlp.gate.weight"

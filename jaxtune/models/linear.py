@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.fake_quant import FakeQuant, adapter_gradients, straight_through
-from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
+from jaxtune.pallas.formats import FourBit, dense
+from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 
 class Frozen(nnx.Variable):

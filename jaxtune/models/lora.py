@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.experts import ExpertLinear, ExpertLora
 from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
-from jaxtune.pallas.quant_matmul import dense
+from jaxtune.pallas.formats import dense
 
 _SAVABLE = ("embed_tokens", "lm_head")
 

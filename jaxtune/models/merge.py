@@ -15,8 +15,9 @@ from jaxtune.models.linear import Frozen, Linear, merged_weight
 from jaxtune.models.lora import copy_structure, matrices
 from jaxtune.models.quant import convert_qat, dequantize, qat_spec
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.formats import FourBit, dense
 from jaxtune.pallas.grouped_matmul import GroupedLora
-from jaxtune.pallas.quant_matmul import FourBit, LoraWeights, dense, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 _FP32_ROUNDOFF = 2.0**-24
 # Margin of the bound on logits, which is statistical; see _check_logits.

@@ -24,8 +24,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
-from jaxtune.pallas.quant_matmul import FP4, NF4, FourBit, dense
-from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.formats import FP4, NF4, FourBit, dense
+from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 
 LOAD_IN = ("nf4",)
 _TYPES: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}

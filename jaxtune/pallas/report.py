@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.gated import api as gated
 from jaxtune.pallas.grouped_matmul import api as grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
-from jaxtune.pallas.quant_matmul import NF4
 from jaxtune.pallas.quant_matmul import api as quant_matmul
 from jaxtune.pallas.routing import api as routing
 
@@ -80,13 +80,10 @@ def kernel_choices() -> list[KernelChoice]:
             grouped_matmul.implementations(jnp.bfloat16, 2880, 5760, groups, experts),
         ),
         _choice("routing sort", f"{_EXPERTS} experts", routing.sort_implementations(_EXPERTS)),
-        *(
-            _choice(
-                f"routing {name}",
-                "bfloat16, 2880 numbers a row, 4 experts a token",
-                routing.implementations(jnp.bfloat16, 2880, 4, sums=sums),
-            )
-            for name, sums in (("spread", False), ("sums", True))
+        _choice(
+            "routing spread",
+            "bfloat16, 2880 numbers a row, 4 experts a token",
+            routing.implementations(jnp.bfloat16, 2880, 4),
         ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
     ]

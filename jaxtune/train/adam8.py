@@ -2,7 +2,7 @@
 
 Each moment is kept as one byte an element and one float32 for a block of 256 (see blockwise8.py). A step decodes,
 updates, moves the parameter by the moments as they are before they are encoded again, and encodes: in one kernel where
-there is one (pallas/quant_matmul/adam8.py), else through XLA.
+there is one (pallas/adam8), else through XLA.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtune.pallas import adam8 as kernel
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import adam8 as kernel
-from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, SIGNED_ZERO
+from jaxtune.pallas.formats.blockwise8 import BLOCK, SIGNED_ZERO
 
 MIN_SIZE = 4096  # elements; smaller tensors keep float32 moments
 

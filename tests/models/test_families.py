@@ -45,6 +45,7 @@ def model_of(tmp_path_factory):
 
 
 @families
+@pytest.mark.gpu
 def test_logits_and_greedy_equal_transformers(name, model_of):
     golden, model, tokens = np.load(GOLDENS / f"{name}.npz"), model_of(name), golden_tokens()
     np.testing.assert_allclose(model(jnp.asarray(tokens)), golden["logits"], atol=1e-4, rtol=0)
@@ -53,6 +54,7 @@ def test_logits_and_greedy_equal_transformers(name, model_of):
 
 
 @families
+@pytest.mark.gpu
 def test_loss_and_gradients_equal_transformers(name, model_of):
     golden, model, tokens = np.load(GOLDENS / f"{name}.npz"), model_of(name), golden_tokens()
     np.testing.assert_allclose(checks.mean_loss(model, jnp.asarray(tokens)), golden["loss"], atol=1e-5)
@@ -68,6 +70,7 @@ def test_loss_and_gradients_equal_transformers(name, model_of):
 
 
 @families
+@pytest.mark.gpu
 def test_packed_equals_unpacked(name, model_of):
     """Three documents in a row, in three orders, with padding between and after them, against one row each.
 

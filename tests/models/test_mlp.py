@@ -11,8 +11,8 @@ from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.quant import prepare_qat, quantize
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.gated import ACTIVATIONS, mosaic
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.gated import ACTIVATIONS
 
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=32, attention_scale=32**-0.5, layers=(LayerSpec(),))
 KEY = jax.random.key(3)
@@ -84,7 +84,7 @@ def test_activations(activation):
 def test_gradients_through_the_kernel(case):
     """In bfloat16, whose roundings the two make at other places."""
     model, key = CASES[case]("bfloat16", SIZES)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = gradients(model, key, jnp.bfloat16, False)
     assert dispatch.record["gated_backward"] == ("mosaic", {})
     assert_close(got, gradients(model, key, jnp.bfloat16, True), 0.02)

@@ -25,7 +25,7 @@ from jaxtune.models.lora import experts, linears
 from jaxtune.models.quant import checkpoint_tensors, dequantize, is_quantized, quantize
 from jaxtune.models.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
-from jaxtune.pallas.quant_matmul import NF4, FourBit
+from jaxtune.pallas.formats import NF4, FourBit
 from jaxtune.train.report import trained_table
 
 FILE = "model.safetensors"

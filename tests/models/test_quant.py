@@ -25,7 +25,7 @@ from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import dequantize, is_quantized, quantization_config, quantize
-from jaxtune.pallas.quant_matmul import NF4, FourBit
+from jaxtune.pallas.formats import NF4, FourBit
 from jaxtune.train import report
 from jaxtune.train.flops import flop_counter
 from jaxtune.train.loop import Trainer

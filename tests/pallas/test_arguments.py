@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtune.pallas import adam8
 from jaxtune.pallas.attention import (
     PackedLayout,
     attention,
@@ -14,11 +15,12 @@ from jaxtune.pallas.attention import (
     decode_attention,
     packed_layout,
 )
+from jaxtune.pallas.formats import MXFP4, NF4, blockwise8
 from jaxtune.pallas.gated import gated_backward
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
-from jaxtune.pallas.quant_matmul import MXFP4, NF4, LoraWeights, adam8, blockwise8, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import (
     choose_experts,
     expert_weights,

@@ -147,6 +147,7 @@ def check(segments, features, tensors, tolerance=TOLERANCE):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.gpu
 def test_the_definition_has_the_right_gradients():
     """The dense gradients above, against differences of the dense forward."""
     query, key, value, dout = (np.asarray(a, np.float64) for a in operands())
@@ -168,16 +169,19 @@ def test_the_definition_has_the_right_gradients():
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.gpu
 def test_forward_and_gradients(layout, features):
     check(LAYOUTS[layout], FEATURES[features], operands())
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.gpu
 def test_key_value_heads(kv_heads):
     check(PACKED, FEATURES["all"], operands(kv_heads))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2**-6), (jnp.float16, 2**-9)])
+@pytest.mark.gpu
 def test_half_precision(dtype, tolerance):
     """A few roundings of the format: of weights, of the output, of the scores' gradient."""
     check(PACKED, {}, operands(dtype=dtype), dict(rtol=tolerance, atol=2 * tolerance))
@@ -190,6 +194,7 @@ segment_rows = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_siz
 
 @pytest.mark.parametrize("features", ["plain", "all"])
 @hypothesis.given(segments=st.tuples(segment_rows, segment_rows))
+@pytest.mark.gpu
 def test_any_layout(features, segments):
     check(segments, FEATURES[features], operands())
 
@@ -224,6 +229,7 @@ def test_scores_stay_bounded_on_long_rows():
 
 
 @pytest.mark.parametrize("features", ["plain", "all"])
+@pytest.mark.gpu
 def test_no_document_sees_another(features):
     """Other values in one document leave every bit of the others' outputs and gradients alone."""
     segments = np.asarray(LAYOUTS["padding in the middle"], np.int32)
@@ -248,6 +254,7 @@ def test_layout_of_no_ids_is_one_document():
     np.testing.assert_array_equal(layout.doc_end, np.full((2, 5), 5))
 
 
+@pytest.mark.gpu
 def test_layout_bounds_and_positions():
     layout = packed_layout((1, 9), jnp.asarray([[0, 4, 4, 0, 0, 4, 2, 2, 2]]))
     np.testing.assert_array_equal(layout.doc_start, [[0, 1, 1, 3, 4, 5, 6, 6, 6]])
@@ -261,6 +268,7 @@ def test_layout_bounds_and_positions():
 
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.gpu
 def test_decoding_equals_the_last_rows_of_the_whole(features, new):
     lengths = np.asarray([9, 20])
     query, key, value, _ = operands()

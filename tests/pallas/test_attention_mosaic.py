@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas import dispatch, gpu_kernel, tuning
 from jaxtune.pallas.attention import (
     attention,
     attention_backward,
@@ -70,7 +70,7 @@ def distance(got, want):
 def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
     exact, exact_lse = outputs("reference", operands(jnp.float32, heads, kv_heads, dim), segments, features)
     xla, _ = outputs("reference", operands(jnp.bfloat16, heads, kv_heads, dim), segments, features)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got, lse = outputs("mosaic", operands(jnp.bfloat16, heads, kv_heads, dim), segments, features, backward)
     assert dispatch.record["attention"][0] == (backward or "mosaic")
     for mine, theirs, want in zip(got, xla, exact, strict=True):
@@ -82,10 +82,12 @@ def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
 
 
 @pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.gpu
 def test_kernels_against_the_reference(case):
     compare(*CASES[case])
 
 
+@pytest.mark.gpu
 def test_the_blocks_of_head_dim_128(monkeypatch):
     """Other blocks walk other edges; the head dim itself changes none."""
     for blocks in (mosaic.FORWARD, mosaic.BACKWARD_QUERY, mosaic.BACKWARD_KEY):
@@ -96,9 +98,7 @@ def test_the_blocks_of_head_dim_128(monkeypatch):
 # Forms of the kernels that a tuner may choose: (kernel, what differs from the heuristic's blocks).
 FORMS = {
     "lean": dict(lean=True),
-    "ahead": dict(lean=True, ahead=True, turns=False),
-    "three_warpgroups": dict(lean=True, warpgroups=3, turns=False, stages=2),
-    "three_warpgroups_ahead": dict(lean=True, warpgroups=3, turns=False, ahead=True, step=64),
+    "no_turns": dict(lean=True, turns=False, stages=2),
     "one_buffer": dict(buffers=1),
 }
 
@@ -114,39 +114,36 @@ def forced(kernel, change):
         *((form, "window_sinks") for form in FORMS),
         ("lean", "soft_cap"),
         ("lean", "documents_of_one_token"),
-        ("ahead", "three_heads_share"),
-        ("three_warpgroups", "three_heads_share"),
+        ("lean", "three_heads_share"),
     ],
 )
+@pytest.mark.gpu
 def test_forms_of_the_forward(form, case):
-    """The gradients by the reference, from the kernel's output and log-sum-exp. Three warpgroups take three heads that
-    share their keys; else the last tile of a row is one warpgroup short."""
+    """The gradients by the reference, from the kernel's output and log-sum-exp."""
     with forced("forward", FORMS[form]):
         compare(*CASES[case], backward="reference")
 
 
+@pytest.mark.gpu
 def test_lean_masks_in_the_backward():
     with forced("dquery", FORMS["lean"]), forced("dkey", FORMS["lean"]):
         compare(*CASES["window_sinks"])
 
 
+@pytest.mark.gpu
 def test_lean_scores_with_a_negative_scale():
     """The maximum of the scores is then the minimum of what they are made of."""
     query, key, value, _ = operands(jnp.bfloat16, 2, 1)
     layout = packed_layout((ROWS, LENGTH), jnp.asarray(SEGMENTS))
-    with mosaic.interpreted(), forced("forward", FORMS["lean"]):
+    with gpu_kernel.interpreted(), forced("forward", FORMS["lean"]):
         flipped = attention_forward(query, key, value, layout, scale=-1.0, implementation="mosaic")
         plain = attention_forward(-query, key, value, layout, scale=1.0, implementation="mosaic")
     for a, b in zip(flipped, plain, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-4)
 
 
-def test_two_warpgroups_take_turns_and_no_others():
-    with pytest.raises(ValueError, match="two warpgroups take turns"):
-        mosaic.Blocks(64, 128, 2, True, warpgroups=3)
-
-
 @pytest.mark.parametrize("case", ["window_sinks", "soft_cap"])
+@pytest.mark.gpu
 def test_the_forward_of_head_dim_256_with_another_ones_backward(case):
     compare(*CASES[case], dim=256, backward="reference")
 
@@ -167,6 +164,7 @@ def test_gradients_of_head_dim_256_by_the_implementation_that_is_named():
     assert dispatch.record["attention"] == ("mosaic", {})
 
 
+@pytest.mark.gpu
 def test_a_head_dim_between_the_kernels():
     """D = 96 and the like are padded to the next one that there are kernels for; here 40 to 64."""
     compare(*CASES["soft_cap"], dim=40)
@@ -178,9 +176,10 @@ def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
     compare(SEGMENTS, {}, 1, 1)
 
 
-@pytest.mark.parametrize("form", [{}, FORMS["three_warpgroups_ahead"]], ids=["heuristic", "three_warpgroups_ahead"])
+@pytest.mark.parametrize("form", [{}, FORMS["no_turns"]], ids=["heuristic", "no_turns"])
+@pytest.mark.gpu
 def test_no_bit_of_one_document_reaches_another(form):
-    with mosaic.interpreted(), forced("forward", form):
+    with gpu_kernel.interpreted(), forced("forward", form):
         before, _ = outputs("mosaic", operands(jnp.bfloat16), SEGMENTS, {})
         arrays = operands(jnp.bfloat16)
         inside = (np.arange(LENGTH) >= 163) & (np.arange(LENGTH) < 273)  # the document of id 3

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from nf4_cases import cases
 
-from jaxtune.pallas.quant_matmul import FP4, NF4, LoraWeights, dense, quant_matmul
-from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map
-from jaxtune.pallas.quant_matmul.formats import _rounded_quotient
+from jaxtune.pallas.formats import FP4, NF4, dense
+from jaxtune.pallas.formats.blockwise8 import dynamic_map
+from jaxtune.pallas.formats.four_bit import _rounded_quotient
+from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 GOLDEN = np.load(Path(__file__).resolve().parent.parent / "goldens" / "nf4.npz")
 CASES = cases()
@@ -33,6 +34,7 @@ def by_definition(codes: np.ndarray, absmax: np.ndarray, shape: tuple[int, ...])
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.gpu
 def test_bytes_are_bitsandbytes(name):
     array, want = CASES[name], golden(name, "plain")
     for given in (array, jnp.asarray(array)):
@@ -48,6 +50,7 @@ def test_bytes_are_bitsandbytes(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.gpu
 def test_double_quantisation(name):
     array, want = CASES[name], golden(name, "double")
     got = NF4.encode(array)
@@ -75,6 +78,7 @@ def test_the_dynamic_map_is_bitsandbytes():
     assert ours.dtype == np.float32 and ours.tobytes() == GOLDEN["dynamic_map"].tobytes()
 
 
+@pytest.mark.gpu
 def test_division_is_exact_whatever_the_device_rounds_to():
     """A GPU's quotient is up to two units off, and the bytes must not be."""
     draw = np.random.default_rng(0)
@@ -116,6 +120,7 @@ def test_a_pytree_with_static_shape():
     assert dense(array, jnp.bfloat16) is array and dense(packed).shape == (3, 5)
 
 
+@pytest.mark.gpu
 def test_fp4_is_decoded():
     """All 16 codes of an older checkpoint: sign, then 0, 1/192, 2/3, 1, 1/3, 1/2, 1/6, 1/4 of the absmax."""
     codes = np.array([(2 * i) << 4 | (2 * i + 1) for i in range(8)], np.uint8)
@@ -136,6 +141,7 @@ def product_parts(dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.gpu
 def test_products_equal_those_over_decoded_weights(dtype):
     """Both ways, bit for bit: nothing but the decoding differs. A group may mix arrays and four bits."""
     x, weights, loras, biases = product_parts(dtype)

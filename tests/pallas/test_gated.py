@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import ACTIVATIONS, api, gated_backward, mosaic, reference
 
 
@@ -20,6 +20,7 @@ def wide(values):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.gpu
 def test_the_reference_is_the_derivative(activation):
     gate, up, dgated = arrays((4, 6), jnp.float32)
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
@@ -32,9 +33,10 @@ def test_the_reference_is_the_derivative(activation):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(2, 4, mosaic.CHUNK), (7, mosaic.CHUNK), (16, 64)])
+@pytest.mark.gpu
 def test_the_kernel_is_the_reference(shape, activation):
     given = arrays(shape)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = jax.jit(lambda *each: gated_backward(*each, activation, implementation="mosaic"))(*given)
     for one, other in zip(got, reference.gated_backward(*map(jnp.float32, given), activation), strict=True):
         assert one.dtype == jnp.bfloat16 and one.shape == shape
@@ -44,13 +46,14 @@ def test_the_kernel_is_the_reference(shape, activation):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.gpu
 def test_large_and_small_arguments(activation):
     """Where the exponential is infinite or nothing, and where the activation is a straight line."""
     gate = jnp.tile(jnp.array([0.0, -0.0, 1e-30, -1e-8, 20.0, -20.0, 90.0, -90.0, 3e4, -3e4]), 1024).astype(
         jnp.bfloat16
     )
     up, dgated = jnp.full_like(gate, 2.0), jnp.full_like(gate, 3.0)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = gated_backward(gate, up, dgated, activation, implementation="mosaic")
     for one, other in zip(wide(got), wide(reference.gated_backward(*map(jnp.float32, (gate, up, dgated)), activation))):
         np.testing.assert_allclose(one, other, rtol=2**-8, atol=1e-6)
@@ -77,7 +80,7 @@ def test_the_check_at_first_use_passes_a_right_kernel_and_stops_a_wrong_one(monk
     found = []
     monkeypatch.setattr(dispatch, "first_use", lambda *call: found.append(dispatch._difference(call[-1])))
     kernel = mosaic.gated_backward
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         api._first_use("silu")
         monkeypatch.setattr(mosaic, "gated_backward", lambda *each: kernel(*each)[::-1])
         api._first_use("silu")

@@ -4,12 +4,16 @@ The same body runs over the Mosaic kernel in Pallas' GPU interpreter."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.formats import MXFP4, NF4
 from jaxtune.pallas.grouped_matmul import (
     TILE_ROWS,
     GroupedLora,
@@ -23,7 +27,6 @@ from jaxtune.pallas.grouped_matmul import (
     reference,
 )
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4
 
 IN, OUT, RANK, SCALE = 128, 192, 8, 0.5
 SIZES = {
@@ -85,6 +88,7 @@ def distance(got, want):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("case", SIZES)
+@pytest.mark.gpu
 def test_reference(case, transposed):
     sizes = SIZES[case]
     groups, _, arrays = operands(sizes, transposed)
@@ -94,12 +98,13 @@ def test_reference(case, transposed):
 
 
 @pytest.mark.parametrize(("case", "transposed"), [("uneven", False), ("uneven", True)])
+@pytest.mark.gpu
 def test_mosaic_in_the_interpreter(case, transposed):
     sizes = SIZES[case]
     groups, held, arrays = operands(sizes, transposed)
     want = exact(sizes, groups, transposed, *arrays)
     xla = outputs("reference", groups, transposed, arrays, jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = outputs(None, groups, transposed, arrays, jnp.bfloat16)
     assert dispatch.record["grouped_matmul"][0] == "mosaic"
     for mine, theirs, expected in zip(got, xla, want, strict=True):
@@ -109,29 +114,30 @@ def test_mosaic_in_the_interpreter(case, transposed):
 
 
 @pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2, lead=2), mosaic.Blocks(128, 2)])
+@pytest.mark.gpu
 def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
     """Narrow tiles, more of them than programs, bands that do not divide them; one warpgroup before the other; columns
     that tiles do not divide."""
     groups, _, (x, weight, *_) = operands(SIZES["uneven"], False)
     x, weight = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic.product(x, weight, groups, 2, blocks=blocks)
         want = mosaic.product(x, weight, groups, 2)
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("stored", ["array", "nf4"])
 @pytest.mark.parametrize("case", SIZES)
-def test_mosaic_brings_the_rows_of_tokens_itself(case, stored):
+@pytest.mark.gpu
+def test_mosaic_brings_the_rows_of_tokens_itself(case):
     """With an adapter's columns, which are rows; the same bits as over rows that were copied before."""
     groups, held, (x, weight, a, *_) = operands(SIZES[case], True)
     x, a = jnp.asarray(x, jnp.bfloat16)[:100], jnp.asarray(a, jnp.bfloat16)
     tokens = np.where(held, np.random.default_rng(1).integers(0, 100, groups.rows), 100)
     tokens = jnp.asarray(tokens, jnp.int32)
     rows = reference.rows_of(x, tokens)
-    weight = jnp.asarray(weight, jnp.bfloat16) if stored == "array" else packed("nf4", weight[:, :, :64])
+    weight = jnp.asarray(weight, jnp.bfloat16)
     side = jnp.ones((len(SIZES[case]), RANK, weight.shape[2]), jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         thin = mosaic.thin(rows, a, groups, 2)
         np.testing.assert_array_equal(mosaic.thin(x, a, groups, 2, tokens), thin)
         want = mosaic.product(rows, weight, groups, 1, (thin, side))
@@ -140,11 +146,12 @@ def test_mosaic_brings_the_rows_of_tokens_itself(case, stored):
 
 @pytest.mark.parametrize("shape", [(16, 128), (8, 192), (8, 24)])  # of runs of 1,024 and of 512, and of no run
 @pytest.mark.parametrize("case", SIZES)
+@pytest.mark.gpu
 def test_sums_of_tiles_are_the_references(case, shape):
     sizes = SIZES[case]
     groups = groups_of(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)))
     values = jax.random.normal(jax.random.key(0), (groups.tiles, *shape))
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic_sums.per_expert(values, groups)
     np.testing.assert_allclose(got, reference.per_expert(values, groups), rtol=1e-6, atol=1e-6)
 
@@ -153,13 +160,14 @@ def test_sums_of_tiles_are_the_references(case, shape):
     ("columns", "rank"), [(128, 16), (256, 3), (192, 8), (64, 72)]
 )  # of each width of items; a rank that fills no tile, and one of two parts
 @pytest.mark.parametrize("case", SIZES)
+@pytest.mark.gpu
 def test_rows_are_contracted_as_by_the_reference(case, columns, rank):
     sizes = SIZES[case]
     groups = groups_of(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)))
     keys = jax.random.split(jax.random.key(0))
     wide = jax.random.normal(keys[0], (groups.rows, columns)).astype(jnp.bfloat16)
     thin = jax.random.normal(keys[1], (groups.rows, -(-rank // 64) * 64)).astype(jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic_contract.contract_rows(thin, wide, groups, rank)
     exact = (thin[:, :rank].astype(jnp.float32), wide.astype(jnp.float32))
     np.testing.assert_allclose(got, reference.contract_rows(*exact, groups, jnp.float32), rtol=1e-5, atol=1e-5)
@@ -226,6 +234,7 @@ def test_weights_in_four_bits_are_their_decoded_values(kind):
 
 
 @pytest.mark.parametrize(("kind", "transposed"), [("nf4", True), ("mxfp4", False)])
+@pytest.mark.gpu
 def test_products_over_four_bits_in_the_interpreter(kind, transposed):
     """Forward and dx, with an adapter: both directions of both formats; an error as of a bf16 product."""
     sizes = SIZES["uneven"]
@@ -240,7 +249,7 @@ def test_products_over_four_bits_in_the_interpreter(kind, transposed):
         options = dict(transposed=transposed, implementation="mosaic_ahead")
         return grouped_matmul(x, stored, groups, GroupedLora(a, b, SCALE), **options)
 
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         out, pullback = jax.vjp(run, x)
         got = [np.asarray(array, np.float64) for array in (out, *pullback(dout))]
     for mine, theirs, expected in zip(got, xla[:2], want[:2], strict=True):
@@ -249,12 +258,13 @@ def test_products_over_four_bits_in_the_interpreter(kind, transposed):
 
 
 @pytest.mark.parametrize("case", ["one row", "all in one", "nothing"])
+@pytest.mark.gpu
 def test_groups_of_any_size_over_four_bits(case):
     sizes = SIZES[case]
     groups, _, (x, weight, *_) = operands(sizes, False)
     stored = packed("nf4", weight[:, :64])
     x = jnp.asarray(x, jnp.bfloat16)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic.product(x, stored, groups, 2)
     want = np.zeros(got.shape)
     values = np.asarray(stored.decode(jnp.float32), np.float64)
@@ -263,6 +273,7 @@ def test_groups_of_any_size_over_four_bits(case):
     assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 0.006 * np.linalg.norm(want)
 
 
+@pytest.mark.gpu
 def test_bias_and_its_gradients():
     sizes = SIZES["uneven"]
     groups, held, _ = operands(sizes, False)
@@ -295,16 +306,34 @@ def test_refusals_say_why(capability, dtype, columns, reason):
 def test_what_is_chosen_is_what_was_measured_to_be_faster():
     groups = groups_of(jnp.array([4, 4], jnp.int32), 8)
     weight = NF4.encode(jnp.ones((2, OUT, IN)))
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
         assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"
         weight = MXFP4(jnp.zeros((2, OUT, IN // 2), jnp.uint8), jnp.zeros((2, OUT, IN // 32), jnp.uint8))
         table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight)
         assert dispatch.choose("grouped_matmul", table, None) == "mosaic_ahead"
+        for devices, want in ((1, "mosaic_ahead"), (2, "mosaic")):  # whose programs wait for each other, beside NCCL's
+            mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+
+            def chosen(x, name, seen, weight=weight):
+                table = api.implementations(jnp.bfloat16, IN, OUT, groups, weight, name)
+                seen.append(dispatch.choose("grouped_matmul", table, name))
+                return x
+
+            seen: list[str] = []
+            for name in (None, "mosaic_ahead"):  # as the trainer: each device has its own rows
+                one = jax.shard_map(
+                    functools.partial(chosen, name=name, seen=seen),
+                    mesh=mesh,
+                    in_specs=PartitionSpec(),
+                    out_specs=PartitionSpec(),
+                )
+                jax.eval_shape(one, jnp.ones(2))
+            assert seen == [want, "mosaic_ahead"]
         uneven = NF4.encode(jnp.ones((2, 65, 64)))
         assert "4160 numbers an expert" in api.implementations(jnp.bfloat16, 64, 64, groups, uneven)["mosaic_ahead"]()
     x = jnp.zeros((groups.rows, IN), jnp.bfloat16)
-    with mosaic.interpreted(), pytest.raises(ValueError, match="no weight in four bits"):
+    with gpu_kernel.interpreted(), pytest.raises(ValueError, match="no weight in four bits"):
         grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_ahead")
 
 
@@ -330,7 +359,7 @@ def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
         rows = x if tokens is None else reference.rows_of(x, tokens - 1)
         return right(rows, weight, groups, contract, extra)
 
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         assert first_use.refusal("gathering", mosaic.product, None, gathering=True) is None
     assert first_use.refusal("shifted", shifted, None) is None
     assert "differs from the reference" in first_use.refusal("shifted", shifted, None, gathering=True)

@@ -56,6 +56,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 10, 2 * LENGTH])
+@pytest.mark.gpu
 def test_value_and_gradients(options, chunk_tokens):
     arguments = operands()
     loss, count, dhidden, dhead = value_and_gradients(arguments, chunk_tokens=chunk_tokens, **options)
@@ -76,6 +77,7 @@ def test_gradients_follow_the_cotangent():
         np.testing.assert_array_equal(4096.0 * plain, big)  # a power of two: no rounding
 
 
+@pytest.mark.gpu
 def test_hidden_gradients_do_not_depend_on_the_chunk():
     arguments = operands()
     whole = value_and_gradients(arguments)
@@ -104,6 +106,7 @@ def test_no_target_at_all():
         assert not np.asarray(value).any()
 
 
+@pytest.mark.gpu
 def test_huge_logits_stay_finite():
     hidden, head, targets, weights = operands()
     loss, _, dhidden, dhead = value_and_gradients((hidden * 1e4, head, targets, weights))
@@ -113,6 +116,7 @@ def test_huge_logits_stay_finite():
     assert all(np.isfinite(a).all() for a in (dhidden, dhead))
 
 
+@pytest.mark.gpu
 def test_a_frozen_head_gets_no_gradient_and_none_is_computed():
     arguments = operands()
     loss, _, dhidden, dhead = value_and_gradients(arguments, head_gradient=False, chunk_tokens=6)
@@ -129,6 +133,7 @@ def test_a_frozen_head_gets_no_gradient_and_none_is_computed():
     assert product in trained and product not in frozen
 
 
+@pytest.mark.gpu
 def test_bf16_softmax_is_fp32():
     """Operands in bf16, products in fp32: the loss is as exact as fp32, gradients round once to bf16."""
     arguments = operands(jnp.bfloat16)

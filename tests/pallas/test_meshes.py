@@ -11,10 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.pallas import meshes
 from jaxtune.pallas.attention import attention, packed_layout
+from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.gated import gated_backward
 from jaxtune.pallas.grouped_matmul import grouped_matmul
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
-from jaxtune.pallas.quant_matmul import NF4, LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, router_sums, row_weights, unpermute
 
 DEVICES, ROWS, LENGTH, HIDDEN, EXPERTS = 2, 4, 16, 64, 4

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxtune.pallas.quant_matmul import MXFP4
+from jaxtune.pallas.formats import MXFP4
 
 
+@pytest.mark.gpu
 def test_decode_is_the_definition():
     """Every code and every scale of a finite number; the first of two in the low nibble."""
     draw = np.random.default_rng(0)

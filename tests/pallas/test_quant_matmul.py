@@ -55,6 +55,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.gpu
 def test_forward_and_gradients(case):
     arguments = parts(**CASES[case])
     outputs, pullback = jax.vjp(quant_matmul, *arguments)
@@ -88,6 +89,7 @@ def test_forward_and_gradients(case):
     np.testing.assert_allclose(dx.reshape(-1, IN), want_dx, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.gpu
 def test_bf16_computes_in_x_dtype_and_rounds_little():
     arguments = parts(jnp.bfloat16)
     for got, want in zip(quant_matmul(*arguments), expected(*arguments), strict=True):

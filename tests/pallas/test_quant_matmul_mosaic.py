@@ -14,21 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtune.pallas import dispatch, tuning
-from jaxtune.pallas.quant_matmul import (
-    FP4,
-    MXFP4,
-    NF4,
-    LoraWeights,
-    api,
-    lanes,
-    line_matmul,
-    mosaic,
-    quant_matmul,
-    reference,
-    row_matmul,
-)
-from jaxtune.pallas.quant_matmul.mxfp4 import TABLE
+from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
+from jaxtune.pallas.formats import FP4, MXFP4, NF4
+from jaxtune.pallas.formats.mxfp4 import TABLE
+from jaxtune.pallas.quant_matmul import LoraWeights, api, line_matmul, mosaic, quant_matmul, reference, row_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 
 
@@ -60,16 +49,18 @@ def distance(got, want):
         ((12, 512), False, jnp.float16),  # of two, absmax as they are
     ],
 )
+@pytest.mark.gpu
 def test_dequantising_is_decoding(shape, double_quant, dtype):
     weight = packed(*shape, double_quant)
     for each in (weight, as_fp4(weight)):
-        with mosaic.interpreted():
+        with gpu_kernel.interpreted():
             got = mosaic.dequantize(each, dtype)
         assert got.dtype == dtype
         np.testing.assert_array_equal(np.asarray(got), np.asarray(each.decode(dtype)))
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (3, 80, 1024), (12, 512)])
+@pytest.mark.gpu
 def test_dequantising_mxfp4_is_decoding(shape):
     draw = np.random.default_rng(0)
     codes, scales = (
@@ -77,11 +68,11 @@ def test_dequantising_mxfp4_is_decoding(shape):
         draw.integers(1, 255, (*shape[:-1], shape[-1] // 32)),
     )
     weight = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic.dequantize(weight, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(weight.decode(jnp.bfloat16), np.float32))
     assert np.isfinite(np.asarray(got, np.float32)).mean() > 0.99
-    with mosaic.interpreted():  # chosen where it can serve
+    with gpu_kernel.interpreted():  # chosen where it can serve
         array, _ = api.decoded(weight, jnp.ones(3, jnp.bfloat16))
         assert dispatch.record["quant_matmul"][0] == "mosaic" and array.dtype == jnp.bfloat16
         array, _ = api.decoded(weight, jnp.ones(3, jnp.float32))
@@ -100,13 +91,14 @@ def test_dequantising_mxfp4_is_decoding(shape):
         (32, 1024, 16, False),
     ],
 )
+@pytest.mark.gpu
 def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     plan = mosaic._plan
     monkeypatch.setattr(mosaic, "_plan", lambda *shape: dataclasses.replace(plan(*shape), programs=2))
     weight = packed(rows, columns, double_quant)
     x = normal(101, tokens, columns, dtype=jnp.bfloat16)
     want = np.asarray(x, np.float64) @ np.asarray(weight.decode(jnp.float32), np.float64).T
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic.small_matmul(x, weight)
     assert got.shape == (tokens, rows) and got.dtype == jnp.bfloat16
     assert distance(got, want) <= 2 * distance(x @ weight.decode(jnp.bfloat16).T, want)
@@ -122,11 +114,12 @@ def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("programs", [2, 132])
+@pytest.mark.gpu
 def test_product_of_one_token_by_rows(rows, columns, double_quant, dtype, programs, monkeypatch):
     monkeypatch.setattr(row_matmul, "PROGRAMS", programs)
     weight = packed(rows, columns, double_quant)
     x = normal(101, 1, columns, dtype=dtype)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         for each in (weight, as_fp4(weight)):
             assert mosaic.row_refusal(each, dtype) is None
             want = np.asarray(x, np.float64) @ np.asarray(each.decode(jnp.float32), np.float64).T
@@ -156,11 +149,12 @@ def test_rows_are_cut_into_whole_chunks():
         (32, 5120, 4, True, line_matmul.Tile(2, 3, 1)),  # more than a span a warpgroup, lines shared out unevenly
     ],
 )
+@pytest.mark.gpu
 def test_small_product_by_lines(rows, columns, tokens, double_quant, tile):
     weight = packed(rows, columns, double_quant)
     x = normal(101, tokens, columns, dtype=jnp.bfloat16)
     want = np.asarray(x, np.float64) @ np.asarray(weight.decode(jnp.float32), np.float64).T
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got = mosaic.small_matmul(x, weight, tile)
     assert got.shape == (tokens, rows) and got.dtype == jnp.bfloat16
     assert distance(got, want) <= 2 * distance(x @ weight.decode(jnp.bfloat16).T, want)
@@ -170,7 +164,7 @@ def test_what_was_measured_decides(monkeypatch):
     """A tile in the tuner's table is taken, for its shape and tokens; without one everything stays as it was."""
     weight, dtype = packed(256, 1024), jnp.dtype(jnp.bfloat16)
     line = line_matmul.Tile(1, 2, 2)
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         assert mosaic.line_tile(weight, dtype, 2) is None
         with tuning.forced("small_matmul", dataclasses.asdict(line)):
             assert mosaic.line_tile(weight, dtype, 2) == line
@@ -202,6 +196,7 @@ def group(columns=1024):
 
 
 @pytest.mark.parametrize("tokens", [3, 24])
+@pytest.mark.gpu
 def test_the_whole_op_over_the_kernels(tokens):
     """Forward and gradients of a group: few tokens through the small product, more through the decoded weight."""
     weights, loras = group()
@@ -214,7 +209,7 @@ def test_the_whole_op_over_the_kernels(tokens):
         found, pullback = jax.vjp(outputs, x, loras)
         return found, pullback(tuple(jnp.cos(jnp.arange(y.size).reshape(y.shape)).astype(y.dtype) for y in found))
 
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got, got_gradients = run("mosaic")
     assert dispatch.record["quant_matmul"] == ("mosaic", {})
     want, want_gradients = run("reference")

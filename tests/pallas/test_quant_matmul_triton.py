@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import compat, dispatch
-from jaxtune.pallas.quant_matmul import NF4, triton
+from jaxtune.pallas.formats import NF4
+from jaxtune.pallas.quant_matmul import triton
 
 
 def weight(*shape):

@@ -20,7 +20,7 @@ from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import dequantize, quantize
-from jaxtune.pallas.quant_matmul import FP4, NF4, FourBit
+from jaxtune.pallas.formats import FP4, NF4, FourBit
 
 
 def theirs(array, double, quant_type="nf4") -> tuple[dict, FourBit]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreted
 
-from jaxtune.pallas.quant_matmul import FP4, NF4, triton
+from jaxtune.pallas.formats import FP4, NF4
+from jaxtune.pallas.quant_matmul import triton
 
 # Whole programs; a tail of blocks; a last block that is short; an odd number of elements; less than a block.
 SHAPES = [(128, 64), (300, 96), (7, 333), (5, 7), (1, 3)]

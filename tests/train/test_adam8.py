@@ -19,9 +19,8 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import get_peft_model
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import mosaic
-from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, decode, dynamic_map, encode, nearest_codes
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.formats.blockwise8 import BLOCK, decode, dynamic_map, encode, nearest_codes
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.config import CheckpointConfig, MeshConfig, OptimConfig
 from jaxtune.train.loop import Trainer
@@ -315,7 +314,7 @@ def test_a_bad_step_leaves_the_codes_and_donation_takes_their_buffers(by_tensor,
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(state, sums):
-        with mosaic.interpreted() if interpreted else contextlib.nullcontext():
+        with gpu_kernel.interpreted() if interpreted else contextlib.nullcontext():
             return program.update(state, sums)
 
     state = program.init(value, seed=0)
@@ -347,7 +346,7 @@ def test_a_step_by_the_kernel_is_the_reference_s(storage):
     found = []
     for interpreted in (True, False):
         state = program.init(values, seed=0)
-        with mosaic.interpreted() if interpreted else contextlib.nullcontext():
+        with gpu_kernel.interpreted() if interpreted else contextlib.nullcontext():
             update = jax.jit(lambda state, sums: program.update(state, sums))
             for step in (1, 2, 3):
                 gradients = jax.tree.map(lambda g, p: jnp.asarray(g, p.dtype), c.gradients(step), state.trainable)

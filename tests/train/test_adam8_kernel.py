@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import adam8 as kernel
-from jaxtune.pallas.quant_matmul import mosaic
-from jaxtune.pallas.quant_matmul.blockwise8 import BLOCK, dynamic_map, nearest_codes, upper_bounds
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.adam8 import api as kernel
+from jaxtune.pallas.formats.blockwise8 import BLOCK, dynamic_map, nearest_codes, upper_bounds
 from jaxtune.train.adam8 import scale_by_adam_8bit
 
 
@@ -57,6 +56,7 @@ def bits(tree) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 1.0), (jnp.bfloat16, 0.037), (jnp.float32, 1e-7)])
+@pytest.mark.gpu
 def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
     small for 8 bits. Gradients come multiplied, and are scaled back."""
@@ -74,7 +74,7 @@ def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     for step in range(3):
         want, want_state = adam.update(gradients(step), state, scale=jnp.float32(scale))
         assert dispatch.record["adamw_8bit"][0] == "reference"
-        with mosaic.interpreted():
+        with gpu_kernel.interpreted():
             got, got_state = adam.update(gradients(step), state, scale=jnp.float32(scale))
         assert dispatch.record["adamw_8bit"] == ("mosaic", {})
         wide = {n: g.astype(jnp.float32) * jnp.float32(scale) for n, g in gradients(step).items()}
@@ -93,12 +93,13 @@ def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
 @pytest.mark.parametrize("interpreted", [True, False])
 @pytest.mark.parametrize("shape", [(4096,), (81, 130), (100,)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.gpu
 def test_where_the_step_is_not_finite_all_states_stay(bad, shape, interpreted):
     """Bit for bit; in the step after it all of them change, and those of the caller are not written to."""
     adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
     first, second, third = (jax.random.normal(jax.random.key(i), shape) for i in range(3))
     update = jax.jit(adam.update)
-    with mosaic.interpreted() if interpreted else contextlib.nullcontext():
+    with gpu_kernel.interpreted() if interpreted else contextlib.nullcontext():
         _, state = update(first, adam.init(first))
         before = bits(state)
         _, kept = update(second.at[..., 7].set(bad), state, scale=jnp.float32(bad), finite=jnp.asarray(False))
@@ -150,9 +151,10 @@ def test_over_a_mesh_xla_divides_the_update_and_inside_a_shard_map_each_device_h
     assert chosen[1] == ("mosaic", {})
 
 
+@pytest.mark.gpu
 def test_the_check_at_first_use_compares_the_kernel_with_xla():
     """As on a GPU, but interpreted: three or four chunks of each warpgroup and a part of one, made and skipped."""
-    with mosaic.interpreted():
+    with gpu_kernel.interpreted():
         got, want = kernel._small_case(jnp.bfloat16)
     assert len(got) == len(want) == 5
     for one, other in zip(got, want, strict=True):

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Scratch, Segment, Sizes
+from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias
-from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.routing import (
     RouterSums,
     Routing,

@@ -12,7 +12,6 @@ every sum has one fixed order: bitwise deterministic without atomics.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -23,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtune.pallas import gpu_kernel, tuning
 from jaxtune.pallas.attention import mosaic_backward, mosaic_forward
 from jaxtune.pallas.attention.layout import PackedLayout
-from jaxtune.pallas.attention.mosaic_parts import LOG2E, Blocks, smem
+from jaxtune.pallas.attention.mosaic_parts import LOG2E, WARPGROUPS, Blocks, smem
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 
 _PAD = 128  # rows are padded to a multiple of this
@@ -33,7 +32,7 @@ _INTERPRETED_PROGRAMS = 2
 FORWARD = {
     64: Blocks(64, 128, 3, True),
     128: Blocks(64, 128, 2, True),
-    256: Blocks(64, 64, 2, True, lean=True, buffers=1),  # never run on a GPU yet: api.py takes it only by name
+    256: Blocks(64, 64, 2, True, lean=True, buffers=1),  # packed rows and soft caps; whole rows are cuDNN's
 }
 BACKWARD_QUERY = {64: Blocks(64, 64, 4, False), 128: Blocks(64, 64, 3, False)}
 BACKWARD_KEY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 2, False)}
@@ -76,23 +75,9 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
     }
 
 
-_interpret: Any = None
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Runs the kernels' bodies in Pallas' GPU interpreter, on any machine: for tests."""
-    global _interpret
-    before, _interpret = _interpret, plgpu.InterpretGPUParams()
-    try:
-        yield
-    finally:
-        _interpret = before
-
-
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks, backward: bool = False) -> str | None:
     """Why these kernels cannot serve this call (or the backward of it), or None."""
-    if _interpret is None and compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
@@ -162,7 +147,7 @@ def _table(starts, first, count, falling: bool | None):
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     """See mosaic_parts.QuerySide. full: whether every row is one document without padding."""
-    size = blocks.own * (1 if pairs else blocks.warpgroups)
+    size = blocks.own * (1 if pairs else WARPGROUPS)
     starts = jnp.arange(0, lower.shape[1], size, dtype=jnp.int32)
     first = lower[:, ::size] // blocks.step
     end = (jnp.minimum(starts + size, lower.shape[1]) + blocks.step - 1) // blocks.step
@@ -174,7 +159,7 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 def _key_table(upper, blocks: Blocks, full: bool):
     """See mosaic_backward.key_kernel, and _query_table."""
-    size = blocks.own * blocks.warpgroups
+    size = blocks.own * WARPGROUPS
     starts = jnp.arange(0, upper.shape[1], size, dtype=jnp.int32)
     first = jnp.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
     count = jnp.maximum((upper[:, size - 1 :: size] + blocks.step - 1) // blocks.step - first, 1)
@@ -185,19 +170,19 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
     """A kernel with its buffers and barriers: the item's own, filled by `own_copies` copies, and the pipeline's, of
     which each of the two barriers that announce a block waits for `brought_copies`."""
     barriers = [
-        plgpu.Barrier(num_arrivals=own_copies, num_barriers=blocks.buffers * blocks.warpgroups),
+        plgpu.Barrier(num_arrivals=own_copies, num_barriers=blocks.buffers * WARPGROUPS),
         *(plgpu.Barrier(num_arrivals=brought_copies, num_barriers=blocks.stages) for _ in range(2)),
-        *(plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages) for _ in range(2)),
-        plgpu.Barrier(num_arrivals=blocks.warpgroups),
+        *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages) for _ in range(2)),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
     ]
     return gpu_kernel.kernel(
-        functools.partial(kernel, blocks=blocks, interpreted=_interpret is not None, **static),
+        functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
         f"attention_{kernel.__name__.removesuffix('_kernel')}",
-        _interpret,
+        gpu_kernel.interpreter(),
         out_type=out_type,
-        grid=(_INTERPRETED_PROGRAMS if _interpret is not None else multiprocessors(),),
+        grid=(_INTERPRETED_PROGRAMS if gpu_kernel.interpreter() is not None else multiprocessors(),),
         grid_names=("programs",),
-        num_threads=blocks.warpgroups + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[*own_scratch, *brought_scratch, *barriers],
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -210,7 +195,7 @@ def _numbers(count, size, dtype):
 
 def _pairs(query, key, blocks: Blocks) -> bool:
     """Whether the warpgroups take a head each that share their keys: narrower tiles see fewer keys in vain."""
-    return (query.shape[2] // key.shape[2]) % blocks.warpgroups == 0
+    return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
@@ -227,9 +212,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, padded), jnp.float32)],
         2,
         [
-            smem((blocks.buffers * blocks.warpgroups, own, dim), query.dtype),
-            _numbers(blocks.buffers * blocks.warpgroups, own, jnp.int32),
-            _numbers(blocks.warpgroups, own, jnp.float32),
+            smem((blocks.buffers * WARPGROUPS, own, dim), query.dtype),
+            _numbers(blocks.buffers * WARPGROUPS, own, jnp.int32),
+            _numbers(WARPGROUPS, own, jnp.float32),
         ],
         [block, block],
         1,
@@ -257,7 +242,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     dim = query.shape[-1]
 
     blocks = _blocks("dquery", query, layout, window)
-    own, pairs, count = blocks.own, _pairs(query, key, blocks), 2 * blocks.warpgroups
+    own, pairs, count = blocks.own, _pairs(query, key, blocks), 2 * WARPGROUPS
     both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dquery = _call(
         mosaic_backward.query_kernel,
@@ -274,7 +259,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     blocks = _blocks("dkey", query, layout, window)
     own = blocks.own
-    count = 2 * blocks.warpgroups
+    count = 2 * WARPGROUPS
     both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dkey, dvalue = _call(
         mosaic_backward.key_kernel,

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas.attention.mosaic_parts import (
+    WARPGROUPS,
     Items,
     QuerySide,
     Turns,
@@ -86,11 +87,11 @@ def query_kernel(
     own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
     shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
 
-    @bringing(wg, blocks)
+    @bringing(wg)
     def _():
         side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
 
-    @computing(wg, blocks)
+    @computing(wg)
     def _():
         turns = Turns(turn_barrier, wg, blocks.turns)
 
@@ -103,7 +104,7 @@ def query_kernel(
             plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], q_smem.at[buffer(turn)], full)
             plgpu.copy_gmem_to_smem(do_ref.at[row, here, head], do_smem.at[buffer(turn)], full)
             plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[wg], full)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[blocks.warpgroups + wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[WARPGROUPS + wg], full)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
 
         def work(turn, done, item, following):
@@ -111,7 +112,7 @@ def query_kernel(
             query, dout = q_smem.at[buffer(turn)], do_smem.at[buffer(turn)]
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             stat = plgpu.load(numbers_smem.at[wg], layout=rows)
-            delta = plgpu.load(numbers_smem.at[blocks.warpgroups + wg], layout=rows)
+            delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
             lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
             last_lower = lower_smem[buffer(turn), own - 1]
             plgpu.commit_smem()  # every warp has read them: the next item's may come
@@ -196,7 +197,7 @@ def key_kernel(
     shape = (own, width)
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-    @bringing(wg, blocks)
+    @bringing(wg)
     def _():
         def work(turn, done, item, following):
             kv_head, row, _, first, count, *_ = item
@@ -223,7 +224,7 @@ def key_kernel(
 
         drain(items.each(work), blocks.stages, q_free, do_free)
 
-    @computing(wg, blocks)
+    @computing(wg)
     def _():
         turns = Turns(turn_barrier, wg, blocks.turns)
 

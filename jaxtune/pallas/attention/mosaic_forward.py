@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -102,11 +100,11 @@ def forward_kernel(
     shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
     softmax = _Softmax(scale, soft_cap, blocks.lean)
 
-    @bringing(wg, blocks)
+    @bringing(wg)
     def _():
         side.bring_keys(k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free)
 
-    @computing(wg, blocks)
+    @computing(wg)
     def _():
         turns = Turns(turn_barrier, wg, blocks.turns)
 
@@ -137,23 +135,8 @@ def forward_kernel(
             def key_of(slot):
                 return k_smem.at[slot].transpose((1, 0))
 
-            def add_values(i, scores, carry) -> Any:
-                """What is left of step i once its scores are there."""
-                acc, state = carry
-                slot = lax.rem(done + i, stages)
-                weights, fade, state = softmax.step(
-                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
-                )
-                acc = acc * rows_of(fade, acc.shape)
-                narrow = weights.astype(v_ref.dtype)
-                turns.swap()
-                if blocks.ahead:
-                    plgpu.barrier_wait(v_full.at[slot])
-                acc = add_product(acc, narrow, v_smem.at[slot], interpreted)
-                plgpu.barrier_arrive(v_free.at[slot])
-                return acc, state
-
             def step(i, carry):
+                acc, state = carry
                 slot = lax.rem(done + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
 
@@ -163,37 +146,21 @@ def forward_kernel(
 
                 (scores,) = products((qo, key_of(slot)), shape=shape, issued=issued)
                 plgpu.barrier_arrive(k_free.at[slot])
-                return add_values(i, scores, carry)
-
-            def step_ahead(i, carry):
-                """Step i, and the scores of step i + 1."""
-                scores, carry = carry
-                slot = lax.rem(done + i + 1, stages)
-                plgpu.barrier_wait(k_full.at[slot])
-
-                def compute(next_scores):
-                    plgpu.wgmma(next_scores, qo, key_of(slot))
-                    results = add_values(i, scores, carry)
-                    return next_scores[...], results
-
-                carry = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
-                return carry
+                weights, fade, state = softmax.step(
+                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
+                )
+                acc = acc * rows_of(fade, acc.shape)
+                narrow = weights.astype(v_ref.dtype)
+                turns.swap()
+                acc = add_product(acc, narrow, v_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(v_free.at[slot])
+                return acc, state
 
             start = filled((own, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own, rows)
-            # The first product or step hides how the last item's results leave the buffer that the next item's
-            # queries go to.
-            if blocks.ahead:
-                slot = lax.rem(done, stages)
-                plgpu.barrier_wait(k_full.at[slot])
-                (scores,) = products((qo, key_of(slot)), shape=shape, issued=fetch_following)
-                plgpu.barrier_arrive(k_free.at[slot])
-                scores, carry = lax.fori_loop(0, item[4] - 1, step_ahead, (scores, start))
-                acc, state = add_values(item[4] - 1, scores, carry)
-            else:
-                start = step(jnp.int32(0), start)
-                fetch_following()
-                acc, state = lax.fori_loop(1, item[4], step, start)
+            # The first step hides how the last item's results leave the buffer that the next item's queries go to.
+            start = step(jnp.int32(0), start)
+            fetch_following()
+            acc, state = lax.fori_loop(1, item[4], step, start)
             # Padding saw nothing: what stands there is dropped.
             real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
             inverse, lse = softmax.end(state)

@@ -1,7 +1,7 @@
 """What the Mosaic GPU attention kernels share (mosaic.py says what they do, and starts them).
 
-A kernel runs as many programs as the GPU has multiprocessors, each with two (or three) warpgroups that compute and one
-that brings blocks. A program works through a list of items: a tile of queries of two heads (or, without grouped heads,
+A kernel runs as many programs as the GPU has multiprocessors, each with two warpgroups that compute and one that
+brings blocks. A program works through a list of items: a tile of queries of two heads (or, without grouped heads,
 two tiles of one head), or a tile of keys of one key head. An item's own side (queries and their gradient, or keys and
 values) is double-buffered and the bringing warpgroup runs ahead across items, so that an item's start and end hide
 behind the work of its neighbours: on packed rows an item has two to ten steps, and they cost as much as the steps.
@@ -23,10 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
-# A thread's registers, computing and bringing, by the number of computing warpgroups. All warpgroups start with an
-# equal share of 65,536 / 128 = 512, in steps of 8: three with 168, four with 128. To ask for more than there are is to
-# wait for ever.
-_REGISTERS = {2: (240, 24), 3: (160, 32)}
+WARPGROUPS = 2  # that compute
+# A thread's registers, computing and bringing. All three warpgroups start with an equal share of 65,536 / 128 = 512, in
+# steps of 8: 168. To ask for more than there are is to wait for ever.
+_REGISTERS = (240, 24)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,6 @@ class Blocks:
       turns: whether the two warpgroups take turns on the tensor cores (Turns).
       lean: fewer instructions a score: a mask by one comparison and, in the forward, the scale and the subtraction of
         the maximum in one multiply-add.
-      warpgroups: that compute, 2 or 3; the forward's only.
-      ahead: the scores of the next block are made while this one's softmax runs; the forward's only.
       buffers: of an item's own side; 1 where shared memory has no room for 2. The forward's only.
     """
 
@@ -50,13 +48,7 @@ class Blocks:
     stages: int
     turns: bool
     lean: bool = False
-    warpgroups: int = 2
-    ahead: bool = False
     buffers: int = 2
-
-    def __post_init__(self):
-        if self.turns and (self.warpgroups != 2 or self.ahead):
-            raise ValueError(f"{self}: two warpgroups take turns, and only with the scores of one block at a time")
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields, without those that have their default."""
@@ -176,23 +168,23 @@ class Items:
         return lax.fori_loop(0, self.rounds, one, (jnp.int32(0), self.at(jnp.int32(0))))[0]
 
 
-def computing(wg, blocks: Blocks):
+def computing(wg):
     """Decorates what the computing warpgroups do; bringing, what the one that brings blocks does."""
 
     def decorate(body):
-        @pl.when(wg < blocks.warpgroups)
+        @pl.when(wg < WARPGROUPS)
         def _():
-            plgpu.set_max_registers(_REGISTERS[blocks.warpgroups][0], action="increase")
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
             body()
 
     return decorate
 
 
-def bringing(wg, blocks: Blocks):
+def bringing(wg):
     def decorate(body):
-        @pl.when(wg == blocks.warpgroups)
+        @pl.when(wg == WARPGROUPS)
         def _():
-            plgpu.set_max_registers(_REGISTERS[blocks.warpgroups][1], action="decrease")
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             body()
 
     return decorate
@@ -223,22 +215,22 @@ class QuerySide:
         heads, self.length = q_ref.shape[2], q_ref.shape[1]
         self.blocks, self.pairs, self.wg = blocks, pairs, wg
         self.group = heads // k_ref.shape[2]
-        self.items = Items(table_ref, heads // blocks.warpgroups if pairs else heads)
+        self.items = Items(table_ref, heads // WARPGROUPS if pairs else heads)
 
     def place(self, item):
         """(row, head, first query) of this warpgroup."""
         own = self.blocks.own
         if self.pairs:
-            return item[1], item[0] * self.blocks.warpgroups + self.wg, pl.multiple_of(item[2], own)
+            return item[1], item[0] * WARPGROUPS + self.wg, pl.multiple_of(item[2], own)
         first = item[2] + self.wg * own
-        if self.length % (self.blocks.warpgroups * own):
+        if self.length % (WARPGROUPS * own):
             # The row's last tile may be a warpgroup short: that one does its neighbour's work again, bit for bit.
             first = jnp.minimum(first, self.length - own)
         return item[1], item[0], pl.multiple_of(first, own)
 
     def keys(self, item, i):
         """(row, keys of step i, key head)."""
-        head = item[0] * self.blocks.warpgroups if self.pairs else item[0]
+        head = item[0] * WARPGROUPS if self.pairs else item[0]
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 

@@ -20,20 +20,12 @@ _STAGES = (2, 3, 4)
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
-    """Blocks to try, those of the heuristic first. Some overflow the shared memory; those that would spill registers
-    (three warpgroups with 160 a thread) are left out."""
+    """Blocks to try, those of the heuristic first. Some overflow the shared memory."""
     first = mosaic.HEURISTIC[kernel][dim]
     forms: list[dict[str, Any]] = [dict(turns=turns, lean=lean) for lean in (False, True) for turns in (True, False)]
-    three: list[dict[str, Any]] = []
-    if kernel == "forward":
-        forms += [dict(turns=False, lean=True, ahead=True)]
-        three = [dict(turns=False, lean=True, warpgroups=3, ahead=ahead) for ahead in (False, True)]
     if dim > 128:
-        forms, three = [dict(form, buffers=1) for form in forms], []
+        forms = [dict(form, buffers=1) for form in forms]
     found = [mosaic.Blocks(64, *sizes, **form) for form in forms for sizes in itertools.product((64, 128), _STAGES)]
-    for form in three:
-        steps = (64,) if form["ahead"] or dim > 64 else (64, 128)
-        found += [mosaic.Blocks(64, *sizes, **form) for sizes in itertools.product(steps, _STAGES)]
     return [blocks.as_dict() for blocks in [first, *(b for b in found if b != first)]]
 
 

@@ -9,9 +9,7 @@ memory busy is how many warps a multiprocessor holds, for a lane needs few regis
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,23 +24,9 @@ CHUNK = 128 * _VECTOR  # of a warpgroup, which is a program
 MOST = 2**32  # elements
 
 
-_interpret: Any = None
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Runs the kernel's body in Pallas' GPU interpreter, on any machine: for tests."""
-    global _interpret
-    before, _interpret = _interpret, plgpu.InterpretGPUParams()
-    try:
-        yield
-    finally:
-        _interpret = before
-
-
 def refusal(dtype, size: int, activation: str) -> str | None:
     """Why the kernel cannot serve arrays of this dtype and size, or None."""
-    if _interpret is None and dispatch.compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     reason = unsupported(dtype, size, activation)
     if reason is not None:
@@ -104,7 +88,7 @@ def gated_backward(gate, up, dgated, activation: str):
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),
         "gated_backward",
-        _interpret,
+        gpu_kernel.interpreter(),
         out_type=(),
         grid=(gate.size // CHUNK,),
         grid_names=("chunk",),

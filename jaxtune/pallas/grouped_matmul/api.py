@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.formats import MXFP4, FourBit
 from jaxtune.pallas.grouped_matmul import (
     first_use,
     mosaic,
@@ -21,7 +22,7 @@ from jaxtune.pallas.grouped_matmul import (
     triton,
 )
 from jaxtune.pallas.grouped_matmul.layout import Groups
-from jaxtune.pallas.quant_matmul import MXFP4, FourBit, decoded
+from jaxtune.pallas.quant_matmul import decoded
 
 _PRODUCTS = {
     "mosaic": mosaic.product, "mosaic_ahead": mosaic.product, "triton": triton.product, "reference": reference.product
@@ -74,6 +75,10 @@ def implementations(
         reason = mosaic_refusal() or mosaic_ahead.refusal(weight)
         return reason or first_use.refusal(_AHEAD, mosaic.product, weight)
 
+    # One of several devices takes it by name only: beside NCCL's kernels it is not proved that it cannot hang.
+    if jax.sharding.get_abstract_mesh().size > 1:
+        ahead_refusal = dispatch.on_request(_AHEAD, implementation, mosaic_ahead.NOT_PROVED, ahead_refusal)
+
     def triton_refusal():
         return triton.refusal(dtype, groups.tile_rows) or first_use.refusal("triton", triton.product, None)
 
@@ -93,10 +98,7 @@ def _scaled(rows, scale):
 
 
 def gathers(implementation: str) -> bool:
-    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`.
-
-    "mosaic_ahead" can, but beside its decoder that costs about what copying does (README.md): it multiplies rows that
-    were copied."""
+    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.pallas.quant_matmul.mosaic import random_like
 
 _SIZES = (200, 0, 1, 128)  # rows of each expert

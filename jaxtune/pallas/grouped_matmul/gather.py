@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxtune.pallas.quant_matmul.lanes import (
+from jaxtune.pallas.lanes import (
     SCALAR,
     _add,
     _address,

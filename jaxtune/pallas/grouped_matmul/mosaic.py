@@ -12,10 +12,8 @@ and weights in L2. An adapter's product is a few more steps along K, of its own 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, meshes, tuning
+from jaxtune.pallas.formats import MXFP4, FourBit
 from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
-from jaxtune.pallas.quant_matmul import MXFP4, FourBit
 
 _WARPGROUPS = 2  # that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
@@ -46,7 +44,7 @@ class _Registers:
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
         if decoding:
-            return _Registers(56, 176, 96) if gathered else _Registers(40, 184, 96)
+            return _Registers(40, 184, 96)
         return _Registers(72, 216) if gathered else _Registers(40, 232)
 
 
@@ -74,25 +72,12 @@ CANDIDATES = (
     *BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 16, 2), Blocks(128, 6, 8, 4),
 )  # fmt: skip
 
-_interpret: Any = None
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Runs the kernel's body in Pallas' GPU interpreter, on any machine: for tests."""
-    global _interpret
-    before, _interpret = _interpret, plgpu.InterpretGPUParams()
-    try:
-        yield
-    finally:
-        _interpret = before
-
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """Why this kernel cannot serve this call, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
-    if _interpret is None and compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}"
@@ -104,14 +89,9 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     return meshes.refusal()
 
 
-def interpreter() -> Any:
-    """What `plgpu.kernel` is to interpret with, or None."""
-    return _interpret
-
-
 def cores() -> int:
     """SMs of the device that is compiled for."""
-    if _interpret is not None:
+    if gpu_kernel.interpreter() is not None:
         return 3
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.num_cores if device is not None else jax.local_devices()[0].core_count
@@ -169,10 +149,10 @@ def _kernel(
     else:
         out_ref, w_ref, *scratch = rest[packed:]
         packed_refs, rest = rest[:packed], scratch
-        ready = decoder.semaphores() if _interpret is None else rest.pop()
+        ready = decoder.semaphores() if gpu_kernel.interpreter() is None else rest.pop()
     x_smem, w_smem, out_smem, full, free, *rest = rest
     rows_there = rest.pop() if gathered else None
-    written_out = _interpret is not None
+    written_out = gpu_kernel.interpreter() is not None
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     registers = _Registers.of(gathered, decoder is not None)
@@ -211,7 +191,7 @@ def _kernel(
         plgpu.set_max_registers(registers.memory, action="decrease")
         if gathered:
             gather.begin(rows_there, written_out)
-        if decoder is not None and _interpret is not None:
+        if decoder is not None and gpu_kernel.interpreter() is not None:
             plgpu.barrier_wait(ready)
 
         def item(index, carry):
@@ -220,7 +200,7 @@ def _kernel(
             following = (expert_ref[tile_of(index + 1)], *(tokens_of(index + 1) for _ in tokens))
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
 
-            if decoder is not None and _interpret is None:
+            if decoder is not None and gpu_kernel.interpreter() is None:
                 wait = functools.partial(decoder.wait, ready, expert, programs)
                 pl.when(row_tile < count)(wait)
 
@@ -324,7 +304,7 @@ def _kernel(
     def decode():
         assert decoder is not None
         plgpu.set_max_registers(registers.decode, action="decrease")
-        if _interpret is None:
+        if gpu_kernel.interpreter() is None:
             decoder.decode(packed_refs, w_ref, ready, program, programs)
         else:
             decoder.written_out(packed_refs, w_ref)
@@ -356,8 +336,10 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it."""
+    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it; then no tokens."""
     columns, ahead = weight.shape[3 - contract], isinstance(weight, FourBit | MXFP4)
+    if ahead and tokens is not None:
+        raise ValueError("grouped_matmul: beside a decoder no rows are gathered")
     blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype, ahead)
     operands = [x, groups.tile_expert, groups.tile_sizes, groups.count[None]]
     if tokens is not None:
@@ -379,7 +361,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
             with_extra=extra is not None, decoder=decoder, packed=len(packed),
         ),
         "grouped_matmul",
-        _interpret,
+        gpu_kernel.interpreter(),
         out_type=out_type,
         grid=(programs,),
         grid_names=("sm",),
@@ -393,7 +375,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),
             *([gather.barriers(blocks.stages)] if tokens is not None else []),
-            *([plgpu.Barrier(num_arrivals=1)] if ahead and _interpret is not None else []),
+            *([plgpu.Barrier(num_arrivals=1)] if ahead and gpu_kernel.interpreter() is not None else []),
         ],
     )(*operands, *packed)  # fmt: skip
     return out

@@ -9,8 +9,25 @@ Measured (Qwen3-30B-A3B's gate/up, H200): this 1.35 ms, a product without decodi
 and 0.6 by these warpgroups. Slices of the decoding between two steps of the warpgroup that brings: 1.94 ms. Decoding
 not long before it is needed: 1 % faster, for more that can go wrong.
 
-All programs must run at once: those that wait are served by those that decode. They do, one on each multiprocessor, as
-long as no other kernel of this kind runs beside.
+All programs must run at once: those that wait for an expert spin until every program has decoded its share of it. The
+grid is one program a multiprocessor, and a program takes all of its registers (64,512 of 65,536), so that on a device
+where nothing else runs all are resident. Nothing guarantees it: only a cooperative launch does in CUDA, which Mosaic's
+is not.
+
+Beside a kernel that ends by itself a program comes late, and that is all. Beside NCCL's, which spin for those of
+another device, it takes an argument, and this one does not close. All devices run one program: take the first
+collective c, in its order, that is not done everywhere. What was before c has left. Where c is wholly resident on all
+devices, it ends. Where it has not come yet, it waits for a product like this, which then has all multiprocessors and
+ends. What is left is c resident in part, on a device where this kernel is, too: c's other blocks wait for
+multiprocessors that our programs hold, which spin for programs of ours that wait for those that c holds. c's channels
+are independent, and the first ones of two devices would end and free theirs; but the blocks of NCCL on Hopper come in
+clusters, which want several multiprocessors of one neighbourhood free at a time, and which of two waiting kernels gets
+a free one is not documented (XLA gives collectives a stream of higher priority). So c may be resident nowhere that
+matters, while ours is in part: then both wait for ever. Two of these kernels at once on one device would, too; XLA
+runs products on one stream.
+
+So on a mesh of several devices the default decodes first (`NOT_PROVED`). It would be safe with programs for fewer
+multiprocessors than there are less NCCL's blocks, or in a cooperative launch before which the collectives have ended.
 """
 
 # Pallas' annotations know neither its own barriers nor its refs.
@@ -25,10 +42,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import FourBit, lanes
+from jaxtune.pallas import lanes
+from jaxtune.pallas.formats import FourBit
+from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
-from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
+NOT_PROVED = (
+    "a mesh of several devices: not proved that its programs, which wait for each other, cannot hang beside NCCL"
+)
 _AHEAD = 1  # chunks that are on their way while one is decoded; two were no faster
 
 

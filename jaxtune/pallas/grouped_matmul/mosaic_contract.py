@@ -58,7 +58,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
     def slot_of(at):
         return lax.rem(at, jnp.int32(stages))
 
-    written_out = mosaic.interpreter() is not None
+    written_out = gpu_kernel.interpreter() is not None
 
     def bring():
         if gathered:
@@ -156,11 +156,11 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     kept = _STEP if parts > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
-    programs = _PROGRAMS * mosaic.cores() if mosaic.interpreter() is None else 2
+    programs = _PROGRAMS * mosaic.cores() if gpu_kernel.interpreter() is None else 2
     out = gpu_kernel.kernel(
         functools.partial(_kernel, programs=programs, gathered=tokens is not None),
         "grouped_contraction",
-        mosaic.interpreter(),
+        gpu_kernel.interpreter(),
         out_type=jax.ShapeDtypeStruct((experts, kept * parts, size), jnp.float32),
         grid=(programs,),
         grid_names=("program",),

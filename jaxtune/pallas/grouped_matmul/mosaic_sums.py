@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.pallas.grouped_matmul import mosaic, reference
+from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
 
 _RUNS = (1024, 512)  # numbers of a program: two or one 16-byte loads of each thread
@@ -47,7 +47,7 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
     return gpu_kernel.kernel(
         functools.partial(_kernel, run=run),
         "expert_sums",
-        mosaic.interpreter(),
+        gpu_kernel.interpreter(),
         out_type=jax.ShapeDtypeStruct((experts, values.shape[1]), jnp.float32),
         grid=(experts, values.shape[1] // run),
         grid_names=("expert", "run"),
@@ -58,7 +58,7 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
 
 def refusal() -> str | None:
     """Why this GPU must not run the kernel, or None: it is compared with the reference at its first use."""
-    if mosaic.interpreter() is None and dispatch.compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 
     def compare():

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import tuning
+from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.grouped_matmul import mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import NF4
 
 # (experts, pairs, in, out, whether weights are [E, in, out]) of gpt-oss-20b and Qwen3-30B-A3B at 16,384 tokens: gate
 # with up, and down.

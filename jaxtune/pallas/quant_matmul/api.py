@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.formats.four_bit import FourBit
+from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul import mosaic, reference, triton
-from jaxtune.pallas.quant_matmul.formats import FourBit
-from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}

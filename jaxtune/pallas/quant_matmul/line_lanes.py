@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 
-from jaxtune.pallas.quant_matmul.lanes import (
+from jaxtune.pallas.lanes import (
     SCALAR,
     _add,
     _address,

@@ -26,8 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import lanes, line_lanes
-from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
+from jaxtune.pallas import lanes
+from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.quant_matmul import line_lanes
 
 LINE = 256  # elements: their codes are a line of memory
 _SPAN = 4  # lines whose scales are decoded together

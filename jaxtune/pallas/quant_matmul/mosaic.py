@@ -12,10 +12,8 @@ that of line_matmul.py.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,33 +23,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch, gpu_kernel, tuning
-from jaxtune.pallas.quant_matmul import lanes, line_matmul, row_matmul
-from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK, NF4, FourBit
+from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
+from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
+from jaxtune.pallas.formats.mxfp4 import MXFP4
+from jaxtune.pallas.quant_matmul import line_matmul, row_matmul
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
-from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
 MAX_TOKENS = 16  # of small_matmul
 _AHEAD = 1  # chunks that are on their way while one is multiplied; more cost registers, and with them programs
 _ROWS = lanes.ROWS_OF_A_WARP
 
-_interpret: Any = None
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Runs the kernels' bodies in Pallas' GPU interpreter, on any machine: for tests."""
-    global _interpret
-    before, _interpret = _interpret, plgpu.InterpretGPUParams()
-    try:
-        yield
-    finally:
-        _interpret = before
-
 
 def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
-    if _interpret is None and dispatch.compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
@@ -110,7 +95,7 @@ def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
 def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
     """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`. Of MXFP4, numbers
     under 2^-126 are not zero."""
-    return _dequantize(weight, jnp.dtype(dtype), _interpret)
+    return _dequantize(weight, jnp.dtype(dtype), gpu_kernel.interpreter())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
@@ -304,7 +289,7 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
     """Why `small_matmul` with this tile cannot serve this call, or None; on a GPU, its first use is checked."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
-    if reason is not None or _interpret is not None:
+    if reason is not None or gpu_kernel.interpreter() is not None:
         return reason
 
     def compare():
@@ -327,7 +312,7 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
     if cut is None:
         return f"weight {weight.shape}; wants columns in multiples of 1,024, up to 28,672, and an even number of rows"
     reason = refusal(weight, dtype)
-    if reason is not None or _interpret is not None:
+    if reason is not None or gpu_kernel.interpreter() is not None:
         return reason
 
     def compare():
@@ -354,8 +339,8 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
     """
     tile = tile or line_tile(weight, x.dtype, x.shape[0])
     if tile is None and x.shape[0] == 1 and row_refusal(weight, x.dtype) is None:
-        return _row_matmul(x, weight, row_matmul.PROGRAMS, _interpret)
-    return _small_matmul(x, weight, tile, _interpret)
+        return _row_matmul(x, weight, row_matmul.PROGRAMS, gpu_kernel.interpreter())
+    return _small_matmul(x, weight, tile, gpu_kernel.interpreter())
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import lanes, mxfp4
-from jaxtune.pallas.quant_matmul.formats import NESTED_BLOCK, FourBit
-from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
+from jaxtune.pallas import lanes
+from jaxtune.pallas.formats import mxfp4
+from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
+from jaxtune.pallas.formats.mxfp4 import MXFP4
 
 _LINE = 512  # bytes of codes that a warpgroup takes at once: four a lane
 SMALLEST = 2 * _LINE  # numbers of a chunk of one line

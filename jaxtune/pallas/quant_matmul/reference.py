@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
+from jaxtune.pallas.formats.four_bit import FourBit
+from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.meshes import on_every_device
-from jaxtune.pallas.quant_matmul.formats import FourBit
-from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
 
 
 def refusal(weight: FourBit | MXFP4, dtype) -> str | None:

@@ -26,8 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.quant_matmul import bulk_lanes, lanes, line_lanes, row_lanes
-from jaxtune.pallas.quant_matmul.formats import BLOCK, NESTED_BLOCK
+from jaxtune.pallas import lanes
+from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.quant_matmul import line_lanes, row_lanes
 from jaxtune.pallas.quant_matmul.row_lanes import SLICE
 
 _WARPS = 20  # of a program that multiply, at most, where a row has no more slices
@@ -114,7 +115,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
         line_lanes.fill_columns(pairs_ref, table_smem, 0, plan.warpgroups + 1)
         if map_ref is not None:
             lanes.fill_table(map_ref, map_smem)
-        bulk_lanes.program_barrier()
+        lanes.program_barrier()
 
     def bring():
         if interpreted:
@@ -123,9 +124,9 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
 
         def copy(index):
             slots = (codes_smem, absmax_smem)
-            bulk_lanes.copy_chunk((codes_ref, absmax_ref), slots, sizes, full_smem, chunk_of(index), slot_of(index))
+            lanes.copy_chunk((codes_ref, absmax_ref), slots, sizes, full_smem, chunk_of(index), slot_of(index))
 
-        bulk_lanes.begin_barriers(full_smem)
+        lanes.begin_barriers(full_smem)
         copy(jnp.int32(0))
         fill()
         lax.fori_loop(1, jnp.minimum(mine, plan.stages), lambda index, _: copy(index), None)
@@ -166,7 +167,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
                 return nested
             slot = slot_of(index)
             coming = nested_of(index + 1)
-            bulk_lanes.wait_for_chunk(full_smem, slot, lax.rem(lax.div(index, jnp.int32(plan.stages)), jnp.int32(2)))
+            lanes.wait_for_chunk(full_smem, slot, lax.rem(lax.div(index, jnp.int32(plan.stages)), jnp.int32(2)))
             given = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
             row_lanes.multiply(
                 x, nested[0] if nested else None, offset, index, slot, own, given, dtype=dtype, **cut

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat
-from jaxtune.pallas.quant_matmul.formats import BLOCK, FourBit
-from jaxtune.pallas.quant_matmul.mxfp4 import MXFP4
+from jaxtune.pallas.formats.four_bit import BLOCK, FourBit
+from jaxtune.pallas.formats.mxfp4 import MXFP4
 
 __all__ = ["dequantize", "refusal", "small_matmul", "small_refusal"]
 

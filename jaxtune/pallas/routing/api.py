@@ -20,7 +20,7 @@ from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
-# Each has spread and summed.
+# Each has spread; a token's rows are summed by the reference.
 IMPLEMENTATIONS = {"reference": reference, "mosaic": mosaic}
 _SORTS = {
     "reference": reference.Passes(reference.BLOCK, reference.histogram, reference.slots),
@@ -28,7 +28,6 @@ _SORTS = {
 }
 _MANY = 128  # experts: from here on our sort is the faster one, in most runs (README.md)
 _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
-_SUM_REASON = "slower than XLA's"  # 149 and 356 us, XLA's 112 and 136: gpt-oss-20b, Qwen3-30B-A3B
 
 
 @jax.tree_util.register_dataclass
@@ -108,27 +107,18 @@ def route(
     return Routing(slots.reshape(tokens, k), source, groups)
 
 
-def implementations(dtype, hidden: int, k: int, *, sums: bool, implementation: str | None = None) -> dispatch.Table:
-    """The implementations in the order in which they are tried, each with why it refuses the call.
-
-    Args:
-      sums: of what sums the rows of each token, or of what spreads tokens to their rows.
-      implementation: the name that was asked for, or None.
-    """
+def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
+    """The implementations of what spreads tokens to their rows, in the order in which they are tried, each with why it
+    refuses the call."""
 
     def refusal():
         return mosaic.refusal(dtype, hidden, k) or first_use.refusal("mosaic", mosaic)
 
-    if sums:
-        return {
-            "reference": lambda: None,
-            "mosaic": dispatch.on_request("mosaic", implementation, _SUM_REASON, refusal),
-        }
     return {"mosaic": refusal, "reference": lambda: None}
 
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
-    """As `implementations`, of route."""
+    """As `implementations`, of route. implementation: the name that was asked for, or None."""
 
     def refusal():
         return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
@@ -149,14 +139,9 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
-    table = implementations(x.dtype, x.shape[1], routing.slots.shape[1], sums=False, implementation=implementation)
+    table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
-
-
-def _summed(rows, slots, implementation):
-    table = implementations(rows.dtype, rows.shape[1], slots.shape[1], sums=True, implementation=implementation)
-    return IMPLEMENTATIONS[dispatch.choose("routing sums", table, implementation)].summed(rows, slots)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -169,7 +154,8 @@ def _permute_fwd(x, routing, implementation):
 
 
 def _permute_bwd(implementation, routing, drows):
-    return _summed(drows, routing.slots, implementation), None
+    del implementation
+    return reference.summed(drows, routing.slots), None
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)
@@ -180,7 +166,7 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
     """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero. Gradients are summed over a
     token's pairs in float32, in the order of its choices.
 
-    implementation: of this and of its gradient: "reference", "mosaic", or None for the faster of each.
+    implementation: "reference", "mosaic", or None for the first that supports the call.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -191,7 +177,8 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpermute(rows, routing, implementation):
-    return _summed(rows, routing.slots, implementation)
+    del implementation
+    return reference.summed(rows, routing.slots)
 
 
 def _unpermute_fwd(rows, routing, implementation):
@@ -209,7 +196,7 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype.
 
-    implementation: as permute's.
+    implementation: permute's, in the gradient of this.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -244,7 +231,7 @@ def _of_tokens_fwd(x, weight, lora, routing, static):
 def _of_tokens_bwd(static, residuals, dout):
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
-    return _summed(drows, routing.slots, None), *others, None
+    return reference.summed(drows, routing.slots), *others, None
 
 
 _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
@@ -276,7 +263,7 @@ def _to_tokens(rows, weight, lora, routing, static):
 
 def _to_tokens_fwd(rows, weight, lora, routing, static):
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
-    return _summed(out, routing.slots, None), (residuals, routing)
+    return reference.summed(out, routing.slots), (residuals, routing)
 
 
 def _to_tokens_bwd(static, residuals, dout):

@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, meshes
-from jaxtune.pallas.grouped_matmul import mosaic
 
 BLOCK = 128
 _EXPERTS = 64  # that are compared at a time
@@ -33,7 +32,7 @@ def refusal() -> str | None:
     """Why these kernels cannot serve a call, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
-    if mosaic.interpreter() is None and compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     return meshes.refusal()
 
@@ -42,7 +41,7 @@ def _kernel(body, name: str, blocks: int, out_shape):
     return gpu_kernel.kernel(
         body,
         name,
-        mosaic.interpreter(),
+        gpu_kernel.interpreter(),
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.int32),
         grid=(blocks,),
         grid_names=("block",),

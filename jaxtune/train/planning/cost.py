@@ -25,8 +25,8 @@ from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
-from jaxtune.pallas.quant_matmul import FourBit
 from jaxtune.train import hosted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.optim import make_optimizer, weight_storage

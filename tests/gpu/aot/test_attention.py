@@ -47,11 +47,9 @@ def test_the_forward_of_head_dim_256_keeps_its_registers(features, spilled_bytes
 @pytest.mark.parametrize(
     ("dim", "heads", "change"),
     [
-        (64, HEADS, dict(ahead=True)),
-        (64, HEADS, dict(warpgroups=3)),
-        (64, 3 * KV_HEADS, dict(warpgroups=3, ahead=True, step=64)),
-        (128, HEADS, dict(ahead=True)),
-        (128, HEADS, dict(warpgroups=3, step=64)),
+        (64, HEADS, dict(turns=True)),
+        (64, HEADS, dict(step=64)),
+        (128, HEADS, dict(step=64, stages=4)),
     ],
 )
 def test_the_forms_of_the_forward_that_the_tuner_tries(dim, heads, change, spilled_bytes):

@@ -16,9 +16,9 @@ from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.formats import MXFP4, NF4
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import MXFP4, NF4
 from jaxtune.pallas.routing import permute, route, unpermute
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.step import StepProgram
@@ -129,11 +129,11 @@ def test_moving_and_summing_rows_compiles_for_an_h200(tokens, k, experts, hidden
 
     def run(x, rows, routing):
         there = permute(x, routing, implementation="mosaic")
-        return there, unpermute(rows, routing, implementation="mosaic")
+        return there, unpermute(rows, routing)
 
     with H200.lowering():
         compiled = jax.jit(run).lower(x, rows, routing).compile()
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 1  # sums are XLA's
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * tokens * k + 100_000
 
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import MXFP4, NF4, adam8, line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.adam8 import api as adam8
+from jaxtune.pallas.formats import MXFP4, NF4
+from jaxtune.pallas.quant_matmul import line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from tests.gpu.aot.target import H200
 

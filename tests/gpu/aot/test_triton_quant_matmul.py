@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.quant_matmul import NF4, triton
+from jaxtune.pallas.formats import NF4
+from jaxtune.pallas.quant_matmul import triton
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
 OUTER, INNER = 1000, 4096

@@ -23,10 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import dispatch, gpu_kernel, lanes, meshes
+from jaxtune.pallas.adam8 import adam_lanes
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.quant_matmul import adam_lanes, bulk_lanes, lanes, mosaic
-from jaxtune.pallas.quant_matmul.blockwise8 import (
+from jaxtune.pallas.formats.blockwise8 import (
     BLOCK,
     SIGNED_ZERO,
     decode,
@@ -67,7 +67,7 @@ def cells(signed: bool) -> np.ndarray:
 
 def refusal(gradient, m_codes) -> str | None:
     """Why the kernel cannot serve this tensor, or None."""
-    if mosaic._interpret is None and dispatch.compute_capability() != (9, 0):
+    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if gradient.dtype not in (jnp.bfloat16, jnp.float32):
         return f"dtype {gradient.dtype}"
@@ -75,7 +75,7 @@ def refusal(gradient, m_codes) -> str | None:
         return f"{gradient.size} elements, fewer than {_CHUNK}"
     if (reason := meshes.refusal()) is not None:
         return reason
-    if mosaic._interpret is not None:
+    if gpu_kernel.interpreter() is not None:
         return None
     return dispatch.first_use("adamw_8bit", "mosaic", str(gradient.dtype), lambda: _small_case(gradient.dtype))
 
@@ -93,7 +93,7 @@ def _small_case(dtype):
         given += [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
         found = []
         for update in (
-            lambda finite: _adam_update(*given, finite, betas, eps, 1, mosaic._interpret),
+            lambda finite: _adam_update(*given, finite, betas, eps, 1, gpu_kernel.interpreter()),
             lambda finite: plain_update(*given, finite=finite, betas=betas, eps=eps),
         ):
             results = []
@@ -169,7 +169,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     def bring(index):
         chunk = chunk_of(index)
         if not interpreted:
-            bulk_lanes.copy_chunk(sources, slots, sizes, full_smem, chunk, wg)
+            lanes.copy_chunk(sources, slots, sizes, full_smem, chunk, wg)
             return
         slots[0][own_slot] = g_ref[pl.ds(chunk * _CHUNK, _CHUNK)].reshape(shape)
         for ref, slot in zip(moments, slots[1:], strict=True):
@@ -198,7 +198,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 
     def one(index, _):
         if not interpreted:
-            bulk_lanes.wait_for_chunk(full_smem, wg, index & 1)
+            lanes.wait_for_chunk(full_smem, wg, index & 1)
         g, m, m_max, v, v_max = (
             plgpu.load(slot.at[own_slot], layout=layout, optimized=False)
             for slot, layout in zip(slots, (_LAYOUT, *layouts, *layouts), strict=True)
@@ -221,12 +221,12 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
             ref[pl.ds(chunk * _BLOCKS, _BLOCKS)] = values
 
     if not interpreted:
-        bulk_lanes.begin_barriers(full_smem)
+        lanes.begin_barriers(full_smem)
         for table_ref, banks_smem in zip(tables[:2], smem[:2], strict=True):
             lanes.fill_banks(table_ref, banks_smem, WARPGROUPS)
         for table_ref, cells_smem in zip(tables[2:], smem[2:], strict=True):
             lanes.fill_table(table_ref, cells_smem)  # by every warpgroup, the same
-        bulk_lanes.program_barrier()
+        lanes.program_barrier()
     pl.when(chunks > 0)(lambda: bring(0))
     lax.fori_loop(0, chunks, one, None)
 
@@ -249,7 +249,7 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, sc
     _check("adam_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
     return _adam_update(
-        gradient, m, m_absmax, v, v_absmax, *numbers, tuple(betas), float(eps), _PROGRAMS, mosaic._interpret
+        gradient, m, m_absmax, v, v_absmax, *numbers, tuple(betas), float(eps), _PROGRAMS, gpu_kernel.interpreter()
     )
 
 
@@ -275,8 +275,8 @@ def _adam_update(
         rest = [last]
     codes = plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), jnp.uint8)
     absmax = plgpu.SMEM((WARPGROUPS * _BLOCKS,), jnp.float32)
-    direction = mosaic._kernel(
-        functools.partial(_kernel, betas=betas, eps=eps),
+    direction = gpu_kernel.kernel(
+        functools.partial(_kernel, betas=betas, eps=eps, interpreted=interpret is not None),
         "adam8",
         interpret,
         out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),

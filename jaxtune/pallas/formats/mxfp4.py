@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.arguments import Arguments
+from jaxtune.pallas.formats.four_bit import check_decode
 from jaxtune.pallas.meshes import on_any_mesh
-from jaxtune.pallas.quant_matmul.formats import check_decode
 
 BLOCK = 32  # numbers that share a scale
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

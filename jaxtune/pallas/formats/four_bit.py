@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.arguments import FLOATS, Arguments, describe
+from jaxtune.pallas.formats import blockwise8
+from jaxtune.pallas.formats.blockwise8 import dynamic_map, nearest_codes
 from jaxtune.pallas.meshes import on_any_mesh
-from jaxtune.pallas.quant_matmul import blockwise8
-from jaxtune.pallas.quant_matmul.blockwise8 import dynamic_map, nearest_codes
 
 BLOCK = 64  # elements that share an absmax
 NESTED_BLOCK = blockwise8.BLOCK  # absmax that share a nested absmax
