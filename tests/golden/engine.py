@@ -24,11 +24,14 @@ from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import devices, memory
 from jaxtune.train.config import MemoryConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.loop import Trainer
-from jaxtune.train.plan import residuals_text
+from jaxtune.train.planning import choice as choosing
+from jaxtune.train.planning import devices
+from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.planning.forecasts import Forecast
+from jaxtune.train.planning.plan import residuals_text
 
 
 def make_model(hf: dict, load_in: str | None = None, adapter: dict | None = None):
@@ -89,26 +92,26 @@ def device(name: str):
         return devices.find_device(name)
 
 
-def anatomy(hf: dict, config: TrainConfig):
+def cost(hf: dict, config: TrainConfig):
     """What the planner knows of a step of a model of this config.json."""
-    return memory.anatomy(memory.abstract_model(config_from_hf(hf), config), config)
+    return step_cost(abstract_model(config_from_hf(hf), config), config)
 
 
-def choice(parts, config: TrainConfig, name: str) -> memory.Forecast:
+def choice(parts, config: TrainConfig, name: str) -> Forecast:
     """The planner's choice on a device of this name.
 
     Raises:
       PlanError: nothing fits.
     """
     where = device(name)
-    return memory.choose(parts, config, where, devices.budget(config, where))
+    return choosing.choose(parts, config, where, devices.budget(config, where))
 
 
 def plan_record(parts, config: TrainConfig, name: str) -> dict:
     """The plan chosen and what is predicted of it, in bytes and seconds; or the smallest need, where nothing fits."""
     try:
         found = choice(parts, config, name)
-    except memory.PlanError as error:
+    except choosing.PlanError as error:
         return {"fits": False, "peak_bytes": error.smallest.peak_bytes, **error.smallest.plan.to_record()}
     return found.plan.to_record() | {
         "peak_bytes": found.peak_bytes,
@@ -125,7 +128,7 @@ def plan_record(parts, config: TrainConfig, name: str) -> dict:
 def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers: int):
     """({"accumulate": compiled, "update": compiled}, text of the plan) of a run's step on `target`, a
     tests.gpu.aot.target.Target: with `layers` of the model's layers, under the plan that is chosen for all of them."""
-    found = choice(anatomy(hf, config), config, target.kind)
+    found = choice(cost(hf, config), config, target.kind)
     plan = found.plan
     count = len(plan.residuals.layers)
     kept = tuple(plan.residuals.layers[round(i * (count - 1) / (layers - 1))] for i in range(layers))
@@ -138,7 +141,7 @@ def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset,
     few = hf | {"num_hidden_layers": layers}
     if "layer_types" in few:
         few["layer_types"] = few["layer_types"][:layers]
-    model = memory.abstract_model(config_from_hf(few), config)
+    model = abstract_model(config_from_hf(few), config)
     trainer = Trainer(model, None, config, rows)
     trainer.planner.forecast = dataclasses.replace(trainer.planner.forecast, plan=plan)
     trainer._follow_plan()

@@ -100,5 +100,5 @@ def _records(model: str) -> Iterator[tuple[str, dict]]:
             output="not written",
             **(dict(memory=MemoryConfig(budget_gb=budget)) | common | settings),
         )
-        parts = engine.anatomy(PUBLISHED[path], config)
+        parts = engine.cost(PUBLISHED[path], config)
         yield _text(device, budget, rows, length, settings), engine.plan_record(parts, config, device)
