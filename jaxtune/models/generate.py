@@ -178,7 +178,7 @@ def _program(
         for (layer_graph, *state), spec in zip(splits, config.layers, strict=True):
             mixer = nnx.merge(layer_graph, *state).mixer
             x, kept, _ = layer_forward(layer_graph, spec, mixer.state_reads, *state, x, layout, None)
-            caches.append(mixer.first_state(kept, new_bucket))
+            caches.append(mixer.first_state(kept, lengths, new_bucket))
         token = choose(jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1), lengths)
         tokens = jnp.pad(tokens, ((0, 0), (0, new_bucket)))
         carry = (*append(tokens, lengths, ended, token), caches)

@@ -102,8 +102,8 @@ class ResidualPlan:
     tile_tokens: int | None = None
 
     @classmethod
-    def uniform(cls, layer: LayerPlan, num_layers: int) -> ResidualPlan:
-        return cls((layer,) * num_layers)
+    def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
+        return cls((layer,) * num_layers, tile_tokens)
 
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:

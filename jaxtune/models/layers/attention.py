@@ -135,7 +135,7 @@ class Attention(nnx.Module):
 
     # ---- generation
 
-    def first_state(self, values: Mapping[str, jax.Array], new_tokens: int):
+    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int):
         """Keys and values [B, T, kv_heads, D] of the prompt, with room."""
         room = ((0, 0), (0, new_tokens), (0, 0), (0, 0))
         return tuple(jnp.pad(values[name], room) for name in self.state_reads)

@@ -199,8 +199,8 @@ class Mixer(LayerPart, Protocol):
         """Bytes of what is half ready of it while the feed-forward's backward runs."""
         ...
 
-    def first_state(self, values: Mapping[str, jax.Array], new_tokens: int) -> Any:
-        """The state after the prompt, with room for so many tokens more."""
+    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int) -> Any:
+        """The state after prompts of `lengths` int32[B], with room for so many tokens more; values: of state_reads."""
         ...
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:

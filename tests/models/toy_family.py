@@ -1,0 +1,40 @@
+"""A family of models whose layers differ: attention before an MLP of another width, and the toy parts."""
+
+from __future__ import annotations
+
+from toy_feed_forward import Square
+from toy_mixer import Decay
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.families import common
+from jaxtune.models.layers.attention import AttentionShape
+from jaxtune.models.layers.mlp import MLPShape
+
+NORMS = common.LLAMA_NORMS
+HF = {
+    "model_type": "toy",
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "hidden_act": "silu",
+}
+
+
+def from_hf(hf: dict):
+    layers = (
+        LayerSpec(),
+        LayerSpec(mixer=Decay(12)),
+        LayerSpec(mixer=Decay(20), feed_forward=Square(32)),
+        LayerSpec(window=4, mixer=AttentionShape(4, 2, 8, 8**-0.5), feed_forward=MLPShape(40)),
+    )
+    return common.decoder_config(hf, layers=layers)
+
+
+def to_hf(config) -> dict:
+    return common.hf_config(config, "ToyForCausalLM")
