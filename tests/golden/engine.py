@@ -1,0 +1,152 @@
+"""The one file of the harness that knows the engine's inside: what a refactoring of it has to follow.
+
+Everything else in this folder asks for models, runs and programs here, and reads what comes back by the names that
+tensors have in files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from random_weights import random_tensor
+from safetensors.numpy import load_file
+from tiny_models import named
+
+from jaxtune.models.adapter_files import save_adapter
+from jaxtune.models.hf import model_from_config, save_pretrained
+from jaxtune.models.lora import get_peft_model, has_adapter
+from jaxtune.models.quant import quantize
+from jaxtune.models.registry import config_from_hf
+from jaxtune.train import devices, memory
+from jaxtune.train.config import MemoryConfig, TrainConfig
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.loop import Trainer
+from jaxtune.train.plan import residuals_text
+
+
+def make_model(hf: dict, load_in: str | None = None, adapter: dict | None = None):
+    """A float32 model of a config.json with weights that follow from their names alone, and its adapter."""
+    # Shapes only: to draw weights that are replaced would compile a program for each shape.
+    model = nnx.eval_shape(lambda: model_from_config(hf, jax.random.key(0)))
+    for name, variable in named(model).items():
+        variable.set_value(jnp.asarray(random_tensor(name, variable.shape)))
+    if load_in is not None:
+        model = quantize(model, load_in)
+    return model if adapter is None else get_peft_model(model, **adapter)
+
+
+def saved_tensors(model) -> dict[str, np.ndarray]:
+    """{name: float32 array} of what a save of the trained part writes: the adapter, or else all weights."""
+    model.dtype = "float32"
+    with tempfile.TemporaryDirectory() as folder:
+        if has_adapter(model):
+            save_adapter(model, Path(folder) / "saved")
+            return load_file(Path(folder) / "saved" / "adapter_model.safetensors")
+        save_pretrained(model, Path(folder) / "saved")
+        return load_file(Path(folder) / "saved" / "model.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """gradients: {name: array} of the mean loss of step 1, before clipping. history: the Trainer's lines. weights:
+    {name: array} after the last step."""
+
+    gradients: dict[str, np.ndarray]
+    history: list[dict]
+    weights: dict[str, np.ndarray]
+
+
+def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset | None) -> Run:
+    """A run of the real Trainer, and the gradients of its first step."""
+    trainer = Trainer(model, None, config, rows, held_out)
+    state, sums, frozen = trainer.first_state()
+    programs = trainer.compile(state, sums, frozen)
+    parts, _ = trainer._load_step(0)
+    first = trainer._at(programs, 0)
+    sums = trainer._accumulate(first, sums, state, frozen, parts)
+    scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))
+    gradients = jax.tree.map(lambda g: jnp.asarray(np.asarray(g, np.float32) * scale), sums.gradients)
+    gradients = saved_tensors(nnx.merge(trainer.graph, gradients, frozen))
+    trainer._compile_to_fit = lambda *_: programs  # compiled already
+    trained = trainer.train()
+    return Run(gradients, trainer.history, saved_tensors(trained))
+
+
+# ---- plans
+
+
+def device(name: str):
+    """A device as the planner sees it, by its data sheet, whatever was measured on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXTUNE_CACHE", "/nonexistent")
+        return devices.find_device(name)
+
+
+def anatomy(hf: dict, config: TrainConfig):
+    """What the planner knows of a step of a model of this config.json."""
+    return memory.anatomy(memory.abstract_model(config_from_hf(hf), config), config)
+
+
+def choice(parts, config: TrainConfig, name: str) -> memory.Forecast:
+    """The planner's choice on a device of this name.
+
+    Raises:
+      PlanError: nothing fits.
+    """
+    where = device(name)
+    return memory.choose(parts, config, where, devices.budget(config, where))
+
+
+def plan_record(parts, config: TrainConfig, name: str) -> dict:
+    """The plan chosen and what is predicted of it, in bytes and seconds; or the smallest need, where nothing fits."""
+    try:
+        found = choice(parts, config, name)
+    except memory.PlanError as error:
+        return {"fits": False, "peak_bytes": error.smallest.peak_bytes, **error.smallest.plan.to_record()}
+    return found.plan.to_record() | {
+        "peak_bytes": found.peak_bytes,
+        "host_bytes": found.host_bytes,
+        "step_seconds": found.step_seconds,
+        "recompute_seconds": found.recompute_seconds,
+        "wait_seconds": found.wait_seconds,
+    }
+
+
+# ---- programs for a GPU that is not there
+
+
+def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers: int):
+    """({"accumulate": compiled, "update": compiled}, text of the plan) of a run's step on `target`, a
+    tests.gpu.aot.target.Target: with `layers` of the model's layers, under the plan that is chosen for all of them."""
+    found = choice(anatomy(hf, config), config, target.kind)
+    plan = found.plan
+    count = len(plan.residuals.layers)
+    kept = tuple(plan.residuals.layers[round(i * (count - 1) / (layers - 1))] for i in range(layers))
+    plan = dataclasses.replace(plan, residuals=dataclasses.replace(plan.residuals, layers=kept))
+    config = dataclasses.replace(
+        config,
+        micro_batches=plan.micro_batches,
+        memory=MemoryConfig(plan=residuals_text(plan.residuals)),
+    )
+    few = hf | {"num_hidden_layers": layers}
+    if "layer_types" in few:
+        few["layer_types"] = few["layer_types"][:layers]
+    model = memory.abstract_model(config_from_hf(few), config)
+    trainer = Trainer(model, None, config, rows)
+    trainer.planner.forecast = dataclasses.replace(trainer.planner.forecast, plan=plan)
+    trainer._follow_plan()
+    where = next(iter(target.sharding().device_set))
+    mesh = jax.sharding.Mesh(np.array([where]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    trainer.mesh = mesh
+    trainer._replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    trainer._by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with target.lowering():
+        programs = trainer.compile(*trainer.first_shapes())
+    return {"accumulate": programs.accumulate, "update": programs.update}, found.plan.to_record()

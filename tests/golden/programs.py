@@ -1,0 +1,145 @@
+"""The programs of six real configurations, compiled for an H200 that is not there: which kernels they have, what memory
+they take, and how many large kernels run while something is on its way to or from the host.
+
+Each has two to four layers of the model, under the plan that the planner chooses for all of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+
+import numpy as np
+
+from jaxtune.models.published import PUBLISHED
+from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.data.packing import Document
+from tests.golden import engine
+from tests.gpu.aot.target import H200
+from tests.train.tiny_runs import dataset
+
+_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_LORA, _ON_EXPERTS = AdapterConfig(), AdapterConfig(target_parameters=_EXPERTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """model: of PUBLISHED. documents: in a row; settings: of the TrainConfig."""
+
+    model: str
+    layers: int = 2
+    load_in: str | None = None
+    adapter: AdapterConfig | None = _LORA
+    rows: int = 8
+    length: int = 2048
+    documents: int = 1
+    settings: dict = dataclasses.field(default_factory=dict)
+
+
+CASES = {
+    "8B, bf16": Case("meta-llama/Llama-3.1-8B"),
+    "8B, NF4 in 24 GB": Case(
+        "meta-llama/Llama-3.1-8B", 4, "nf4", settings=dict(memory=MemoryConfig(budget_gb=24), micro_batches=1)
+    ),
+    "8B, packed": Case("meta-llama/Llama-3.1-8B", rows=2, length=8192, documents=16),
+    "8B, all trained by 8-bit AdamW": Case(
+        "meta-llama/Llama-3.1-8B", adapter=None, rows=2, settings=dict(optim=OptimConfig("adamw_8bit", weights="bf16"))
+    ),
+    "gpt-oss-20b, NF4": Case("openai/gpt-oss-20b", 2, "nf4", _ON_EXPERTS),
+    "Qwen3-30B-A3B, bf16": Case("Qwen/Qwen3-30B-A3B", adapter=_ON_EXPERTS),
+}
+
+
+def record(name: str) -> dict:
+    case = CASES[name]
+    config = TrainConfig(
+        model=ModelConfig(path=case.model, load_in=case.load_in),  # type: ignore[arg-type]
+        data=DataConfig(train="made here", length=case.length),
+        adapter=case.adapter,
+        rows_per_step=case.rows,
+        steps=10,
+        output="not written",
+        **case.settings,
+    )
+    size = case.length // case.documents
+    whole = Document(np.zeros(size, np.int32), np.ones(size, bool))
+    rows = dataset([whole] * (case.documents * case.rows), case.length)
+    programs, plan = engine.compiled_programs(H200, PUBLISHED[case.model], config, rows, case.layers)
+    return {"plan": plan} | {name: described(program) for name, program in programs.items()}
+
+
+def described(program) -> dict:
+    """{"kernels": {kernel: count}, "temporary_bytes", "host_bytes", "copies": [...]} of a compiled program."""
+    memory, text = program.memory_analysis(), program.as_text()
+    return {
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "host_bytes": memory.host_temp_size_in_bytes,
+        "kernels": kernels(text),
+        "copies": copies(text),
+    }
+
+
+# Instructions that start no kernel.
+_NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "copy-start", "copy-done", "iota")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(")
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """{name: lines} of a program's text, without those that are run inside a kernel."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if header:
+            lines = found.setdefault(header[1], [])
+        else:
+            lines.append(line)
+    inside = {
+        name for one in found.values() for line in one for name in re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", line)
+    }
+    return {name: one for name, one in found.items() if name not in inside}
+
+
+def kernels(text: str) -> dict[str, int]:
+    """How many kernels there are of each name and shape of results; names without their numbers."""
+    counts: collections.Counter[str] = collections.Counter()
+    for lines in _computations(text).values():
+        for line in lines:
+            match = _INSTRUCTION.match(line)
+            if match is None or match[3] in _NOTHING:
+                continue
+            name, shape, opcode = match.groups()
+            if opcode == "custom-call":
+                target = re.search(r'custom_call_target="([^"]*)"', line)
+                name = target[1] if target else opcode
+            elif opcode == "fusion":
+                name = re.sub(r"[.\d]+$", "", name)
+            else:
+                name = opcode
+            counts[f"{name} {re.sub(r'{[^}]*}| ', '', shape)}"] += 1
+    return dict(sorted(counts.items()))
+
+
+def copies(text: str) -> list[list]:
+    """[direction, shape, large kernels that run under it] of every copy between device and host, in order of start.
+
+    Large are products, of libraries or of ours.
+    """
+    entry = next(lines for name, lines in _computations(text).items() if f"ENTRY %{name} " in text)
+    begun: dict[str, list] = {}
+    count = 0
+    for line in entry:
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        name, shape, opcode = match.groups()
+        count += "__cublas$lt$matmul" in line or "mosaic_gpu" in line
+        if opcode == "copy-start":
+            begun[name] = [count, shape]
+        elif opcode == "copy-done":
+            operand = re.search(r"copy-done\((?:.* )?%?([\w.-]+)\)", line)
+            assert operand is not None
+            direction = "to host" if "S(5)" in shape else "to device"
+            begun[operand[1]] = [direction, re.sub(r"{[^}]*}", "", shape), count - begun[operand[1]][0]]
+    return list(begun.values())

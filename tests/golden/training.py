@@ -1,0 +1,195 @@
+"""What is trained for the record: every kind of layer, every way in which a step can be run, on tiny models on a CPU.
+
+Each case is a run of 20 steps of the real Trainer, under one or more plans of residuals. Recorded are the losses, the
+gradient of every tensor in step 1 before clipping, and every trained tensor after the last step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from tiny import CONFIGS
+
+from jaxtune.train.config import DataConfig, EvaluationConfig, MemoryConfig, MeshConfig, OptimConfig, QatConfig
+from tests.golden import engine
+from tests.golden.records import described
+from tests.train.tiny_runs import dataset, documents, make_config
+
+STEPS, LENGTH = 20, 32  # past every window and every original context of the configs
+
+RESIDUALS = ("layer_input", "query", "key", "value", "attention_out", "lse", "mid", "gate", "up", "choice", "gate_up")
+OFFLOAD = ", ".join(f"{name}=offload" for name in RESIDUALS)
+MIXED = (
+    "0: recompute, layer_input=offload, attention_out=keep, lse=keep; 1: query=recompute, gate=recompute, up=offload"
+)
+
+# Two layers of each family, one of each kind where it has two.
+_TWO_LAYERS = {
+    "qwen3": {"layer_types": ["full_attention", "sliding_attention"]},
+    "gemma3": {"sliding_window_pattern": 2},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+# Momentum and no clipping, which is where a wrong scale of the gradients shows.
+SGD = OptimConfig(name="sgd", learning_rate=0.05)
+ADAMW = OptimConfig(learning_rate=3e-3, weight_decay=0.1)
+ADAM8 = OptimConfig(name="adamw_8bit", learning_rate=3e-3, weight_decay=0.1, weights="bf16")
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """family: of tiny.CONFIGS. plans: memory.plan of each run. load_in, adapter: as in a config (None: all trains).
+    packing, documents: whether rows hold several documents, and the longest one (None: every row is one, and full).
+    settings: of the TrainConfig. rounds: whether it rounds to fewer bits than those of float32."""
+
+    family: str
+    plans: tuple[str, ...] = ("keep",)
+    load_in: str | None = None
+    adapter: dict | None = None
+    packing: bool = True
+    longest: int | None = LENGTH
+    settings: dict = dataclasses.field(default_factory=dict)
+    rounds: bool = False
+
+
+_ALL_PLANS = ("keep", "recompute", OFFLOAD, MIXED)
+_ADAMW = dict(optim=ADAMW, max_grad_norm=1.0)
+_ROUTERS = dict(router_aux_loss_coef=0.05, router_z_loss_coef=0.01)
+
+CASES = {
+    "llama": Case("llama", (*_ALL_PLANS, "recompute; tile=8")),
+    "llama_yarn": Case("llama_yarn"),
+    "mistral": Case("mistral"),
+    "qwen2": Case("qwen2"),
+    "qwen3": Case("qwen3"),
+    "gemma2": Case("gemma2", ("keep", MIXED)),
+    "gemma3": Case("gemma3"),
+    "phi3": Case("phi3"),
+    "olmo2": Case("olmo2"),
+    "smollm3": Case("smollm3"),
+    "mixtral": Case("mixtral"),
+    "qwen3_moe": Case("qwen3_moe", _ALL_PLANS, settings=dict(micro_batches=2, **_ROUTERS)),
+    "gpt_oss": Case("gpt_oss", _ALL_PLANS),
+    "gpt_oss, adapters on experts, losses of routers": Case(
+        "gpt_oss", ("keep", "recompute"), adapter=dict(r=4, target_parameters=EXPERTS), settings=_ROUTERS | _ADAMW
+    ),
+    "gpt_oss, experts in NF4": Case("gpt_oss", load_in="nf4", adapter=dict(r=4, target_parameters=EXPERTS)),
+    "llama, NF4 and adapters": Case("llama", _ALL_PLANS, load_in="nf4", adapter=dict(r=4, lora_alpha=8)),
+    "llama, adapters with dropout in micro-batches": Case(
+        "llama", ("keep", "recompute"), adapter=dict(r=4, lora_dropout=0.2), settings=dict(micro_batches=2)
+    ),
+    "mistral, DoRA with dropout, the head whole": Case(
+        "mistral",
+        adapter=dict(r=4, use_dora=True, lora_dropout=0.1, modules_to_save=("lm_head",), use_rslora=True),
+        settings=_ADAMW,
+    ),
+    "gemma2, tied embedding whole": Case("gemma2", adapter=dict(r=4, modules_to_save=("embed_tokens",))),
+    "llama, AdamW in micro-batches": Case("llama", settings=dict(micro_batches=4, **_ADAMW)),
+    "llama, 8-bit AdamW over bf16 weights": Case(
+        "llama", ("keep", "recompute"), settings=dict(optim=ADAM8, max_grad_norm=1.0), rounds=True
+    ),
+    "llama, 8-bit AdamW on the host": Case(
+        "llama",
+        settings=dict(optim=dataclasses.replace(ADAM8, offload=True), max_grad_norm=1.0, micro_batches=2),
+        rounds=True,
+    ),
+    "llama, 8-bit AdamW without a bound": Case("llama", settings=dict(optim=ADAM8), rounds=True),
+    "llama, Adafactor": Case("llama", settings=dict(optim=OptimConfig(name="adafactor", learning_rate=1e-2))),
+    "llama, one document a row": Case("llama", packing=False),
+    "llama, full rows": Case("llama", longest=None),
+    "llama, evaluation": Case("llama", settings=dict(evaluation=EvaluationConfig(every_steps=10, at_start=True))),
+    "qwen3_moe, two devices": Case("qwen3_moe", settings=dict(mesh=MeshConfig(data=2), **_ROUTERS)),
+    "llama, NF4 and adapters in bf16": Case(
+        "llama", ("keep",), "nf4", dict(r=4, lora_alpha=8), settings=dict(precision="bf16", **_ADAMW), rounds=True
+    ),
+    "gemma2, fp16": Case("gemma2", settings=dict(precision="fp16", **_ADAMW), rounds=True),
+    "llama, QAT after two steps": Case(
+        "llama",
+        adapter=dict(r=4),
+        settings=dict(qat=QatConfig(group_size=32, start=2), micro_batches=2),
+        rounds=True,
+    ),
+}
+
+
+def config_of(family: str) -> dict:
+    return CONFIGS[family] | {"num_hidden_layers": 2} | _TWO_LAYERS.get(family, {})
+
+
+def _rows(case: Case, seed: int, count: int):
+    made = documents(count, seed, case.longest or LENGTH)
+    if case.longest is None:
+        made = [document for document in documents(40 * count, seed, LENGTH) if len(document.tokens) == LENGTH]
+    return dataset(made, LENGTH, case.packing)
+
+
+def run(name: str, plan: str) -> engine.Run:
+    case = CASES[name]
+    settings = dict(optim=SGD, max_grad_norm=None, steps=STEPS) | case.settings
+    with tempfile.TemporaryDirectory() as folder:
+        config = make_config(
+            f"{folder}/out",
+            data=DataConfig(
+                train="made here",
+                eval="made here too" if "evaluation" in case.settings else None,
+                length=LENGTH,
+                packing=case.packing,
+            ),
+            memory=MemoryConfig(plan=plan),
+            **settings,
+        )
+        held_out = _rows(case, 2, 8) if "evaluation" in case.settings else None
+        model = engine.make_model(config_of(case.family), case.load_in, case.adapter)
+        return engine.train(model, config, _rows(case, 1, 40), held_out)
+
+
+def record(name: str) -> dict[str, dict | str]:
+    """{plan: what its run gave, or the name of an earlier plan that gave the same}"""
+    found: dict[str, dict | str] = {}
+    for plan in CASES[name].plans:
+        done = run(name, plan)
+        losses = [line[key] for line in done.history for key in ("loss", "eval_loss") if key in line]
+        entry = {
+            "losses": [float(f"{loss:.9g}") for loss in losses],
+            "tensors": {
+                name: [described(done.gradients[name]), described(array)]
+                for name, array in sorted(done.weights.items())
+            },
+        }
+        found[plan] = next((other for other, given in found.items() if given == entry), entry)
+    return found
+
+
+# ---- whether this machine computes as that of the record
+
+
+@functools.cache
+def calibration() -> dict[str, str]:
+    """{operation: digest of its result}: of primitives of which the runs consist. Where these differ between two
+    machines or versions, bits of whole runs cannot be compared."""
+    draw = np.random.default_rng(5)
+    a, b = (jnp.asarray(draw.standard_normal(shape, np.float32)) for shape in ((64, 96), (96, 160)))
+    operations = {
+        "product": lambda: a @ b,
+        "product of bf16": lambda: (a.astype("bfloat16") @ b.astype("bfloat16")).astype("float32"),
+        "batched product": lambda: jnp.einsum("bij,bkj->bik", a.reshape(4, 16, 96), a.reshape(4, 16, 96)),
+        "sum": lambda: a.sum(0),
+        "softmax": lambda: jax.nn.softmax(a),
+        "elementwise": lambda: jnp.tanh(a) * jax.nn.silu(a) + jax.lax.rsqrt(jnp.abs(a) + 1),
+        "rotation": lambda: jnp.stack([jnp.cos(100 * a), jnp.sin(100 * a)]),
+        "norm and its gradient": lambda: jax.grad(
+            lambda x: ((x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)) @ b).std()
+        )(a),
+        "random numbers": lambda: jax.random.normal(jax.random.key(3), (64, 32)),
+    }  # fmt: skip
+    made = {name: np.asarray(jax.jit(operation)()) for name, operation in operations.items()}
+    digests = {name: hashlib.sha256(array.tobytes()).hexdigest()[:12] for name, array in made.items()}
+    return digests | {"jaxlib": jaxlib.__version__}
