@@ -1,18 +1,35 @@
 #!/bin/sh
 # setup_env.sh FOLDER: make or refresh the environment FOLDER (.venv, .venv-parity or .venv-aot) with pip.
 # Nothing happens when it is up to date: a stamp holds what it was made from.
+# With JAXTUNE_CI_CACHE=FOLDER set, what was made stays there for other checkouts, which link its files.
 set -eu
 cd "$(dirname "$0")/.."
 folder=$1
 python=$(sh scripts/find_python.sh)
 
-key=$( { echo "$PWD $("$python" -c 'import sys; print(sys.executable, sys.version)')"
-         cat pyproject.toml constraints.txt "$0"; } | cksum)
+made_of=$( { "$python" -c 'import sys; print(sys.executable, sys.version)'
+             cat pyproject.toml constraints.txt "$0"; } | cksum | tr ' ' -)
+key="$PWD $made_of"
+kept=${JAXTUNE_CI_CACHE:+$JAXTUNE_CI_CACHE/envs/$(basename "$folder")-$made_of}
 stamp="$folder/.jaxtune-stamp"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then exit 0; fi
 
 version() { "$1" -c 'import sys; print(sys.version)' 2>/dev/null || true; }
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check install -qq --retries 10 "$@"; }
+
+# copy_tree FROM TO: by hard links where one file system holds both. pip replaces files and never writes into them.
+copy_tree() { cp -al "$1" "$2" 2>/dev/null || { rm -rf "$2"; cp -a "$1" "$2"; }; }
+
+if [ -n "$kept" ] && [ -d "$kept" ]; then
+    echo "jaxtune: $folder is linked from $kept"
+    rm -rf "$folder"
+    copy_tree "$kept" "$folder"
+    touch "$kept"  # when it was last of use
+    rm -f "$stamp"
+    pip --no-deps --no-build-isolation --editable .
+    echo "$key" > "$stamp"
+    exit 0
+fi
 
 echo "jaxtune: setting up $folder with $python"
 rm -f "$stamp"
@@ -33,3 +50,9 @@ case "$folder" in
     ;;
 esac
 echo "$key" > "$stamp"
+if [ -n "$kept" ]; then
+    mkdir -p "$(dirname "$kept")"
+    rm -rf "$kept.$$"
+    copy_tree "$folder" "$kept.$$"
+    mv -T "$kept.$$" "$kept" 2>/dev/null || rm -rf "$kept.$$"  # another run was first
+fi

@@ -193,11 +193,12 @@ def checkout(tmp_path):
     recorder.chmod(0o755)
     log = tmp_path / "log"
     env = {**os.environ, "PYTHON": str(recorder), "REAL": sys.executable, "LOG": str(log)}
+    env.pop("JAXTUNE_CI_CACHE", None)
 
-    def setup(folder: str = ".venv") -> tuple[int, list[str]]:
+    def setup(folder: str = ".venv", **others: str) -> tuple[int, list[str]]:
         log.write_text("")
         result = subprocess.run(
-            [SH, tmp_path / "scripts/setup_env.sh", folder], env=env, capture_output=True, text=True
+            [SH, tmp_path / "scripts/setup_env.sh", folder], env=env | others, capture_output=True, text=True
         )
         return result.returncode, log.read_text().splitlines()
 
@@ -229,6 +230,32 @@ def test_a_failed_installation_is_tried_again(checkout):
     code, calls = setup()
     assert code == 0 and calls[-1].startswith("pip")
     assert setup() == (0, [])
+
+
+def test_a_kept_environment_is_linked_and_holds_this_checkout(checkout):
+    folder, setup = checkout
+    cache = {"JAXTUNE_CI_CACHE": str(folder / "kept")}
+    code, calls = setup(**cache)
+    assert code == 0 and calls[0] == "venv"
+    [kept] = (folder / "kept" / "envs").iterdir()
+    (kept / "lib").mkdir()
+    (kept / "lib" / "module.py").write_text("x = 1\n")
+    shutil.rmtree(folder / ".venv")  # as in a fresh clone
+    code, [install] = setup(**cache)
+    assert code == 0 and install.endswith("--no-deps --no-build-isolation --editable .")
+    assert (folder / ".venv" / "lib" / "module.py").samefile(kept / "lib" / "module.py")
+    assert setup(**cache) == (0, [])
+    with open(folder / "constraints.txt", "a") as file:
+        file.write("# changed\n")
+    code, calls = setup(**cache)
+    assert code == 0 and calls[-1].endswith(".[test]") and len(list((folder / "kept" / "envs").iterdir())) == 2
+
+
+def test_an_environment_that_failed_is_not_kept(checkout):
+    folder, setup = checkout
+    (folder / "log.fail").touch()
+    assert setup(JAXTUNE_CI_CACHE=str(folder / "kept"))[0] != 0
+    assert not (folder / "kept").exists()
 
 
 def test_torch_and_cuda_go_into_their_own_environments(checkout):

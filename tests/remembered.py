@@ -1,0 +1,221 @@
+"""Tests that passed on this machine with the same files are not run again: for tests against other libraries and other
+devices' compilers, which take minutes and which few changes can break.
+
+    python -m pytest tests/parity -p tests.remembered
+
+A test's key is a digest of the files that it can read: its own, whatever those import of this repository, file by file,
+the data beside them, and the versions that are installed. Of the family modules, a test with a parameter `name` that is
+a family counts its own. A test of a file that starts programs or imports by name counts every file.
+
+The keys of passed tests stand in $JAXTUNE_CI_CACHE, and without it nothing is remembered. JAXTUNE_PARITY=all runs all.
+What is not run is deselected, and said at the end: a skip would have to be allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_FAMILIES = ROOT / "jaxtune" / "models" / "families"
+_NO_FAMILY = ("__init__.py", "common.py")
+_DAYS = 30
+
+
+@functools.cache
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@functools.cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _module_file(name: str, folders: tuple[Path, ...]) -> Path | None:
+    for folder in folders:
+        base = folder.joinpath(*name.split("."))
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+@functools.cache
+def _imports(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
+    """Files of this repository that `file` imports itself, anywhere in it, and the packages they are in."""
+    names = set()
+    # What only a type checker imports, such as all that the package's lazy face names, is not read.
+    tree = [
+        node for node in _tree(file).body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
+    for node in (inner for outer in tree for inner in ast.walk(outer)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    parents = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
+    return frozenset(found for name in names | parents if (found := _module_file(name, folders)))
+
+
+def reachable(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
+    """`file` and every file of this repository that it imports, at any remove."""
+    found, todo = {file}, [file]
+    while todo:
+        new = _imports(todo.pop(), folders) - found
+        found |= new
+        todo.extend(new)
+    return frozenset(found)
+
+
+def _by_name(file: Path) -> bool:
+    """Whether a file of the tests can reach others than it imports."""
+    words = {"subprocess", "importlib", "runpy", "multiprocessing"}
+    text = file.read_text(encoding="utf-8")
+    return any(word in text for word in words) or "import jaxtune\n" in text
+
+
+@functools.cache
+def _everything() -> frozenset[Path]:
+    return frozenset(
+        file
+        for folder in ("jaxtune", "tests", "benchmarks", "scripts")
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    )
+
+
+@functools.cache
+def _data(folder: Path) -> frozenset[Path]:
+    """Files that are no modules: of the package, the stored results, and those beside the tests."""
+    chosen = (ROOT / "jaxtune", ROOT / "tests" / "goldens", folder)
+    return frozenset(file for file in _everything() if file.suffix != ".py" and any(c in file.parents for c in chosen))
+
+
+@functools.cache
+def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
+    """Every file that a test of `test_file` can read; family: of whose modules it needs that one's alone."""
+    folders = (ROOT, *(Path(p) for p in sys.path if Path(p).is_relative_to(ROOT / "tests")))
+    conftests = {file for folder in test_file.parents if (file := folder / "conftest.py").is_file()}
+    found = reachable(test_file, folders)
+    for file in conftests & _everything():
+        found |= reachable(file, folders)
+    if any(_by_name(file) for file in found if "tests" in file.relative_to(ROOT).parts):
+        found |= _everything()
+    if family is not None:
+        others = {f for f in _FAMILIES.glob("*.py") if f.name not in (*_NO_FAMILY, f"{family}.py")}
+        found -= others - reachable(_FAMILIES / f"{family}.py", (ROOT,))
+    return found | _data(test_file.parent)
+
+
+@functools.cache
+def _versions() -> str:
+    found = sorted({f"{one.metadata['Name']}=={one.version}" for one in metadata.distributions()})
+    return " ".join([sys.version, platform.platform(), *found])
+
+
+@functools.cache
+def _key_of_files(test_file: Path, family: str | None) -> str:
+    lines = [f"{file.relative_to(ROOT)} {_digest(file)}" for file in sorted(files_of(test_file, family))]
+    return hashlib.sha256("\n".join([_versions(), *lines]).encode()).hexdigest()
+
+
+def _family(item: pytest.Item) -> str | None:
+    """The module of the family that a test is of, by its parameter `name`."""
+    from tiny import CONFIGS
+
+    from jaxtune.models.registry import FAMILIES
+
+    name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
+    if name not in CONFIGS:
+        return None
+    return FAMILIES[CONFIGS[name]["model_type"]].__name__.rsplit(".", 1)[1]
+
+
+def key(item: pytest.Item) -> str:
+    files = _key_of_files(Path(item.path), _family(item))
+    return hashlib.sha256(f"{item.nodeid} {files}".encode()).hexdigest()[:32]
+
+
+class Memory:
+    """Keys of passed tests, with the day on which each was last of use, in one file."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / "passed.json"
+        try:
+            self.days: dict[str, int] = json.loads(self.file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.days = {}
+
+    def add(self, keys: set[str]) -> None:
+        """Writes them in one move, with those that another run may have written meanwhile."""
+        today = int(time.time() // 86400)
+        others = Memory(self.file.parent).days
+        merged = others | dict.fromkeys(keys, today)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.file.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps({k: day for k, day in merged.items() if day > today - _DAYS}), encoding="utf-8")
+        beside.replace(self.file)
+
+
+class Plugin:
+    """Deselects tests that `memory` knows, but for the first, which shows that the environment works; remembers those
+    that pass. With pytest-xdist the workers deselect, and their controller remembers."""
+
+    def __init__(self, memory: Memory, run_all: bool):
+        self.memory, self.run_all = memory, run_all
+        self.known: set[str] = set()
+        self.passed: set[str] = set()
+        self.failed: set[str] = set()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        kept, known = [], []
+        for item in items:
+            item.user_properties.append(("key", key(item)))
+            remembered = kept and key(item) in self.memory.days and not self.run_all
+            (known if remembered else kept).append(item)
+        if known:
+            self.known = {key(item) for item in known}
+            items[:] = kept
+            config.hook.pytest_deselected(items=known)
+
+    def pytest_runtest_logreport(self, report):
+        of = dict(report.user_properties).get("key")
+        if of is not None and report.when == "call" and report.passed:
+            self.passed.add(of)
+        elif of is not None and not report.passed:
+            self.failed.add(of)
+
+    def pytest_sessionfinish(self, session):
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["known"] = sorted(self.known)
+        else:
+            self.memory.add(self.known | (self.passed - self.failed))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        self.known |= set(getattr(node, "workeroutput", {}).get("known", ()))
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.known:
+            terminalreporter.write_line(
+                f"{len(self.known)} tests were not run: they passed here with the same files and versions "
+                "(JAXTUNE_PARITY=all runs all)"
+            )
+
+
+def pytest_configure(config):
+    folder = os.environ.get("JAXTUNE_CI_CACHE")
+    if folder:
+        config.pluginmanager.register(Plugin(Memory(Path(folder)), os.environ.get("JAXTUNE_PARITY") == "all"))

@@ -1,0 +1,94 @@
+"""Which tests are not run again, and that nothing else is left out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import remembered
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = ROOT / "jaxtune" / "models" / "families"
+PARITY = ROOT / "tests" / "parity" / "test_families_live.py"
+
+
+@pytest.fixture
+def parity_path(monkeypatch):
+    """The folders that the parity tests import from."""
+    for folder in ("parity", "models"):
+        monkeypatch.syspath_prepend(str(ROOT / "tests" / folder))
+    remembered.files_of.cache_clear()
+
+
+def test_a_test_of_a_family_reads_that_family_and_what_all_share(parity_path):
+    files = remembered.files_of(PARITY, "gemma2")
+    families = {file.name for file in files if file.parent == FAMILIES}
+    assert families == {"__init__.py", "common.py", "gemma2.py"}
+    for name in (
+        "jaxtune/models/stack.py", "jaxtune/pallas/attention/api.py", "tests/parity/reference.py",
+        "tests/models/tiny.py", "tests/conftest.py", "tests/goldens/gemma2.npz",
+    ):  # fmt: skip
+        assert ROOT / name in files, name
+    assert ROOT / "jaxtune/cli.py" not in files and ROOT / "tests/test_cli.py" not in files
+
+
+def test_a_test_of_no_family_reads_all_of_them(parity_path):
+    families = {file.name for file in remembered.files_of(PARITY) if file.parent == FAMILIES}
+    assert families == {file.name for file in FAMILIES.glob("*.py")}
+
+
+def test_a_test_that_starts_programs_reads_everything(parity_path):
+    files = remembered.files_of(ROOT / "tests" / "parity" / "test_quickstart_parity.py")
+    assert ROOT / "jaxtune/cli.py" in files
+
+
+SUITE = {
+    "conftest.py": "",
+    "helper.py": "value = 1\n",
+    "test_one.py": "import helper\ndef test_a(): pass\ndef test_b(): assert helper.value\ndef test_c(): pass\n",
+    "test_two.py": "def test_d(): pass\n",
+}
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """(folder, run(*arguments) -> last lines of pytest's output) of a small suite with the plugin beside it."""
+    folder = tmp_path / "checkout"
+    (folder / "tests").mkdir(parents=True)
+    text = (ROOT / "tests" / "remembered.py").read_text()
+    (folder / "tests" / "remembered.py").write_text(text.replace("from tiny import CONFIGS", "return None"))
+    for name, text in SUITE.items():
+        (folder / name if name == "helper.py" else folder / "tests" / name).write_text(text)
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str]:
+        env = {**os.environ, "JAXTUNE_CI_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"} | environment
+        command = [sys.executable, "-m", "pytest", "tests", "-q", "-p", "tests.remembered", *arguments]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    return folder, run
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "two workers"])
+def test_what_passed_is_run_again_only_if_a_file_of_it_changed(suite, workers):
+    folder, run = suite
+    code, said = run(*workers)
+    assert code == 0 and "4 passed" in said and "were not run" not in said
+    code, said = run(*workers)  # the first always runs
+    assert code == 0 and "1 passed" in said and "3 tests were not run: they passed here with the same files" in said
+    assert "4 passed" in run(*workers, JAXTUNE_PARITY="all")[1]
+    (folder / "helper.py").write_text("value = 0\n")
+    code, said = run(*workers)
+    assert code == 1 and "1 failed, 2 passed" in said and "1 tests were not run" in said
+    code, said = run(*workers)  # what failed is not remembered
+    assert code == 1 and "1 failed, 1 passed" in said and "2 tests were not run" in said
+
+
+def test_nothing_is_remembered_without_a_folder(suite):
+    _, run = suite
+    for _ in range(2):
+        assert "4 passed" in run(JAXTUNE_CI_CACHE="")[1]
