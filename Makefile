@@ -26,12 +26,15 @@ quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minu
 	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
 
 test: env  ## tests on CPU (no torch, no GPU)
-	$(PY) -m pytest tests -q -n 2 --dist worksteal --ignore=tests/parity --ignore=tests/gpu $(PYTEST_ARGS)
+	$(PY) -m pytest tests -q -n 2 --dist worksteal --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden $(PYTEST_ARGS)
 
 GPU_PY ?= python3
 gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. \
 	  $(GPU_PY) -m pytest -q -m gpu tests/pallas tests/train/test_adam8_kernel.py tests/models/test_families.py $(PYTEST_ARGS)
+
+golden: env  ## what the engine computes and chooses, against the record (tests/golden)
+	$(PY) -m pytest tests/golden -q -n 2 --dist worksteal $(PYTEST_ARGS)
 
 parity: env-parity  ## checks against torch, transformers, peft and bitsandbytes (3 GB environment)
 	.venv-parity/bin/python -m pytest tests/parity -q -n 2 -p tests.remembered $(PYTEST_ARGS)

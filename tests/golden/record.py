@@ -14,10 +14,13 @@ import os
 import sys
 from collections.abc import Callable
 
-import tests.conftest  # the flags under which bits are recorded; before jax
+import tests.conftest  # settings of the environment, before jax
+from tests.golden.flags import set_flags
 
 if "programs" in sys.argv:
     import tests.gpu.aot.conftest  # likewise
+else:
+    set_flags()
 
 sys.path.append(str(tests.conftest.ROOT / "tests" / "models"))
 os.environ["JAX_PLATFORMS"] = "cpu"

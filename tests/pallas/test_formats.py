@@ -205,3 +205,25 @@ def test_a_chain_of_layers_decodes_one_weight_at_a_time():
 
     work = jax.jit(jax.grad(loss)).lower(jnp.ones((4, size)), weights).compile().memory_analysis().temp_size_in_bytes
     assert work < 2 * 4 * size**2
+
+
+@pytest.mark.parametrize("shape", [(512, 64), (512, 192), (1024, 96), (64, 3, 512)])
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_cut_at_its_blocks_a_part_is_what_is_stored_of_it(shape, double_quant):
+    """The arrays of a part are slices of the whole's, and decode to the part."""
+    weight = NF4.encode(jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32), double_quant)
+    unit = weight.cut(0)
+    row = int(np.prod(shape[1:]))
+    assert unit is not None and unit < shape[0] and unit * row % (64 * 256 if double_quant else 64) == 0
+    assert weight.cut(1) is None
+    size = unit * row
+    part = NF4(
+        weight.codes[: size // 2],
+        weight.absmax[: size // 64],
+        None if weight.nested_absmax is None else weight.nested_absmax[: size // 64 // 256],
+        weight.nested_map,
+        weight.offset,
+        (unit, *shape[1:]),
+        weight.dtype_name,
+    )
+    np.testing.assert_array_equal(part.decode(), weight.decode()[:unit])

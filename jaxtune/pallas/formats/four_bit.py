@@ -20,6 +20,7 @@ import numpy as np
 from jaxtune.pallas.arguments import FLOATS, Arguments, describe
 from jaxtune.pallas.formats import blockwise8
 from jaxtune.pallas.formats.blockwise8 import dynamic_map, nearest_codes
+from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
 BLOCK = 64  # elements that share an absmax
@@ -28,7 +29,7 @@ _TINY = 1e-38  # what bitsandbytes stores as the absmax of a last, short block o
 
 
 @dataclasses.dataclass(frozen=True)
-class FourBit:
+class FourBit(Stored):
     """A tensor in four bits; a pytree, whose arrays are the leaves.
 
     Attributes:
@@ -50,26 +51,7 @@ class FourBit:
     quant_type: ClassVar[str]
     table: ClassVar[np.ndarray]
 
-    @property
-    def dtype(self) -> np.dtype:
-        return jnp.dtype(self.dtype_name)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are stored."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
-
     def problem(self) -> str | None:
-        """Why the parts are not those of a tensor of this shape, or None."""
         blocks = -(-self.size // BLOCK)
         double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
         if len({part is None for part in double.values()}) != 1:
@@ -93,32 +75,18 @@ class FourBit:
         # The barrier keeps the sum from being contracted into the product: bitsandbytes rounds between them.
         return jax.lax.optimization_barrier(_blocks(values, NESTED_BLOCK, self.nested_absmax)) + self.offset
 
-    @on_any_mesh
-    def decode(self, dtype=None) -> jax.Array:
-        """The tensor in `dtype`, a float one (by default the one it came in): table entry times absmax in float32, then
-        cast.
-
-        Raises:
-          ValueError: the parts do not fit the shape. TypeError: dtype is no float dtype.
-        """
-        check_decode(self, dtype)
-        return self._decode(dtype)
+    def cut(self, axis: int) -> int | None:
+        """Along the first axis: of whole blocks, and of whole blocks of absmax where these are quantised."""
+        row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
+        return math.lcm(row, whole) // row if axis == 0 and row else None
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
+        """Table entry times absmax in float32, then cast."""
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[:, None] >> jnp.array([4, 0], jnp.uint8)) & 15
             values = jnp.asarray(self.table).at[nibbles.reshape(-1)[: self.size]].get(mode="promise_in_bounds")
             return _blocks(values, BLOCK, self.block_absmax()).reshape(self.shape).astype(dtype or self.dtype)
-
-
-def check_decode(weight, dtype) -> None:
-    """Checks the call weight.decode(dtype)."""
-    op = f"{type(weight).__name__}.decode"
-    if (problem := weight.problem()) is not None:
-        raise ValueError(f"{op}: {problem}")
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{op}: dtype is {jnp.dtype(dtype)}; it must be a float dtype")
 
 
 def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.arguments import Arguments
-from jaxtune.pallas.formats.four_bit import check_decode
-from jaxtune.pallas.meshes import on_any_mesh
+from jaxtune.pallas.formats.stored import Stored
 
 BLOCK = 32  # numbers that share a scale
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -21,7 +19,7 @@ TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MXFP4:
+class MXFP4(Stored):
     """A tensor [..., n] whose last axis, a multiple of 32, is in blocks; a pytree, whose arrays are the leaves.
 
     Attributes:
@@ -49,24 +47,6 @@ class MXFP4:
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def dtype(self) -> np.dtype:
-        return jnp.dtype(self.dtype_name)
-
-    @property
-    def size(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are stored."""
-        return self.codes.nbytes + self.scales.nbytes
-
     def problem(self) -> str | None:
         """Why codes and scales do not fit together, or None."""
         wanted = (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK // 2)
@@ -76,21 +56,15 @@ class MXFP4:
             return f"codes are {self.codes.dtype} and scales {self.scales.dtype}; both must be uint8"
         return None
 
-    @on_any_mesh
-    def decode(self, dtype=None) -> jax.Array:
-        """The tensor in `dtype`, a float one (by default that of `dtype_name`); exact in every dtype that holds the
-        scales. Numbers under 2^-126 are zero.
-
-        A number's exponent is the sum of its code's and its scale's: put together as bits, without a table or a power.
-
-        Raises:
-          ValueError: the parts do not fit together. TypeError: dtype is no float dtype.
-        """
-        check_decode(self, dtype)
-        return self._decode(dtype)
+    def cut(self, axis: int) -> int | None:
+        return BLOCK if axis == self.ndim - 1 else 1
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
+        """Exact in every dtype that holds the scales. Numbers under 2^-126 are zero.
+
+        A number's exponent is the sum of its code's and its scale's: put together as bits, without a table or a power.
+        """
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
             nibbles = nibbles.astype(jnp.int32).reshape(*self.scales.shape, BLOCK)

@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.formats import MXFP4, FourBit
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import (
     first_use,
     mosaic,
@@ -170,7 +170,7 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
     dx = _product(dout, weight, groups, contract, extra, static.implementation, dout_tokens)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweight = None
-    if not isinstance(weight, FourBit | MXFP4):
+    if not isinstance(weight, Stored):
         rows, drows = reference.rows_of(x, x_tokens), reference.rows_of(dout, dout_tokens)
         dweight = reference.contract_rows(
             *((rows, drows) if static.transposed else (drows, rows)), groups, weight.dtype
@@ -209,7 +209,7 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
         check.array("routing.slots", routing.slots, "T k", jnp.int32)
         check.array("routing.source", routing.source, "rows", jnp.int32)
     check.array(name, x, shape, FLOATS)
-    check.array("weight", weight, "E in out" if transposed else "E out in", FLOATS, stored=(FourBit, MXFP4))
+    check.array("weight", weight, "E in out" if transposed else "E out in", FLOATS, stored=(Stored,))
     if lora is not None:
         check.is_a("lora", lora, GroupedLora, "a GroupedLora or None")
         check.array("lora.a", lora.a, "E r in", FLOATS)
@@ -220,7 +220,7 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
 def chosen(dtype, weight, groups: Groups, transposed: bool, implementation: str | None) -> str:
     """The implementation of a call over rows of a dtype; see grouped_matmul."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
-    packed = weight if isinstance(weight, FourBit | MXFP4) else None
+    packed = weight if isinstance(weight, Stored) else None
     table = implementations(dtype, in_size, out_size, groups, packed, implementation)
     return dispatch.choose("grouped_matmul", table, implementation)
 
@@ -228,7 +228,7 @@ def chosen(dtype, weight, groups: Groups, transposed: bool, implementation: str 
 def prepared(x, weight, lora: GroupedLora | None, transposed: bool, derivative_follows: bool, name: str):
     """(x, weight, lora, static) as forward takes them."""
     static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows)
-    if derivative_follows and isinstance(weight, FourBit | MXFP4) and name != _AHEAD:
+    if derivative_follows and isinstance(weight, Stored) and name != _AHEAD:
         array, x = decoded(weight, x)
         weight = jax.lax.stop_gradient(array)
     return x, weight, None if lora is None else (lora.a, lora.b), static
@@ -237,7 +237,7 @@ def prepared(x, weight, lora: GroupedLora | None, transposed: bool, derivative_f
 @meshes.on_any_mesh
 def grouped_matmul(
     x: jax.Array,
-    weight: jax.Array | FourBit | MXFP4,
+    weight: jax.Array | Stored,
     groups: Groups,
     lora: GroupedLora | None = None,
     *,

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, meshes, tuning
-from jaxtune.pallas.formats import MXFP4, FourBit
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
@@ -337,7 +337,7 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
     """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it; then no tokens."""
-    columns, ahead = weight.shape[3 - contract], isinstance(weight, FourBit | MXFP4)
+    columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:
         raise ValueError("grouped_matmul: beside a decoder no rows are gathered")
     blocks = blocks or blocks_for(x.shape[1], columns, contract, x.dtype, ahead)

@@ -43,8 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import lanes
-from jaxtune.pallas.formats import FourBit
-from jaxtune.pallas.formats.mxfp4 import MXFP4
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
 
 NOT_PROVED = (
@@ -53,7 +52,7 @@ NOT_PROVED = (
 _AHEAD = 1  # chunks that are on their way while one is decoded; two were no faster
 
 
-def refusal(weight: FourBit | MXFP4) -> str | None:
+def refusal(weight: Stored) -> str | None:
     """Why a weight [E, ., .] cannot be decoded ahead, or None."""
     whole = weight.size // weight.shape[0]
     return f"{whole} numbers an expert, no multiple of {SMALLEST}" if whole % SMALLEST else None
@@ -67,7 +66,7 @@ class Decoder:
     experts: int
 
     @staticmethod
-    def of(weight: FourBit | MXFP4, dtype) -> Decoder:
+    def of(weight: Stored, dtype) -> Decoder:
         experts = weight.shape[0]
         return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import FourBit
-from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul import mosaic, reference, triton
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's.
@@ -91,23 +91,21 @@ def quant_matmul(
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels)
 
 
-def decoded(weight: jax.Array | FourBit | MXFP4, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(weight as an array, x), for a product of the two: a weight in four bits, of any shape, is decoded to x's dtype
     when x is there, and not before."""
-    if not isinstance(weight, FourBit | MXFP4):
+    if not isinstance(weight, Stored):
         return weight, x
     name = dispatch.choose("quant_matmul", implementations([weight], x.dtype), None)
     return reference.decoded(weight, x, IMPLEMENTATIONS[name])
 
 
-def implementations(
-    weights: Sequence[jax.Array | FourBit | MXFP4], dtype, implementation: str | None = None
-) -> dispatch.Table:
+def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation: str | None = None) -> dispatch.Table:
     """The implementations of a call in the order in which they are tried, each with why it refuses it.
 
     Over arrays alone there is but the vendor's GEMM, unless `implementation` names another, which then says so.
     """
-    packed = [weight for weight in weights if isinstance(weight, FourBit | MXFP4)]
+    packed = [weight for weight in weights if isinstance(weight, Stored)]
     if not packed and implementation is None:
         return {"reference": lambda: None}
 

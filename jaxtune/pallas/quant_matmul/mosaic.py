@@ -24,6 +24,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul import line_matmul, row_matmul
@@ -34,7 +35,7 @@ _AHEAD = 1  # chunks that are on their way while one is multiplied; more cost re
 _ROWS = lanes.ROWS_OF_A_WARP
 
 
-def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
+def refusal(weight: Stored, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -45,7 +46,7 @@ def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
     return _first_use(weight, jnp.dtype(dtype))
 
 
-def _first_use(weight: FourBit | MXFP4, dtype) -> str | None:
+def _first_use(weight: Stored, dtype) -> str | None:
     """Why this GPU must not run the kernel that decodes such weights, or None."""
 
     def compare():
@@ -53,16 +54,17 @@ def _first_use(weight: FourBit | MXFP4, dtype) -> str | None:
         small = random_like(weight, (48, 1024), draw)
         return [dequantize(small, dtype)], [small.decode(jnp.float32)]
 
-    quantised = "" if isinstance(weight, MXFP4) or weight.nested_absmax is not None else ", float32 absmax"
+    quantised = ", float32 absmax" if isinstance(weight, FourBit) and weight.nested_absmax is None else ""
     return dispatch.first_use("quant_matmul", "mosaic", f"{type(weight).__name__} to {dtype.name}{quantised}", compare)
 
 
-def random_like(weight: FourBit | MXFP4, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit | MXFP4:
+def random_like(weight: Stored, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
     """Numbers of this shape, in the format of `weight`: for checks."""
     if isinstance(weight, MXFP4):
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // 32))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+    assert isinstance(weight, FourBit)
     like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), weight.nested_absmax is not None)
     # FP4 has other entries for the same codes.
     return type(weight)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
@@ -92,14 +94,14 @@ def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
     out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
 
 
-def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
+def dequantize(weight: Stored, dtype) -> jax.Array:
     """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`. Of MXFP4, numbers
     under 2^-126 are not zero."""
     return _dequantize(weight, jnp.dtype(dtype), gpu_kernel.interpreter())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
-def _dequantize(weight: FourBit | MXFP4, dtype, interpret) -> jax.Array:
+def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
     chunks = Chunks.of(weight, dtype, weight.size)
     values = _kernel(
         functools.partial(_dequantize_kernel, chunks=chunks),

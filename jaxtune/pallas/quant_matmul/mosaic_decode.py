@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import lanes
-from jaxtune.pallas.formats import mxfp4
+from jaxtune.pallas.formats import Stored, mxfp4
 from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 
@@ -58,7 +58,7 @@ class Chunks:
     dtype: np.dtype
 
     @staticmethod
-    def of(weight: FourBit | MXFP4, dtype, whole: int) -> Chunks:
+    def of(weight: Stored, dtype, whole: int) -> Chunks:
         """whole: numbers that a chunk must divide, a multiple of SMALLEST, such as those of an expert."""
         lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
         powers = isinstance(weight, MXFP4)
@@ -74,7 +74,7 @@ class Chunks:
     def out_layout(self):
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
-    def operands(self, weight: FourBit | MXFP4) -> list[jax.Array]:
+    def operands(self, weight: Stored) -> list[jax.Array]:
         """What a kernel gets: codes and scales by chunk, the table, and of quantised absmax the rest."""
         scales, *nested = [weight.scales] if isinstance(weight, MXFP4) else absmax_operands(weight)
         table = jnp.asarray(np.frombuffer(self.table, np.float32))

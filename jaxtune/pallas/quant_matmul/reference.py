@@ -17,18 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import FourBit
-from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.meshes import on_every_device
 
 
-def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
+def refusal(weight: Stored, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
     del weight, dtype
     return None
 
 
-def dequantize(weight: FourBit | MXFP4, dtype) -> jax.Array:
+def dequantize(weight: Stored, dtype) -> jax.Array:
     """The tensor in `dtype`."""
     return weight.decode(dtype)
 
@@ -62,7 +62,7 @@ def decoded(weight, x, kernels: ModuleType):
     Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
     or takes it out of a loop over tokens.
     """
-    if isinstance(weight, FourBit | MXFP4):
+    if isinstance(weight, Stored):
         weight, x = optimization_barrier((weight, x))
         weight = on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
     return weight, x
@@ -148,7 +148,7 @@ def _products_bwd(static, residuals, doutputs):
         more = None
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweights = tuple(
-        None if isinstance(w, FourBit) else _product(dout, x, (0, 0), w.dtype)
+        None if isinstance(w, Stored) else _product(dout, x, (0, 0), w.dtype)
         for dout, w in zip(doutputs, weights, strict=True)
     )
     dbiases = tuple(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 
@@ -27,7 +28,7 @@ _DEQUANTISE_BLOCKS, _DEQUANTISE_WARPS = 64, 4
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def refusal(weight: FourBit | MXFP4, dtype) -> str | None:
+def refusal(weight: Stored, dtype) -> str | None:
     """Why `dequantize` cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
