@@ -73,22 +73,16 @@ def suite(tmp_path):
     return folder, run
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "two workers"])
-def test_what_passed_is_run_again_only_if_a_file_of_it_changed(suite, workers):
+def test_what_passed_is_run_again_only_if_a_file_of_it_changed(suite):
     folder, run = suite
-    code, said = run(*workers)
+    code, said = run("-n", "2")
     assert code == 0 and "4 passed" in said and "were not run" not in said
-    code, said = run(*workers)  # the first always runs
+    code, said = run()  # the first always runs
     assert code == 0 and "1 passed" in said and "3 tests were not run: they passed here with the same files" in said
-    assert "4 passed" in run(*workers, JAXTUNE_PARITY="all")[1]
     (folder / "helper.py").write_text("value = 0\n")
-    code, said = run(*workers)
+    code, said = run("-n", "2")
     assert code == 1 and "1 failed, 2 passed" in said and "1 tests were not run" in said
-    code, said = run(*workers)  # what failed is not remembered
+    code, said = run()  # what failed is not remembered
     assert code == 1 and "1 failed, 1 passed" in said and "2 tests were not run" in said
-
-
-def test_nothing_is_remembered_without_a_folder(suite):
-    _, run = suite
-    for _ in range(2):
-        assert "4 passed" in run(JAXTUNE_CI_CACHE="")[1]
+    assert "1 failed, 3 passed" in run(JAXTUNE_PARITY="all")[1]
+    assert "1 failed, 3 passed" in run(JAXTUNE_CI_CACHE="")[1]
