@@ -47,7 +47,8 @@ def _layer_plans(known: tuple[Residual, ...], offload: bool) -> tuple[LayerPlan,
     for chosen in itertools.product(placements, repeat=len(together)):
         pairs = list(zip(together.values(), chosen, strict=True))
         if all(how != "recompute" or all(r.recomputable for r in group) for group, how in pairs):
-            plans.append(LayerPlan(**{r.name: how for group, how in pairs for r in group}).resolved(known))
+            named: dict[str, Placement] = {r.name: how for group, how in pairs for r in group}
+            plans.append(LayerPlan(**named).resolved(known))
     return tuple(plans)
 
 

@@ -2,6 +2,7 @@
 
 - `keep`: every residual stays in device memory;
 - `recompute`: only each layer's input stays;
+- `offload`: everything goes to the host;
 - `gate=offload, up=offload`: what is not named is kept;
 - `recompute, layer_input=offload`: a word for all, then exceptions;
 - `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layers, all of them named;
@@ -16,19 +17,16 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
+from typing import cast
 
 from jaxtune.models.layers.segment import Residual
 from jaxtune.models.residual_plan import (
-    KEEP,
     PLACEMENTS,
-    RECOMPUTE,
     LayerPlan,
     Placement,
     ResidualPlan,
     unknown_residual,
 )
-
-_WORDS = {"keep": KEEP, "recompute": RECOMPUTE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +107,14 @@ def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
     known = [residual.name for residual in residuals]
     for position, item in enumerate(text.split(",")):
         name, equals, placement = (piece.strip() for piece in item.partition("="))
-        if not equals and position == 0 and name in _WORDS:
-            rest = _WORDS[name].rest
+        if not equals and position == 0 and name in PLACEMENTS:
+            rest = cast(Placement, name)
         elif not equals:
-            near = difflib.get_close_matches(name, [*known, *_WORDS], 1)
+            near = difflib.get_close_matches(name, [*known, *PLACEMENTS], 1)
             hint = f" (nearest: {near[0]})" if near else ""
-            raise ValueError(f"cannot read {item.strip()!r}{hint}; write keep, recompute, or residual=placement")
+            raise ValueError(
+                f"cannot read {item.strip()!r}{hint}; write keep, offload, recompute, or residual=placement"
+            )
         elif name not in known:
             raise ValueError(f"cannot read {item.strip()!r}: {unknown_residual(name, known)}")
         else:
