@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import hypothesis
@@ -12,26 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = {
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     # Eight virtual devices, so that meshes can be tested without any accelerator.
-    "xla_force_host_platform_device_count": "8",
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+if "xla_cpu_collective_call_terminate_timeout_seconds" not in os.environ["XLA_FLAGS"]:
     # XLA ends the process when a virtual device lets the others wait for 40 s, which on a busy machine it may.
-    "xla_cpu_collective_call_terminate_timeout_seconds": "1200",
-}
-if platform.machine() == "x86_64":
-    # The same bits on every such machine (tests/golden): no instructions that only some have, no library that chooses
-    # its own by the machine, no sums divided by the number of cores, no code that
-    # an optimiser made of it. Tests run programs of a few rows: to compile those takes longer than they do.
-    _FLAGS |= {
-        "xla_cpu_max_isa": "AVX2",
-        "xla_cpu_prefer_vector_width": "256",
-        "xla_cpu_multi_thread_eigen": "false",
-        "xla_cpu_experimental_ynn_fusion_type": "",
-        "xla_backend_optimization_level": "0",
-    }
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
-_given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([_given, *(f"--{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
+    os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 # Small programs too: thousands of them take a minute to compile, and the workers of a run share what one has compiled.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -240,7 +240,7 @@ def test_embedding_and_head_among_targets_are_trained_whole(folder):
     model = FastLanguageModel.get_peft_model(plain, r=2, target_modules=["q_proj", "embed_tokens", "lm_head"])
     assert isinstance(model.module.embedding.weight, nnx.Param) and isinstance(model.module.head.weight, nnx.Param)
     assert {name.rsplit(".", 1)[1] for name, linear in linears(model.module) if linear.lora} == {"q_proj"}
-    assert isinstance(plain.module.head.weight, nnx.Param) and plain.module.layers[0].attention.q_proj.lora is None
+    assert isinstance(plain.module.head.weight, nnx.Param) and plain.module.layers[0].mixer.q_proj.lora is None
 
 
 def test_generate_takes_and_gives_what_transformers_does(folder):

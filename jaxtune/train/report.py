@@ -127,8 +127,8 @@ def _last_parts(names: list[str]) -> str:
 
 # ---- the plan
 
-# Fates in the order of the table, with what each costs.
-_FATES: dict[Placement, str] = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
+# Placements in the order of the table, with what each costs.
+_PLACEMENTS: dict[Placement, str] = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
@@ -140,8 +140,8 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     if device.name == "cpu":
         return lines
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
-    for fate, words in _FATES.items():
-        named = (name for layer in plan.residuals.layers for name in layer.named(fate, parts.known))
+    for placement, words in _PLACEMENTS.items():
+        named = (name for layer in plan.residuals.layers for name in layer.named(placement, parts.known))
         counts = collections.Counter(name for name in named if parts.residuals[name])
         if not counts:
             continue
@@ -150,7 +150,7 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
             "keep": "",
             "offload": f", {forecast.wait_seconds:.2f} s a step of waiting for the link",
             "recompute": f", {forecast.recompute_seconds:.2f} s a step",
-        }[fate]
+        }[placement]
         names = ", ".join(
             name if count == parts.num_layers else f"{name} ({count} layers)" for name, count in counts.items()
         )

@@ -80,7 +80,7 @@ def test_what_trains_and_its_dtypes():
     model = get_peft_model(tiny_model("bfloat16"), r=2, target_modules=["q_proj"], use_dora=True)
     trainable = nnx.state(model, nnx.Param)
     assert trainable_names(trainable) == [
-        f"layers.{i}.attention.q_proj.lora.{part}" for i in range(2) for part in ("a", "b", "magnitude")
+        f"layers.{i}.mixer.q_proj.lora.{part}" for i in range(2) for part in ("a", "b", "magnitude")
     ]
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(trainable)} == {"float32"}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, Frozen))} == {"bfloat16"}

@@ -63,7 +63,7 @@ def test_the_argument_is_untouched_and_the_rest_is_shared():
     before = model(TOKENS)
     merged = merge_adapter(model)
     assert merged.base_fingerprint is None and model.base_fingerprint == "abc"
-    assert model.layers[0].attention.q_proj.lora is not None and type(model.norm.weight) is Frozen
+    assert model.layers[0].mixer.q_proj.lora is not None and type(model.norm.weight) is Frozen
     np.testing.assert_array_equal(model(TOKENS), before)
     assert merged.layers[0].mlp.up_proj.weight.get_value() is base.layers[0].mlp.up_proj.weight.get_value()
 

@@ -401,7 +401,7 @@ def test_a_zero_gradient_stops_at_the_first_step(tmp_path):
     for _, linear in linears(model):
         linear.lora.a.set_value(jnp.zeros_like(linear.lora.a[...]))  # with B at zero, nothing can move
     config = make_config(tmp_path, checkpoint=CheckpointConfig(every_steps=1, every_minutes=None))
-    with pytest.raises(TrainingStopped, match=r"step 1: the gradient norm is exactly zero, .*layers\.0\.attention"):
+    with pytest.raises(TrainingStopped, match=r"step 1: the gradient norm is exactly zero, .*layers\.0\.mixer"):
         Trainer(model, None, config, dataset(TRAIN)).train()
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         assert checkpointer.steps() == []

@@ -108,7 +108,8 @@ def _over_mesh(function, arrays, layout, sinks, outputs) -> tuple[Any, ...]:
     divided = meshes.axes()
     if not divided:
         return function(*arrays, layout, sinks=sinks)
-    by_data = "data" in divided
+    # Rows that do not divide evenly are whole on every device.
+    by_data = "data" in divided and arrays[0].shape[0] % jax.sharding.get_abstract_mesh().shape["data"] == 0
     rows, whole = P("data") if by_data else P(), P()
 
     def local(arrays, layout, sinks):
