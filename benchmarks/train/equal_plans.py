@@ -42,7 +42,7 @@ OFFLOAD = LayerPlan("offload")
 PLANS = {
     "keep": KEEP,
     "recompute": RECOMPUTE,
-    "layer inputs offloaded": LayerPlan("offload", *["recompute"] * 8),
+    "layer inputs offloaded": LayerPlan("recompute", layer_input="offload"),
     "everything offloaded": OFFLOAD,
     "a mix": LayerPlan(query="recompute", lse="offload", mid="recompute", gate="offload", up="recompute"),
 }

@@ -178,7 +178,7 @@ class DecoderConfig:
             counts[key] = getattr(self, key)
         for key, value in counts.items():
             values.whole(key, value)
-        values.whole("num_hidden_layers", len(self.layers), most=values.MOST_LAYERS)
+        values.whole("num_hidden_layers", len(self.layers), least=0, most=values.MOST_LAYERS)
         for key in ("attention_scale", "embedding_scale"):
             values.positive(key, getattr(self, key))
         values.positive("rms_norm_eps", self.norm_eps)

@@ -486,7 +486,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
     assert trainable == 2 * 2 * (16 + 16) + 2 * (16 + 24) + 3 * (16 + 24)
     assert f"Trained: {trainable:,} of {total:,} parameters" in text
     for words in (
-        "attention.q_proj.lora.a",
+        "mixer.q_proj.lora.a",
         "2 x 16",
         "0-1",
         "mlp.up_proj.lora.b",

@@ -151,7 +151,7 @@ def prepare(
         max_rows: read no more rows than these.
         cache_dir: where token caches are kept; None is JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. Rows given as
             a list are not cached.
-        num_workers: processes that tokenise; None decides, 1 works in this one.
+        num_workers: processes that tokenise; None decides, 0 or 1 works in this one.
         vocab_size: rows of the model's embedding; a token id beyond it is refused.
         say: is given the few lines worth telling.
         poll: called several times a second while rows are tokenised; what it raises ends that at once, and nothing

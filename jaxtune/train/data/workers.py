@@ -130,7 +130,7 @@ def encode_rows(
         rows: from `reading.read_rows`.
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
-        num_workers: processes; None decides by the number of rows and of CPUs, 1 stays in this process.
+        num_workers: processes; None decides by the number of rows and of CPUs, 0 or 1 stays in this process.
         poll: called several times a second; what it raises ends the work at once.
 
     Raises:
@@ -144,7 +144,7 @@ def encode_rows(
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         many = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
         num_workers = min(cpus, MOST_PROCESSES) if many else 1
-    if num_workers == 1:
+    if num_workers <= 1:
         return _encode(chunks, 1, lambda: _Here(encoder), poll)
     setup = pickle.dumps((tokenizer, options))
     return _encode(chunks, num_workers, lambda: _Process(setup), poll)
