@@ -83,7 +83,8 @@ def child(recipe: str) -> None:
         sys.exit(1)
     mark("done")
     output = Path(json.loads(Path(recipe).read_text(encoding="utf-8"))["output"])
-    first = json.loads((output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    lines = map(json.loads, (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    first = next(line for line in lines if "loss" in line)  # before it: what compiling and loading took
     marks["first_step"] = first["time"] - started
     print("MARKS " + json.dumps({**marks, "loss": first["loss"], "programs": programs}))
 
