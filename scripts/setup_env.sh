@@ -26,7 +26,7 @@ if [ -n "$kept" ] && [ -d "$kept" ]; then
     copy_tree "$kept" "$folder"
     touch "$kept"  # when it was last of use
     rm -f "$stamp"
-    pip --no-deps --no-build-isolation --editable .
+    pip --no-deps --editable .
     echo "$key" > "$stamp"
     exit 0
 fi
