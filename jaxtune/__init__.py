@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtune.models.lora import get_peft_model, without_adapter
     from jaxtune.models.merge import merge_adapter
     from jaxtune.train.config import TrainConfig
-    from jaxtune.train.loop import Trainer
+    from jaxtune.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _MODULE_OF = {
     "Decoder": "jaxtune.models.decoder",
     "DecoderConfig": "jaxtune.models.config",
     "TrainConfig": "jaxtune.train.config",
-    "Trainer": "jaxtune.train.loop",
+    "Trainer": "jaxtune.train.trainer",
     "from_pretrained": "jaxtune.models.hf",
     "generate": "jaxtune.models.generate",
     "get_peft_model": "jaxtune.models.lora",

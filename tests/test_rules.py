@@ -102,12 +102,12 @@ def test_imports_go_one_way():
     ("module", "source", "message"),
     [
         ("jaxtune.pallas.tuning", "from jaxtune.models import linear", "pallas may import"),
-        ("jaxtune.pallas.tuning", "def f():\n    import jaxtune.train.loop", "pallas may import"),
+        ("jaxtune.pallas.tuning", "def f():\n    import jaxtune.train.trainer", "pallas may import"),
         ("jaxtune.pallas.tuning", "from ..models.linear import Linear", "pallas may import"),
         ("jaxtune.pallas.tuning", "def f():\n    from transformers import AutoModel", "kernels know jax only"),
         ("jaxtune.models.linear", "import jaxtune.train", "models may import"),
         ("jaxtune.models.linear", "from jaxtune import Trainer", "models may import"),
-        ("jaxtune.train.loop", "from jaxtune.cli import main", "train may import"),
+        ("jaxtune.train.trainer", "from jaxtune.cli import main", "train may import"),
         ("jaxtune.profile.table", "from jaxtune.pallas import dispatch", "profile may import"),
         ("jaxtune.models.families.gemma2", "from jaxtune.models.families.llama import read", "each other"),
         ("jaxtune.models.families.gemma2", "from . import llama", "each other"),
@@ -128,7 +128,7 @@ def test_a_wrong_import_is_found(module, source, message):
         ("jaxtune.models.hf", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
         ("jaxtune.models.families.gemma2", "from jaxtune.models.config import DecoderConfig"),
         ("jaxtune.models.families.gemma2", "from jaxtune.models.families.common import rename"),
-        ("jaxtune.train.loop", "from jaxtune.profile import capture"),
+        ("jaxtune.train.trainer", "from jaxtune.profile import capture"),
         ("jaxtune.profile.text", "from jaxtune.terminal import plain"),
     ],
 )

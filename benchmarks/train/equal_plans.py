@@ -34,9 +34,9 @@ from jaxtune.models.lora import linears
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loop import compiler_options
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.planning.devices import allow_pinned_memory
+from jaxtune.train.trainer import compiler_options
 
 OFFLOAD = LayerPlan("offload")
 PLANS = {

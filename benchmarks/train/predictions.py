@@ -26,16 +26,16 @@ from flax import nnx
 
 from benchmarks.shapes import SHAPES
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import hosted
+from jaxtune.train import optimizer_offload
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loop import compiler_options
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.step import StepProgram
+from jaxtune.train.trainer import compiler_options
 
 ADAMW = OptimConfig()
 # shape, rows of a micro-batch, length, LoRA rank (0: all trains), base, plan; and the optimizer where it is not adamw.
@@ -132,7 +132,7 @@ def compiled_step(target: Any, *case: Any) -> Compiled:
 
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     if optim.offload:
-        opt_state = jax.tree.map(lambda a: placed(a, host) if hosted.is_hosted(a) else a, state.opt_state)
+        opt_state = jax.tree.map(lambda a: placed(a, host) if optimizer_offload.is_hosted(a) else a, state.opt_state)
         state = dataclasses.replace(state, opt_state=opt_state)
     sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
     batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))

@@ -47,8 +47,8 @@ def record_ours(folder: Path, shape: dict, rows: int, length: int, steps: int, w
     from jaxtune.train.config_file import config_to_dict
     from jaxtune.train.data import TokenDataset
     from jaxtune.train.data.cache import Summary
-    from jaxtune.train.loop import Trainer
     from jaxtune.train.planning.plan import residuals_text
+    from jaxtune.train.trainer import Trainer
 
     model = model_from_config(shape, jax.random.key(0), "bfloat16")
     model = jaxtune.get_peft_model(model, r=RANK, lora_alpha=RANK)

@@ -37,7 +37,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.data import prepare
-from jaxtune.train.loop import Trainer
+from jaxtune.train.trainer import Trainer
 
 RANK, GROUP, LENGTH, ROWS = 16, 32, 256, 8
 

@@ -62,7 +62,7 @@ def child(recipe: str) -> None:
 
         from jaxtune.models.hf import Pretrained
         from jaxtune.train import app
-        from jaxtune.train.loop import Trainer
+        from jaxtune.train.trainer import Trainer
 
         mark("imports")
 

@@ -53,9 +53,9 @@ from jaxtune.train.config import (
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
-from jaxtune.train.loop import Trainer
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text
+from jaxtune.train.trainer import Trainer
 
 
 def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Documents:

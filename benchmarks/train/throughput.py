@@ -41,9 +41,9 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
-from jaxtune.train.loop import Trainer
 from jaxtune.train.metrics import read_metrics
 from jaxtune.train.planning.devices import allow_pinned_memory
+from jaxtune.train.trainer import Trainer
 
 WITHIN = 0.03
 STEPS, SAVE_EVERY, EVALUATE_EVERY, PROFILE_START, PROFILE_STEPS = 60, 15, 20, 41, 3

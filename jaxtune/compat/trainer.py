@@ -39,7 +39,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.data.labels import IGNORE, derive_markers
-from jaxtune.train.loop import Trainer
+from jaxtune.train.trainer import Trainer
 
 
 @dataclasses.dataclass

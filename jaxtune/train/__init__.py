@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxtune.train.config import TrainConfig
-    from jaxtune.train.loop import Trainer
+    from jaxtune.train.trainer import Trainer
 
 __all__ = ["TrainConfig", "Trainer"]
 
-_MODULE_OF = {"TrainConfig": "jaxtune.train.config", "Trainer": "jaxtune.train.loop"}
+_MODULE_OF = {"TrainConfig": "jaxtune.train.config", "Trainer": "jaxtune.train.trainer"}
 
 
 def __getattr__(name: str) -> Any:

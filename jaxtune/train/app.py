@@ -36,7 +36,6 @@ from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.formats import RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
-from jaxtune.train.loop import CHECKPOINTS, COMPUTE_DTYPES, Trainer
 from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.program_cache import use_program_cache
@@ -44,6 +43,7 @@ from jaxtune.train.record import CONFIG, digest
 from jaxtune.train.results import ADAPTER, MERGED, read_result, require_own, write_result
 from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
+from jaxtune.train.trainer import CHECKPOINTS, COMPUTE_DTYPES, Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console

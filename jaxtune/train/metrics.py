@@ -2,7 +2,7 @@
 
 Names of metrics: `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
 metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds). What the speeds in it count is said in
-watch.py.
+monitor.py.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Saver:
     Args:
       start: optimizer steps done, of which there is a checkpoint unless it is 0.
       meta: gives what a checkpoint records.
-      watch: a Watch; it knows which updates were made.
+      monitor: a Monitor; it knows which updates were made.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Saver:
         config: CheckpointConfig,
         start: int,
         meta: Callable[[], dict[str, Any]],
-        watch: Any,
+        monitor: Any,
         stop: StopSignal,
     ):
-        self.checkpointer, self.meta, self.watch, self.stop = checkpointer, meta, watch, stop
+        self.checkpointer, self.meta, self.monitor, self.stop = checkpointer, meta, monitor, stop
         self.enabled = bool(config.every_steps or config.every_minutes)
         self.policy = SavePolicy(config.every_steps, config.every_minutes)
         self.policy.should_save(start, time.monotonic())
@@ -79,7 +79,7 @@ class Saver:
 
     def after_step(self, done: int, state: Any, last: bool) -> None:
         """Called after each step: saves if it is time, leaves if a signal came. `last`: what follows saves anyway."""
-        if self.watch.applied > self.saved:
+        if self.monitor.applied > self.saved:
             self.checkpointer.confirm()
         self._due = self.policy.should_save(done, time.monotonic()) or self._due
         if not last:
@@ -105,30 +105,30 @@ class Saver:
 
     def save(self, done: int, state: Any) -> None:
         """Saves unless this very state is saved, or updates are being skipped: then it stays due."""
-        self.watch.flush()
+        self.monitor.flush()
         if self.saved == done:
             self._due = False
             return
-        if self.watch.skipped_in_row:
+        if self.monitor.skipped_in_row:
             if not self._told:
                 kept = f"; step {self.saved} stays" if self.saved else ""
-                self.watch.progress.print(f"step {done}: not saved while updates are being skipped{kept}")
+                self.monitor.progress.print(f"step {done}: not saved while updates are being skipped{kept}")
             self._told = True
             return
-        with self.watch.pause("save", done):
+        with self.monitor.pause("save", done):
             self.checkpointer.save(done, {"state": state}, self.meta(), proven=False)
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._told = done, False, False
 
     def stopped_by_guard(self) -> None:
         """A guard ended the run: a checkpoint that led to nothing but skipped updates makes way for the one before."""
-        if self.watch.skipped_in_row and self.watch.applied <= self.saved:
+        if self.monitor.skipped_in_row and self.monitor.applied <= self.saved:
             self.checkpointer.reject()
 
     def finish(self, good: bool) -> None:
         """Waits for the last save; good: whether the last state is known to be good."""
         if self.enabled:
-            with self.watch.pause("save", self.saved):
+            with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()
         if good:
             self.checkpointer.confirm()

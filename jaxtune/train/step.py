@@ -18,7 +18,7 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.residual_plan import ResidualPlan
-from jaxtune.train import hosted
+from jaxtune.train import optimizer_offload
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_sums
 from jaxtune.train.optim import UpdateBound, step_optimizer
@@ -82,7 +82,7 @@ class StepProgram:
       bound: of an update's elements, where it is known before the update is made (optim.update_bound). Without it an
         update is made twice: what it leads to has to be known before old states make room for new ones.
       by_tensor: tensors are updated one after the other. offload: the optimizer's large states lie on the host
-        (hosted.py); needs both.
+        (optimizer_offload.py); needs both.
     """
 
     graph: nnx.GraphDef
@@ -114,7 +114,7 @@ class StepProgram:
         trainable = jax.tree.map(kept, trainable)
         wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
         if self.offload and device is not None:
-            states = hosted.first_states(self.optimizer, wide, device)
+            states = optimizer_offload.first_states(self.optimizer, wide, device)
         else:
             states = self.optimizer.init(wide)
 
@@ -137,7 +137,7 @@ class StepProgram:
         where = jax.tree.map(lambda _: device, state)
         if not self.offload:
             return where
-        return dataclasses.replace(where, opt_state=hosted.shardings(state.opt_state, device))
+        return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
     def zero_sums(self, trainable) -> Sums:
         """Sums to begin with, for the trainable tensors of a TrainState."""
@@ -232,7 +232,7 @@ class StepProgram:
                     kept = self._kept(state, wide, [parameter], index)
                     return guarded(kept[0], parameter), new
 
-                trainable, opt_state = hosted.update_by_tensor(one, *tensors, offload=self.offload)
+                trainable, opt_state = optimizer_offload.update_by_tensor(one, *tensors, offload=self.offload)
             else:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])

@@ -14,7 +14,7 @@ import signal
 import sys
 
 from jaxtune import cli, files
-from jaxtune.train import app, loop, results
+from jaxtune.train import app, results, trainer
 
 
 def main() -> int:
@@ -39,9 +39,9 @@ def main() -> int:
         setattr(owner, name, ticking)
 
     for name in ("_accumulate", "_device_batch", "_prepare", "_resume", "_start", "_finished_model"):
-        around(loop.Trainer, name)
-    around(loop.m, "loss_plot")
-    around(loop.m.Progress, "evaluating")
+        around(trainer.Trainer, name)
+    around(trainer.m, "loss_plot")
+    around(trainer.m.Progress, "evaluating")
     around(app, "load_tokenizer")
     around(results, "fingerprints")
     around(files.os, "replace")

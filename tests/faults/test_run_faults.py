@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtune import cli
-from jaxtune.train import app, loop
+from jaxtune.train import app, trainer
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import saved_steps
 from jaxtune.train.config import (
@@ -24,12 +24,13 @@ from jaxtune.train.config import (
     ScheduleConfig,
 )
 from jaxtune.train.config_file import config_to_yaml, load_config
-from jaxtune.train.loop import Trainer
 from jaxtune.train.metrics import read_metrics
+from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.record import require_same_config
 from jaxtune.train.results import PROOF, read_result
 from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
-from jaxtune.train.watch import TrainingStopped
+from jaxtune.train.trainer import Trainer
 from tests.faults.command import STEPS, make_folder
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -180,7 +181,7 @@ def test_a_plot_or_profile_that_cannot_be_written_loses_nothing(folder, monkeypa
 
     shutil.rmtree(folder / "run")
     monkeypatch.setattr(m, "loss_plot", full)
-    monkeypatch.setattr(loop, "capture", full)
+    monkeypatch.setattr(trainer, "capture", full)
     assert train(folder, "profile.steps=1", "profile.start=1") == 0
     assert "loss.png was left out: OSError: [Errno 28] No space left" in caplog.text
     assert "the profile was left out: OSError" in caplog.text
@@ -196,13 +197,13 @@ def test_a_torn_config_is_recognised(tmp_path):
     whole = config_to_yaml(config)
     for torn in ("", "\0\0\0", whole[:100], whole[:100] + "\0\0"):
         (tmp_path / "config.yaml").write_text(torn)
-        loop.require_same_config(tmp_path, config)
+        require_same_config(tmp_path, config)
     (tmp_path / "config.yaml").write_text(whole[:100])
     trainer.train()
     assert (tmp_path / "config.yaml").read_text() == whole
     (tmp_path / "config.yaml").write_text(whole.replace("seed: 0", "seed: 1"))
     with pytest.raises(ValueError, match=r"holds another run .*name another folder, or remove that config.yaml"):
-        loop.require_same_config(tmp_path, config)
+        require_same_config(tmp_path, config)
 
 
 STRANGE = [

@@ -26,12 +26,12 @@ from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import MemoryConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
-from jaxtune.train.loop import Trainer
 from jaxtune.train.planning import choice as choosing
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.plan import residuals_text
+from jaxtune.train.trainer import Trainer
 
 
 def make_model(hf: dict, load_in: str | None = None, adapter: dict | None = None):

@@ -28,7 +28,7 @@ from jaxtune.models.quant import dequantize, is_quantized, quantization_config, 
 from jaxtune.pallas.formats import NF4, FourBit
 from jaxtune.train import report
 from jaxtune.train.flops import flop_counter
-from jaxtune.train.loop import Trainer
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
 GOLDEN = Path(__file__).resolve().parent.parent / "goldens" / "nf4"

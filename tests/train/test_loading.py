@@ -18,6 +18,7 @@ import pytest
 from checks import shapes_of
 from flax import nnx
 from random_weights import write_checkpoint
+from tests.train.test_loop import assert_same
 from tiny import CONFIGS
 from tiny_models import tiny_model
 
@@ -28,9 +29,8 @@ from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.templates import PACKAGED_TEMPLATES
-from jaxtune.train.loop import Trainer
 from jaxtune.train.program_cache import use_program_cache
-from tests.train.test_loop import assert_same
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 ROOT = Path(__file__).resolve().parents[2]

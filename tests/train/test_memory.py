@@ -17,7 +17,7 @@ from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of
 from jaxtune.models.stack import layer_forward
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices
-from jaxtune.train import loop, report
+from jaxtune.train import report
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,
@@ -27,13 +27,14 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
-from jaxtune.train.loop import Trainer
 from jaxtune.train.planning import choice
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
+from jaxtune.train.planning.planner import Planner
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 SHAPE = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
@@ -391,7 +392,7 @@ def test_a_budget_is_planned_for_and_the_losses_are_those_of_the_kept_plan(tmp_p
     config, model = tiny_budget(tmp_path / "small")
     data = dataset(documents(60))
     # On the tiny model the compiler's own constants outweigh what is planned; its check has tests of its own.
-    monkeypatch.setattr(loop.Planner, "compiled_bytes", lambda self, *programs: 0.0)
+    monkeypatch.setattr(Planner, "compiled_bytes", lambda self, *programs: 0.0)
     small = Trainer(model, None, config, data)
     assert small.planner.plan != StepPlan(ResidualPlan.uniform(KEEP, 2), 1, 128)
     kept = Trainer(model, None, dataclasses.replace(config, memory=MemoryConfig(), output=str(tmp_path / "kept")), data)
@@ -471,7 +472,7 @@ def test_out_of_memory_twice_is_explained(tmp_path, monkeypatch):
 def test_a_resumed_run_keeps_its_plan(tmp_path, monkeypatch, capsys):
     from jaxtune.train.config import CheckpointConfig
 
-    monkeypatch.setattr(loop.Planner, "compiled_bytes", lambda self, *programs: 0.0)
+    monkeypatch.setattr(Planner, "compiled_bytes", lambda self, *programs: 0.0)
     config, model = tiny_budget(tmp_path, checkpoint=CheckpointConfig(every_steps=2, every_minutes=None))
     data = dataset(documents(60))
     first = Trainer(model, None, config, data)

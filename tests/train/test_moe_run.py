@@ -9,7 +9,7 @@ from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.lora import experts, get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.train.config import MeshConfig, OptimConfig
-from jaxtune.train.loop import Trainer
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
 SGD = OptimConfig(name="sgd", learning_rate=1.0)

@@ -22,8 +22,8 @@ from jaxtune.train.config import (
     QatConfig,
 )
 from jaxtune.train.config_file import config_from_dict, config_to_dict
-from jaxtune.train.loop import Trainer
 from jaxtune.train.report import precision_notes
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 
 ROWS, HELD_OUT = dataset(documents(32)), dataset(documents(8, seed=2))

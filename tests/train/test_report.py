@@ -12,7 +12,7 @@ from jaxtune.models.config import RopeConfig
 from jaxtune.train import report
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import prepare
-from jaxtune.train.loop import Trainer
+from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, dataset, documents, lora_model, make_config
 

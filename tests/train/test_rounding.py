@@ -15,10 +15,10 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ConfigError, OptimConfig
-from jaxtune.train.loop import Trainer
 from jaxtune.train.optim import weight_storage
 from jaxtune.train.report import precision_notes
 from jaxtune.train.rounding import _random_bits, stochastic_round
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
 SEED = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)

@@ -17,9 +17,9 @@ from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.data.packing import pack
-from jaxtune.train.loop import Trainer
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.report import precision_notes
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 MOE = MoEConfig(4, 2, 8, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.5)

@@ -21,11 +21,11 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing import Document, pack
-from jaxtune.train.loop import Trainer
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.optim import make_optimizer
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.step import StepProgram, Sums
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 # ---- accumulation

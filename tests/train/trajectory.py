@@ -75,7 +75,7 @@ def ours(model_folder: Path, data, output: Path, packed: bool) -> tuple[np.ndarr
         ScheduleConfig,
         TrainConfig,
     )
-    from jaxtune.train.loop import Trainer
+    from jaxtune.train.trainer import Trainer
 
     model = get_peft_model(from_pretrained(model_folder, dtype="float32")[0], r=RANK, lora_alpha=ALPHA)
     for name, linear in linears(model):

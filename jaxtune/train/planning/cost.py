@@ -27,7 +27,7 @@ from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
-from jaxtune.train import hosted
+from jaxtune.train import optimizer_offload
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.schedule import learning_rate_schedule
@@ -158,7 +158,7 @@ def step_cost(model: Decoder, config: TrainConfig, length: int | None = None, ke
     kept = jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
-    on_host = float(hosted.hosted_bytes(states)) if config.optim.offload else 0.0
+    on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     packed = sum(nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
     fixed = {
         "frozen weights": nbytes(frozen) + _PACKED_SLACK * packed,
@@ -227,7 +227,7 @@ def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
 
 
 def _update_bytes(masters, config: TrainConfig) -> float:
-    """Of an update tensor by tensor (hosted.py), at its largest tensor; of adapters, nothing that counts."""
+    """Of an update tensor by tensor (optimizer_offload.py), at its largest tensor; of adapters, nothing that counts."""
     if config.adapter is not None:
         return 0.0
     size = max(leaf.size for leaf in jax.tree.leaves(masters))

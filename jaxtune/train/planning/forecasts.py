@@ -245,7 +245,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Of a step: the optimizer's states from the host and back, one after the other (hosted.py)."""
+    """Of a step: the optimizer's states from the host and back, one after the other (optimizer_offload.py)."""
     return 2 * parts.hosted_bytes / parts.devices / (device.link or device.copy)
 
 

@@ -14,12 +14,12 @@ from flax import nnx
 
 from jaxtune.models.quant import prepare_qat
 from jaxtune.models.residual_plan import KEEP, ResidualPlan
-from jaxtune.train import hosted
+from jaxtune.train import optimizer_offload
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loop import compiler_options
 from jaxtune.train.optim import make_optimizer, update_bound
 from jaxtune.train.step import StepProgram
+from jaxtune.train.trainer import compiler_options
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, LENGTH, ROWS, VOCAB, make_full_model, make_model
 
@@ -40,7 +40,8 @@ def placed(tree):
 def on_host(opt_state):
     host = H200.on_host(where())
     return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host) if hosted.is_hosted(a) else a, opt_state
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host) if optimizer_offload.is_hosted(a) else a,
+        opt_state,
     )
 
 

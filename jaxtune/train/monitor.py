@@ -71,7 +71,7 @@ class _Work:
         return speeds if peak_flops is None else speeds | {"mfu": self.flops / seconds / peak_flops}
 
 
-class Watch:
+class Monitor:
     """Metrics of each step, fetched one step late so that nothing waits, and the guards that read them.
 
     Use as a context, which begins the run's clock.
@@ -105,7 +105,7 @@ class Watch:
         peak = device_peak_flops(trainer.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[trainer.config.precision])
         self.peak = None if peak is None else peak * trainer.mesh.size
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Monitor:
         return self
 
     def __exit__(self, *exc) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtune.train.config import MetricsConfig
-from jaxtune.train.watch import Watch
+from jaxtune.train.monitor import Monitor
 from tests.train.tiny_runs import make_config
 
 STEP, DISPATCH, SLOTS = 0.879, 0.01, 4 * 16
@@ -34,7 +34,7 @@ class Machine:
         )
         logger = SimpleNamespace(log=lambda step, values: self.lines.append({"step": step, **values}))
         progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
-        self.watch = Watch(self.trainer, logger, progress, lambda latest: latest["done"], lambda: self.now)  # type: ignore
+        self.monitor = Monitor(self.trainer, logger, progress, lambda latest: latest["done"], lambda: self.now)  # type: ignore
 
     def fetch(self, latest):
         self.now = max(self.now, latest["done"])
@@ -46,19 +46,19 @@ class Machine:
         self.free = max(self.free, self.now) + seconds
         values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, targets=9, skipped=0, skipped_in_row=0, finite=True)
         counts = dict(tokens=60, trained_tokens=30, sum_squared=900)
-        self.watch.step_dispatched(self.done, values | {"done": self.free}, counts)
+        self.monitor.step_dispatched(self.done, values | {"done": self.free}, counts)
         self.done += 1
 
     def pause(self, name, seconds):
-        with self.watch.pause(name, self.done):
+        with self.monitor.pause(name, self.done):
             self.now += seconds
 
 
 def run(machine):
-    with machine.watch:
-        with machine.watch.pause("load", 0) as line:
+    with machine.monitor:
+        with machine.monitor.pause("load", 0) as line:
             machine.now += 20.0
-            line["compile_seconds"] = machine.watch.uncounted_seconds()
+            line["compile_seconds"] = machine.monitor.uncounted_seconds()
             machine.now += 5.0
         for _ in range(12):
             if machine.done == 5:
@@ -69,7 +69,7 @@ def run(machine):
             if machine.done == 3:
                 machine.now += 0.6  # the host is elsewhere, and fetches late
             machine.step()
-        machine.watch.flush()
+        machine.monitor.flush()
     return machine.lines
 
 
@@ -105,14 +105,14 @@ def test_steps_and_pauses_add_up_to_the_wall_clock(monkeypatch, tmp_path, log_ev
 
 def test_the_speed_on_the_screen_is_that_of_the_last_steps(monkeypatch, tmp_path):
     machine = Machine(monkeypatch, tmp_path, total_steps=30)
-    with machine.watch:
+    with machine.monitor:
         machine.step(9.0)  # the first loads programs
         for _ in range(14):
             machine.step()
         machine.pause("save", 60.0)
         for _ in range(15):
             machine.step()
-        machine.watch.flush()
+        machine.monitor.flush()
     speeds = [shown["tokens_per_second"] for shown in machine.shown]
     assert speeds[0] == pytest.approx(SLOTS / (9.0 + DISPATCH))
     assert speeds[1:] == pytest.approx([SLOTS / STEP] * 29, rel=0.01)
@@ -120,12 +120,12 @@ def test_the_speed_on_the_screen_is_that_of_the_last_steps(monkeypatch, tmp_path
 
 def test_a_host_that_waits_for_rows_makes_a_step_longer_and_says_so(monkeypatch, tmp_path):
     machine = Machine(monkeypatch, tmp_path)
-    with machine.watch:
+    with machine.monitor:
         for number in range(4):
-            with machine.watch.data_wait():
+            with machine.monitor.data_wait():
                 machine.now += 5.0 if number == 2 else 0.0
             machine.step()
-        machine.watch.flush()
+        machine.monitor.flush()
     slow = machine.trainer.history[2]
     assert slow["data_wait_seconds"] == pytest.approx(5.0)
     assert slow["step_seconds"] > STEP

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.train.config import AdapterConfig, ModelConfig
-from jaxtune.train.recorded import recorded_config
+from jaxtune.train.record import recorded_config
 from tests.train.tiny_runs import make_config
 
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})

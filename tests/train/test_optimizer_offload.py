@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import hosted
+from jaxtune.train import optimizer_offload
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -27,12 +27,12 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.loop import Trainer
 from jaxtune.train.optim import make_optimizer, update_bound
 from jaxtune.train.planning import choice, cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.report import precision_notes
 from jaxtune.train.step import StepProgram, Sums
+from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
 LARGE = 4000  # bytes: matrices of the tiny model, but not its norms
@@ -42,8 +42,8 @@ ROWS = dataset(documents(40))
 @pytest.fixture
 def small(monkeypatch):
     """The tiny model's matrices count as large; a few of them make a group, and some are larger than one."""
-    monkeypatch.setattr(hosted, "HOSTED_BYTES", LARGE)
-    monkeypatch.setattr(hosted, "GROUP_BYTES", 30_000)
+    monkeypatch.setattr(optimizer_offload, "HOSTED_BYTES", LARGE)
+    monkeypatch.setattr(optimizer_offload, "GROUP_BYTES", 30_000)
 
 
 def trainer_of(folder, name="adamw", offload=True, weights=None, **changes) -> Trainer:
@@ -106,8 +106,8 @@ def test_a_run_goes_on_bit_for_bit_with_and_without(small, tmp_path):
 def test_little_is_on_the_device(monkeypatch):
     """States that come, are worked on or go: three groups at most, or a large tensor's, old and new. The rest is on
     the host; nothing comes or goes but between barriers that all work before and after waits for."""
-    monkeypatch.setattr(hosted, "HOSTED_BYTES", 4)
-    monkeypatch.setattr(hosted, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(optimizer_offload, "HOSTED_BYTES", 4)
+    monkeypatch.setattr(optimizer_offload, "GROUP_BYTES", 1000)
     sizes = [10, 90, 100, 20, 20, 20, 20, 300, 15, 400, 320, 60, 60, 200, 250]  # elements
     tensors = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
 
@@ -115,7 +115,7 @@ def test_little_is_on_the_device(monkeypatch):
         (moment,) = states[0]
         return parameter + jnp.sin(moment), ([moment * gradient],)
 
-    jaxpr = jax.make_jaxpr(lambda p, s, g: hosted.update_by_tensor(work, p, s, g, offload=True))(
+    jaxpr = jax.make_jaxpr(lambda p, s, g: optimizer_offload.update_by_tensor(work, p, s, g, offload=True))(
         tensors, (tensors,), tensors
     ).jaxpr
     here: dict = {}  # {variable: bytes} of states on the device

@@ -33,6 +33,7 @@ from jaxtune.train.data import Batch, TokenDataset, prepare
 from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.flops import flop_counter, sum_squared_documents
 from jaxtune.train.loss import router_losses
+from jaxtune.train.monitor import Monitor, TrainingStopped
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.plan import residuals_text
@@ -42,18 +43,17 @@ from jaxtune.train.record import (
     CONFIG,
     ROW_OPTIONS,
     record_of,
+    recorded_config,
     require_same_config,
     require_same_run,
     same_run,
     write_config,
 )
-from jaxtune.train.recorded import recorded_config
 from jaxtune.train.report import precision_notes
 from jaxtune.train.saving import Saver
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
-from jaxtune.train.watch import TrainingStopped, Watch
 
 CHECKPOINTS = "checkpoints"
 
@@ -425,10 +425,10 @@ class Trainer:
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
             )
-            with logger, m.Progress(self.total_steps, start) as progress, Watch(self, logger, progress) as watch:
-                watch.applied = start
-                saver = Saver(checkpointer, config.checkpoint, start, self.record, watch, stop)
-                state = self._run(resumed, start, saver, watch, stop)
+            with logger, m.Progress(self.total_steps, start) as progress, Monitor(self, logger, progress) as monitor:
+                monitor.applied = start
+                saver = Saver(checkpointer, config.checkpoint, start, self.record, monitor, stop)
+                state = self._run(resumed, start, saver, monitor, stop)
             del resumed
             trained = self._finished_model(state)
             del state
@@ -439,18 +439,20 @@ class Trainer:
             m.decorate("loss.png", lambda: m.loss_plot(self.output / m.JSONL, self.output / "loss.png"))
         return trained
 
-    def _run(self, resumed: TrainState | None, start: int, saver: Saver, watch: Watch, stop: StopSignal) -> TrainState:
-        config, progress = self.config, watch.progress
+    def _run(
+        self, resumed: TrainState | None, start: int, saver: Saver, monitor: Monitor, stop: StopSignal
+    ) -> TrainState:
+        config, progress = self.config, monitor.progress
         if resumed is not None and start >= self.total_steps:
             progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
             if config.evaluation.at_end and self.eval_batches is not None and not self._evaluated(start):
                 frozen = jax.device_put(self._frozen, self._replicated)
                 evaluate = self.compile_evaluate(self.program, resumed, frozen)
-                self._evaluate(evaluate, resumed, frozen, watch, start)
+                self._evaluate(evaluate, resumed, frozen, monitor, start)
             return resumed
         with stop.at_once():
-            programs, state, sums, frozen = self._start(resumed, start, watch)
+            programs, state, sums, frozen = self._start(resumed, start, monitor)
         del resumed
 
         def at(step: int) -> Programs:
@@ -458,7 +460,7 @@ class Trainer:
 
         def evaluate(step: int) -> float:
             between = functools.partial(saver.poll, step, state) if step else None
-            return self._evaluate(at(step).evaluate, state, frozen, watch, step, between)
+            return self._evaluate(at(step).evaluate, state, frozen, monitor, step, between)
 
         if config.evaluation.at_start and start == 0:
             evaluate(0)
@@ -466,17 +468,17 @@ class Trainer:
         with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
             coming = pool.submit(self._load_step, start)
             for step in range(start, self.total_steps):
-                with watch.data_wait():
+                with monitor.data_wait():
                     parts, counts = coming.result()
                 if step + 1 < self.total_steps:
                     coming = pool.submit(self._load_step, step + 1)
                 if self.profile_steps and step - start == config.profile.start:
-                    with watch.pause("profile", step):
+                    with monitor.pause("profile", step):
                         m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
                     tracing = True
                 if step == start:
                     planned = self.planner.plan
-                    again = functools.partial(watch.pause, "compile", start)
+                    again = functools.partial(monitor.pause, "compile", start)
                     programs, sums = self._first_step(programs, sums, state, frozen, parts, step, progress.print, again)
                     if self.planner.plan != planned and step + 1 < self.total_steps:
                         coming = pool.submit(self._load_step, step + 1)  # in micro-batches of the new plan
@@ -485,14 +487,14 @@ class Trainer:
                 state, sums, latest = programs.update(state, sums)
                 done = step + 1
                 try:
-                    watch.step_dispatched(step, latest, counts)
+                    monitor.step_dispatched(step, latest, counts)
                     if tracing and step - start == config.profile.start + self.profile_steps - 1:
-                        with watch.pause("profile", done):
+                        with monitor.pause("profile", done):
                             m.decorate("the profile", trace.close)
                         tracing = False
                     saver.after_step(done, state, last=done == self.total_steps)
                     if done == self.total_steps:
-                        watch.flush()
+                        monitor.flush()
                 except TrainingStopped:
                     saver.stopped_by_guard()
                     raise
@@ -501,9 +503,9 @@ class Trainer:
                     evaluate(done)
             if saver.enabled:
                 saver.save(self.total_steps, state)
-            if watch.skipped_in_row:
+            if monitor.skipped_in_row:
                 progress.print(
-                    f"warning: the last {watch.skipped_in_row} updates were skipped, as their numbers were not finite"
+                    f"warning: the last {monitor.skipped_in_row} updates were skipped, as their numbers were not finite"
                 )
             if config.evaluation.at_end and self.eval_batches is not None:
                 good = math.isfinite(evaluate(self.total_steps))
@@ -515,15 +517,17 @@ class Trainer:
                 progress.print("warning: the loss of the trained weights is not finite")
         return state
 
-    def _start(self, resumed: TrainState | None, start: int, watch: Watch) -> tuple[Programs, TrainState, Sums, Any]:
+    def _start(
+        self, resumed: TrainState | None, start: int, monitor: Monitor
+    ) -> tuple[Programs, TrainState, Sums, Any]:
         """(programs, state, sums, frozen) for the first step that this process makes."""
-        progress = watch.progress
+        progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         # One line, once the folder is this run's: an error before leaves it to another.
-        with watch.pause("load", start) as line:
+        with monitor.pause("load", start) as line:
             with progress.compiling():
                 programs = self._compile_to_fit(start, progress.print)
-            line["compile_seconds"] = watch.uncounted_seconds()
+            line["compile_seconds"] = monitor.uncounted_seconds()
             if self._weights is not None and not self._weights.done():
                 progress.print("waiting for the weights")
             begun = self._begin(resumed)
@@ -611,15 +615,15 @@ class Trainer:
         loss, targets = (sum(float(x) for x in column) for column in zip(*totals, strict=True))
         return {"eval_loss": loss / max(targets, 1.0), "eval_targets": int(targets)}
 
-    def _evaluate(self, evaluate, state, frozen, watch: Watch, step, between=None) -> float:
+    def _evaluate(self, evaluate, state, frozen, monitor: Monitor, step, between=None) -> float:
         """The evaluation loss, logged and shown; NaN without rows."""
         if self.eval_batches is None:
             return math.nan
-        with watch.pause("eval", step) as line:
-            values = self._eval_loss(evaluate, state, frozen, watch.progress, between)
+        with monitor.pause("eval", step) as line:
+            values = self._eval_loss(evaluate, state, frozen, monitor.progress, between)
             line |= values
         self.history.append({"step": step, **values})
-        watch.progress.print(
+        monitor.progress.print(
             f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values['eval_targets']:,} targets"
         )
         return values["eval_loss"]

@@ -13,7 +13,7 @@ from tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 from jaxtune.profile import show
 from jaxtune.train.config import ProfileConfig
-from jaxtune.train.loop import Trainer
+from jaxtune.train.trainer import Trainer
 
 
 def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):

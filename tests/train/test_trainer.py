@@ -38,10 +38,10 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config_file import config_to_yaml, load_config
 from jaxtune.train.data.packing import Document
-from jaxtune.train.loop import Trainer, make_mesh
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.metrics import read_metrics
-from jaxtune.train.watch import TrainingStopped
+from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.trainer import Trainer, make_mesh
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, dataset, documents, lora_model, make_config
 
@@ -272,7 +272,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests/models"]
 from tests.train.test_loop import resumable
-from jaxtune.train.loop import Trainer
+from jaxtune.train.trainer import Trainer
 from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED
 
