@@ -61,52 +61,90 @@ def router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
     return RouterLosses(aux, config.router_z_loss_coef)
 
 
-def loss_sums(
-    model: Decoder,
-    batch: Batch,
-    *,
-    max_documents: int | None = None,
-    plan: ResidualPlan | None = None,
-    chunk_tokens: int | None = None,
-    dropout_key: jax.Array | None = None,
-    gradient_sums=None,
-    routers: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(sum of weighted next-token losses, sum of weights, the losses on routers or None): differentiable.
+class Forward:
+    """How an objective runs the model over a micro-batch: by the plan of the step, with its dropout, and with what the
+    step adds up beside the objective's own sums (layers' gradients, routers' losses).
 
-    The sums are float32 scalars. A step over several batches adds both and divides once: the same gradient however the
-    rows are split. The losses on routers are float32[2], the load-balancing loss and the router z-loss of the batch.
+    One is made for each micro-batch as the step is traced.
 
     Args:
-      batch: fields [rows, length].
       max_documents: a promise about the rows that lets faster attention be chosen (see PackedLayout).
       plan: what happens to residuals. chunk_tokens: tokens whose logits exist at a time.
       dropout_key: adapters' dropout; None for none.
       gradient_sums: sums that the layers' gradients are added to; see run_stack.
       routers: whether the losses on routers are wanted, of a model with experts.
+
+    Attributes:
+      runs: of the model that trains, so far; gradient_sums go into the first.
+      routers: float32[2], the load-balancing loss and the router z-loss of the batch, summed over the runs; None where
+        they are not wanted.
     """
-    options: dict[str, Any] = dict(
-        max_documents=max_documents, plan=plan, dropout_key=dropout_key, gradient_sums=gradient_sums
-    )
-    if routers:
-        options["aux"] = ("router_sums",)
-    hidden, values = model.run(batch.tokens, batch.segment_ids, batch.positions, **options)
-    of_routers = None
-    if routers:
-        sums = values["router_sums"]
-        of_routers = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
-    return *_of_hidden(model, hidden, batch, chunk_tokens), of_routers
+
+    def __init__(
+        self,
+        *,
+        max_documents: int | None = None,
+        plan: ResidualPlan | None = None,
+        chunk_tokens: int | None = None,
+        dropout_key: jax.Array | None = None,
+        gradient_sums: Any = None,
+        routers: bool = False,
+    ):
+        self._max_documents, self._chunk_tokens = max_documents, chunk_tokens
+        self._plan, self._dropout_key, self._gradient_sums = plan, dropout_key, gradient_sums
+        self._aux: tuple[str, ...] = ("router_sums",) if routers else ()
+        self.runs = 0
+        self.routers: jax.Array | None = None
+
+    def __call__(self, model: Decoder, batch: Batch) -> jax.Array:
+        """[rows, length, hidden] of the model that trains, after its final norm, in the compute dtype."""
+        key, sums = self._dropout_key, self._gradient_sums
+        if self.runs:  # another run has other masks, and gradients of its own: sums would be counted twice
+            key, sums = None if key is None else jax.random.fold_in(key, self.runs), None
+        self.runs += 1
+        options: dict[str, Any] = dict(plan=self._plan, dropout_key=key, gradient_sums=sums)
+        hidden, values = self._run(model, batch, **options, aux=self._aux)
+        if self._aux:
+            sums = values["router_sums"]
+            found = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
+            self.routers = found if self.routers is None else self.routers + found
+        return hidden
+
+    def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
+        """As a call, of a model that does not train, such as without_adapter(model): without dropout or gradient."""
+        with jax.named_scope("reference"):
+            hidden, _ = self._run(model, batch)
+            return jax.lax.stop_gradient(hidden)
+
+    def _run(self, model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
+        arrays = (batch.tokens, batch.segment_ids, batch.positions)
+        return model.run(*arrays, max_documents=self._max_documents, **options)
+
+    def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """(sum of weighted next-token losses, sum of weights), float32 scalars, of hidden as a call gives it; the
+        logits never exist whole."""
+        head = model.head_variable
+        with jax.named_scope("loss"):
+            return linear_cross_entropy(
+                hidden,
+                head[...],
+                batch.targets,
+                batch.weights,
+                soft_cap=model.config.final_soft_cap,
+                head_gradient=isinstance(head, nnx.Param),
+                chunk_tokens=self._chunk_tokens,
+            )
 
 
-def _of_hidden(model: Decoder, hidden: jax.Array, batch: Batch, chunk_tokens: int | None):
-    head = model.head_variable
-    with jax.named_scope("loss"):
-        return linear_cross_entropy(
-            hidden,
-            head[...],
-            batch.targets,
-            batch.weights,
-            soft_cap=model.config.final_soft_cap,
-            head_gradient=isinstance(head, nnx.Param),
-            chunk_tokens=chunk_tokens,
-        )
+def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(sum of weighted next-token losses, sum of weights, the losses on routers or None): differentiable.
+
+    The sums are float32 scalars. A step over several batches adds both and divides once: the same gradient however the
+    rows are split. The losses on routers are Forward.routers.
+
+    Args:
+      batch: fields [rows, length]. options: as Forward's.
+    """
+    forward = Forward(**options)
+    loss, count = forward.cross_entropy(model, forward(model, batch), batch)
+    return loss, count, forward.routers

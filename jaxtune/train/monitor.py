@@ -165,11 +165,12 @@ class Monitor:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": float(values["learning_rate"]),
-            "targets": int(values["targets"]),
+            self.trainer.program.objective.unit: int(values["count"]),
             "skipped": int(values["skipped"]),
             **work.speeds(self.peak),
             "peak_memory_bytes": memory_peak_bytes(),
         }
+        line |= {key: float(value) for key, value in values["own"].items()}
         line |= {key: float(values[key]) for key in ("router_aux_loss", "router_z_loss") if key in values}
         if config.precision == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
@@ -202,12 +203,12 @@ class Monitor:
         done = step + 1
         if values["finite"]:
             self.bad.clear()
-            if norm == 0.0 and values["targets"] > 0:
+            if norm == 0.0 and values["count"] > 0:
                 raise TrainingStopped(
                     f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
                     f"{len(self.trainer.names)}, first {self.trainer.names[0]}"
                 )
-            if values["targets"] == 0 and self.trainer.batches.steps_per_epoch == 1:
+            if values["count"] == 0 and self.trainer.batches.steps_per_epoch == 1:
                 raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
             return
         if self.trainer.config.precision == "fp16" and values["loss_scale"] > 1.0:

@@ -13,9 +13,10 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jaxtune.files import atomic_write, fingerprints, sync, unfinished_name
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder
 from jaxtune.train.record import compare_meta
 
@@ -31,6 +32,17 @@ class Result:
     folder: Path
     run: dict[str, Any]
     step: int
+
+
+class Delivery(Protocol):
+    """Takes the result of a run; see Trainer.train."""
+
+    def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
+        """Called before the run begins, or goes on from step `start`. run: gives what makes it this one, for which it
+        waits for the weights. May raise."""
+
+    def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
+        """Called with the trained model. trained: whether this process made a step."""
 
 
 def read_result(folder: Path) -> Result:

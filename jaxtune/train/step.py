@@ -17,10 +17,13 @@ import optax
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.train import optimizer_offload
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import NO_ROUTER_LOSSES, RouterLosses, loss_sums
+from jaxtune.train.loss import NO_ROUTER_LOSSES, Forward, RouterLosses
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optim import UpdateBound, step_optimizer
 from jaxtune.train.rounding import stochastic_round
 
@@ -56,12 +59,13 @@ class TrainState:
 class Sums:
     """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count. float32; where a
     step is one micro-batch and nothing adds up, gradients have the dtype of their weights. routers: [2], the losses
-    on routers times the count, where they are asked for."""
+    on routers times the count, where they are asked for. own: the objective's own sums, by name."""
 
     gradients: Any
     loss: jax.Array
     count: jax.Array
     routers: jax.Array | None = None
+    own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,8 @@ class StepProgram:
       graph: graph definition of the model. optimizer: an optax transformation, or an optim.StepOptimizer, over float32
         trainables.
       schedule: learning rate by count of updates made, for the metrics.
-      plan, chunk_tokens, max_documents: as in loss_sums. dropout: whether any adapter has dropout.
+      objective: what the loss of a micro-batch is, and what is measured beside it.
+      plan, chunk_tokens, max_documents: as in Forward. dropout: whether any adapter has dropout.
       full: a promise that every row of a micro-batch is one document without padding (PackedLayout.full).
       max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
       weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
@@ -88,6 +93,7 @@ class StepProgram:
     graph: nnx.GraphDef
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
+    objective: Objective = SUPERVISED
     plan: ResidualPlan | None = None
     max_documents: int | None = None
     max_grad_norm: float | None = 1.0
@@ -144,7 +150,8 @@ class StepProgram:
         adds_up = self.micro_batches > 1
         gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
         routers = jnp.zeros(2, jnp.float32) if self.router_losses else None
-        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), routers)
+        own = {name: jnp.zeros((), jnp.float32) for name in self.objective.sums}
+        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), routers, own)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
@@ -155,10 +162,11 @@ class StepProgram:
             key = jax.random.wrap_key_data(state.dropout_key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
 
+        runs = 0
+
         def scaled_loss(trainable, layer_sums):
-            loss, count, routers = loss_sums(
-                nnx.merge(self.graph, trainable, frozen),
-                batch,
+            nonlocal runs
+            forward = Forward(
                 max_documents=self.max_documents,
                 plan=self.plan,
                 chunk_tokens=self.chunk_tokens,
@@ -166,28 +174,41 @@ class StepProgram:
                 gradient_sums=layer_sums,
                 routers=bool(self.router_losses),
             )
-            total = loss
+            loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
+            total, routers, runs = loss, forward.routers, forward.runs
             if routers is not None:
                 total, routers = loss + count * self.router_losses.added(routers), count * routers
-            return total * state.loss_scale if self.scale_loss else total, (loss, count, routers)
+            return total * state.loss_scale if self.scale_loss else total, (loss, count, routers, own)
 
         # The layers' gradients are added to their sums one layer after the other, and exist for one layer at a time.
         layer_sums = sums.gradients.get("layers")
         (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, layer_sums)
         with jax.named_scope("accumulate"):
             total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
-        if layers is not None:
-            total.gradients["layers"] = layers
+            if layers is not None and runs:
+                # Only the first run of the model adds to sums; what others gave is among the tensors' gradients.
+                more = runs > 1
+                total.gradients["layers"] = jax.tree.map(jnp.add, layers, gradients["layers"]) if more else layers
         return total
+
+    def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
+        """The objective's, its own sums checked to be those that it names."""
+        loss, count, own = self.objective.loss(model, batch, forward)
+        if set(own) != set(self.objective.sums):
+            raise ValueError(
+                f"{type(self.objective).__name__}.loss gave the sums {sorted(own)}, and names {self.objective.sums} in "
+                "its `sums`: they must be the same"
+            )
+        return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.
 
         Returns:
-          (state, zeroed sums, metrics): loss (mean over targets, without what the routers add: router_aux_loss and
-          router_z_loss, before their coefficients, where they are asked for), grad_norm (before clipping),
-          learning_rate, targets, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one a
-          trainable tensor.
+          (state, zeroed sums, metrics): loss (the mean, without what the routers add: router_aux_loss and
+          router_z_loss, before their coefficients, where they are asked for), own (the objective's metrics), grad_norm
+          (before clipping), learning_rate, count, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms
+          float32[n], one a trainable tensor.
         """
         with jax.named_scope("optimizer"):
             count = jnp.maximum(sums.count, 1.0)
@@ -258,7 +279,8 @@ class StepProgram:
                 "loss": sums.loss / count,
                 "grad_norm": norm,
                 "learning_rate": jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
-                "targets": sums.count,
+                "count": sums.count,
+                "own": self.objective.metrics({"loss": sums.loss, "count": sums.count} | sums.own),
                 "finite": finite,
                 "skipped": new.skipped,
                 "skipped_in_row": new.skipped_in_row,
@@ -284,10 +306,10 @@ class StepProgram:
             ],
         )
 
-    def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """(loss sum, target count) of one batch, without dropout or gradients."""
-        model = nnx.merge(self.graph, state.trainable, frozen)
-        return loss_sums(model, batch, max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)[:2]
+    def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(loss sum, count, the objective's own sums) of one batch, without dropout or gradients."""
+        forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+        return self._loss(nnx.merge(self.graph, state.trainable, frozen), batch, forward)
 
 
 # Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.

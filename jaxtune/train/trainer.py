@@ -8,10 +8,9 @@ import functools
 import math
 import time
 import zlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,23 +49,13 @@ from jaxtune.train.record import (
     write_config,
 )
 from jaxtune.train.report import precision_notes
+from jaxtune.train.results import Delivery
 from jaxtune.train.saving import Saver
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 
 CHECKPOINTS = "checkpoints"
-
-
-class Delivery(Protocol):
-    """Takes the result of a run; see Trainer.train."""
-
-    def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Called before the run begins, or goes on from step `start`. run: gives what makes it this one, for which it
-        waits for the weights. May raise."""
-
-    def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Called with the trained model. trained: whether this process made a step."""
 
 
 class Trainer:
@@ -580,8 +569,8 @@ class Trainer:
         return has_adapter(self._given)
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
-        """eval_loss (mean over targets) and eval_targets of the model as given, without training; under QAT rounded as
-        step 0's is, or as the last step's if it is `trained`."""
+        """eval_loss (a mean), eval_targets and what else the objective measures, of the model as given, without
+        training; under QAT rounded as step 0's is, or as the last step's if it is `trained`."""
         if self.eval_batches is None:
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         state, sums, frozen = self.first_state()
@@ -612,8 +601,12 @@ class Trainer:
             progress.evaluating(index + 1, count)
             if between is not None:
                 between()
-        loss, targets = (sum(float(x) for x in column) for column in zip(*totals, strict=True))
-        return {"eval_loss": loss / max(targets, 1.0), "eval_targets": int(targets)}
+        loss, total = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))
+        objective = self.program.objective
+        own = {name: sum(float(sums[name]) for _, _, sums in totals) for name in objective.sums}
+        values = {"loss": loss / max(total, 1.0), objective.unit: int(total)}
+        values |= objective.metrics({"loss": loss, "count": total, **own})
+        return {f"eval_{name}": value for name, value in values.items()}
 
     def _evaluate(self, evaluate, state, frozen, monitor: Monitor, step, between=None) -> float:
         """The evaluation loss, logged and shown; NaN without rows."""
@@ -623,8 +616,9 @@ class Trainer:
             values = self._eval_loss(evaluate, state, frozen, monitor.progress, between)
             line |= values
         self.history.append({"step": step, **values})
+        unit = self.program.objective.unit
         monitor.progress.print(
-            f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values['eval_targets']:,} targets"
+            f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values[f'eval_{unit}']:,} {unit}"
         )
         return values["eval_loss"]
 

@@ -250,7 +250,7 @@ class Ruined(Trainer):
         sums = super()._accumulate(programs, sums, state, frozen, parts)
         self.tried = getattr(self, "tried", 0) + 1
         if self.tried > self.at:
-            sums = type(sums)(sums.gradients, sums.loss * np.float32("nan"), sums.count, sums.routers)
+            sums = type(sums)(sums.gradients, sums.loss * np.float32("nan"), sums.count, sums.routers, sums.own)
         return sums
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxtune.train.config import MetricsConfig
 from jaxtune.train.monitor import Monitor
+from jaxtune.train.objectives.sft import SFT
 from tests.train.tiny_runs import make_config
 
 STEP, DISPATCH, SLOTS = 0.879, 0.01, 4 * 16
@@ -29,6 +30,7 @@ class Machine:
             batches=SimpleNamespace(length=16, steps_per_epoch=100),
             planner=SimpleNamespace(device=SimpleNamespace(name="cpu"), forecast=None),
             total_steps=total_steps,
+            program=SimpleNamespace(objective=SFT()),
             history=[],
             _flops=lambda tokens, squared: 989e12 * STEP,
         )
@@ -44,7 +46,8 @@ class Machine:
         """Dispatches a step, which the device begins when it is free."""
         self.now += DISPATCH
         self.free = max(self.free, self.now) + seconds
-        values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, targets=9, skipped=0, skipped_in_row=0, finite=True)
+        values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, count=9, skipped=0, skipped_in_row=0, finite=True)
+        values["own"] = {}
         counts = dict(tokens=60, trained_tokens=30, sum_squared=900)
         self.monitor.step_dispatched(self.done, values | {"done": self.free}, counts)
         self.done += 1

@@ -1,0 +1,47 @@
+"""The words in which an objective speaks to the step and to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.loss import Forward
+
+
+class Objective(Protocol):
+    """A frozen, hashable value, such as a frozen dataclass; see sft.py for the smallest one.
+
+    Attributes:
+      unit: what `count` counts, in plural: "targets", "pairs". The mean loss is over them, and metrics have their
+        number under this name.
+      sums: names of the objective's own sums.
+    """
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def sums(self) -> tuple[str, ...]: ...
+
+    def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(sum of losses, count, {name: sum}) of a micro-batch: float32 scalars, differentiable by the first.
+
+        All are plain sums over the rows, so that micro-batches and devices add up: the step's loss is the sum of the
+        first over the sum of the second. It is traced under jit, for evaluation too.
+
+        Args:
+          forward: runs the model; see Forward.
+        """
+        ...
+
+    def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        """{name: number} for the metrics of a step or an evaluation, from the sums of all of it.
+
+        sums: {"loss", "count" and the names of `sums`: number}, arrays under jit and floats in an evaluation; count may
+        be 0.
+        """
+        ...
