@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-parity env-aot quickstart quickstart-base test gpu-test parity aot lint types clean
+.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base test gpu-test parity aot lint types clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,6 +15,12 @@ env-parity:
 
 env-aot:
 	@sh scripts/setup_env.sh .venv-aot
+
+env-docs:
+	@sh scripts/setup_env.sh .venv-docs
+
+docs: env-docs  ## build the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
 
 quickstart: env  ## fine-tune the packaged model on the packaged data, on CPU, in about three minutes
 	@$(PY) -m jaxtune.train quickstart
@@ -50,5 +56,5 @@ types: env  ## pyright
 	@$(PY) -m pyright
 
 clean:  ## remove environments, caches and builds
-	rm -rf .venv .venv-parity .venv-aot build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-parity .venv-aot .venv-docs build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Writes the measured tables of README.md from the JSON under benchmarks/results/.
+"""Writes docs/measured.md, the README's picture and its few figures from the JSON under benchmarks/results/.
 
-    python benchmarks/table.py            # rewrites the README between its markers
-    python benchmarks/table.py --check    # fails if the README differs
+    python benchmarks/table.py            # rewrites them, the texts between their markers
+    python benchmarks/table.py --check    # fails if one differs
 
 A training record whose first loss is not near ln V, or in which a trained matrix had no gradient by step 2, proves
 nothing and is an error here.
@@ -18,12 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.chart import caption, sides, svg  # noqa: E402
 from benchmarks.record import RESULTS, honest  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
 
-README = ROOT / "README.md"
+README, MEASURED, PICTURE = ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/images/speed_and_memory.svg"
 KERNELS = ("kernels/attention", "kernels/quant_matmul", "moe")
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"  # of what is written here
 
 
 class Rejected(ValueError):
@@ -212,7 +213,7 @@ def load_text(record: dict) -> list[str]:
 
 def trajectory_text(record: dict) -> list[str]:
     text = (
-        "![the same fine-tuning in jaxtune and in transformers + PEFT](benchmarks/results/trajectory.png)\n\n"
+        "![the same fine-tuning in jaxtune and in transformers + PEFT](images/trajectory.png)\n\n"
         "{steps} steps of LoRA r=16 in bf16 on GSM8K, a model of {shape}'s shape, same base, adapter and batches: "
         "the two losses differ by {mean_difference_last_50:.4f} on average over the last 50 steps, at most "
         "{largest_difference:.4f} at any. {where}. `python benchmarks/train/trajectory.py --help` says how."
@@ -362,7 +363,7 @@ def plot_trajectory(record: dict, path: Path) -> None:
 
 
 def measured(records: list[dict]) -> str:
-    """The text between the README's markers."""
+    """The tables of docs/measured.md."""
     parts: list[str] = []
     for r in records:
         if r.get("benchmark") == "train/ablation":
@@ -394,24 +395,74 @@ def measured(records: list[dict]) -> str:
     return "\n".join(parts)
 
 
+def headlines(records: list[dict]) -> list[str]:
+    """The README's few figures: speed, memory, start-up."""
+    by_kind = {record.get("benchmark"): record for record in records}
+    memory, startup = by_kind["train/memory"]["cases"], by_kind["train/startup"]["runs"]
+    steps = [r for r in records if r.get("benchmark") == "train/step"]
+
+    def step(shape: str, load_in: str | None, documents: str, length: int = 2048) -> dict:
+        return next(
+            r for r in steps
+            if (r["shape"], r["load_in"], r["documents"], r["length"], r["rows"])
+            == (shape, load_in, documents, length, 8)
+        )  # fmt: skip
+
+    def speed(record: dict) -> str:
+        return f"{record['tokens_per_second']:,.0f} tokens/s in {record['peak_memory_gb']:.1f} GB"
+
+    packed = next(r for r in steps if r["shape"] == "llama-3.1-8b" and r["documents"] == "packed")
+    longest = memory["longest"]
+    rows = [
+        ("Llama-3.1-8B, LoRA in 16 bits, packed rows", speed(packed)),
+        ("Llama-3.1-8B, QLoRA within 16 GB", speed(memory["16gb"])),
+        ("gpt-oss-20b, QLoRA on attention and experts", speed(step("gpt-oss-20b", "nf4", "full"))),
+        (
+            "longest single document, Llama-3.1-8B, QLoRA",
+            f"{longest['length']:,} tokens in {longest['peak_memory_gb']:.1f} GB",
+        ),
+        (
+            "from the command to the first step done, 8B",
+            f"{startup['cached']['first_step']:.0f} s; {startup['cold']['first_step']:.0f} s the first time",
+        ),
+    ]
+    return ["| on one H200 | measured |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
+
+
+def _between(text: str, new: str) -> str:
+    """The text with `new` between its markers."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+
+
+def written(records: list[dict]) -> dict[Path, str]:
+    """Every file that is made from the records, and what it should hold."""
+    found = sides(records)
+    picture = f"![Speed and peak memory beside others]({PICTURE.relative_to(ROOT).as_posix()})"
+    figures = "\n".join([picture, "", caption(found, records), "", *headlines(records)])
+    return {
+        README: _between(README.read_text(encoding="utf-8"), figures),
+        MEASURED: _between(MEASURED.read_text(encoding="utf-8"), measured(records)),
+        PICTURE: svg(found),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     records = load()
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    new = f"{before}{BEGIN}\n{measured(records)}\n{END}{after}"
+    files = written(records)
     if options.check:
-        if new != text:
-            print("README.md differs from benchmarks/results: run python benchmarks/table.py")
-            return 1
-        return 0
-    README.write_text(new, encoding="utf-8")
+        stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} differs from benchmarks/results: run python benchmarks/table.py")
+        return int(bool(stale))
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
     for record in records:
         if record.get("benchmark") == "train/trajectory":
-            plot_trajectory(record, RESULTS / "trajectory.png")
+            plot_trajectory(record, ROOT / "docs/images/trajectory.png")
     return 0
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# setup_env.sh FOLDER: make or refresh the environment FOLDER (.venv, .venv-parity or .venv-aot) with pip.
+# setup_env.sh FOLDER: make or refresh the environment FOLDER (.venv, .venv-parity, .venv-aot or .venv-docs) with pip.
 # Nothing happens when it is up to date: a stamp holds what it was made from.
 # With JAXTUNE_CI_CACHE=FOLDER set, what was made stays there for other checkouts, which link its files.
 set -eu
@@ -47,6 +47,9 @@ case "$folder" in
     pip --no-deps "jax-cuda13-plugin==$jax_version" "jax-cuda13-pjrt==$jax_version"
     # Triton's compiler needs no GPU either. The oldest supported pair; the other environment has the newest.
     pip --no-deps jax-triton==0.3.1 triton==3.6.0
+    ;;
+*-docs)
+    pip --constraint constraints.txt --editable '.[docs]'
     ;;
 esac
 echo "$key" > "$stamp"

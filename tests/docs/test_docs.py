@@ -1,0 +1,143 @@
+"""The pages that people read are true: their code runs, their links lead somewhere, their tables are the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections import Counter
+
+import pytest
+import yaml
+
+from jaxtune import cli
+from jaxtune.train.config_file import config_keys, load_config, packaged_recipes
+from tests.docs.conftest import run_command
+from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links
+
+DOCS = ROOT / "docs"
+RUN = ("python", "sh", "console")
+SHOWN = ("text", "json", "yaml", "mermaid")
+ALL = [block for page in PAGES for block in blocks(page)]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Commands of other programs: shown, not run.
+OTHERS = ("pip", "make", "docker", "git", "cd", "export", "vllm", "ollama")
+# Blocks that cannot run here. Each one more must be added by hand: nothing hides among them.
+NOT_RUN = {"a GPU": 1, "two GPUs": 1, "the network": 2}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.language in RUN for b in blocks(p))], ids=lambda p: p.stem)
+def test_the_blocks_of_a_page_run(page, workplace):
+    """In their order, Python's in one namespace; lines of `sh` and after the "$ " of `console` as commands."""
+    namespace: dict = {"__name__": "__page__"}
+    for block in blocks(page):
+        if block.needs:
+            continue
+        if block.language == "python":
+            exec(compile(block.code, str(block), "exec"), namespace)
+        elif block.language in ("sh", "console"):
+            for line in commands(block):
+                if shlex.split(line)[0] not in OTHERS:
+                    assert run_command(line) == 0, f"{block}: {line}"
+
+
+def test_every_block_says_what_it_is_and_few_cannot_run():
+    unknown = [str(block) for block in ALL if block.language not in (*RUN, *SHOWN)]
+    assert not unknown, f"name the language: {', '.join(RUN + SHOWN)}"
+    assert dict(Counter(block.needs for block in ALL if block.needs)) == NOT_RUN
+
+
+def test_commands_name_what_there_is():
+    """Also where they are not run: recipes, keys, make's targets, extras."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    keys = {key.name for key in config_keys()}
+    for block in ALL:
+        if block.language not in ("sh", "console"):
+            continue
+        for line in commands(block):
+            words = shlex.split(line)
+            if words[0] == "make":
+                assert re.search(rf"^{words[1]}:", makefile, re.M), f"{block}: {line}"
+            for extra in re.findall(r"(?:jaxtune|\.)\[([\w,-]+)\]", line):
+                assert set(extra.split(",")) <= extras.keys(), f"{block}: {line}"
+            if words[0] == "jaxtune":
+                assert words[1] in cli._COMMANDS or words[1].startswith("-"), f"{block}: {line}"
+            if "train" in words[:2] or words[:3] == ["python", "-m", "jaxtune.train"]:
+                named = {word.split("=")[0] for word in words if re.match(r"[\w.]+=", word)}
+                assert named <= keys, f"{block}: {named - keys}"
+
+
+def test_yaml_blocks_are_recipes(workplace):
+    """Completed with what a page about one thing leaves out."""
+    for block in (block for block in ALL if block.language == "yaml"):
+        recipe = {"model": {"path": "base"}, "data": {}} | yaml.safe_load(block.code)
+        recipe["data"] = {"train": "rows.jsonl"} | recipe["data"]
+        (workplace / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        load_config(str(workplace / "recipe.yaml"), [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link}"
+        if page.is_relative_to(DOCS):  # the built site has nothing else
+            assert target.is_relative_to(DOCS), f"{page.name}: {link} leaves docs/"
+
+
+def test_every_page_is_in_the_table_of_contents():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = [path for section in site["nav"] for path in _paths(section)]
+    assert sorted(listed) == sorted(p.relative_to(DOCS).as_posix() for p in PAGES if DOCS in p.parents)
+
+
+def _paths(section) -> list[str]:
+    [value] = section.values()
+    return [value] if isinstance(value, str) else [path for part in value for path in _paths(part)]
+
+
+# ---- README.md
+
+
+def test_the_readme_is_short_and_has_every_command():
+    assert len(README.splitlines()) < 130
+    for command in cli._COMMANDS:
+        assert f"| `jaxtune {command} " in README or f"| `jaxtune {command}`" in README, command
+
+
+def test_the_readmes_models_are_those_of_its_recipes():
+    rows = re.findall(r"^\| ([\w./-]+)(?:, all parameters)? \| (\d+) GB \(([\w ]+)\) \| `([\w.-]+)` \|$", README, re.M)
+    recipes = packaged_recipes()
+    assert {recipe for *_, recipe in rows} == recipes.keys() - {"quickstart"}
+    for model, _, _, recipe in rows:
+        config = load_config(recipe, [], rows_needed=False)
+        assert config.model.path == model
+        assert (config.adapter is None) == (f"| {model}, all parameters |" in README and recipe.startswith("full"))
+
+
+# ---- docs/: tables of names
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading."""
+    text = (DOCS / page).read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1]
+    found = re.search(r"(?:^\|.*\n)+", text, re.M)
+    assert found, heading
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[0].splitlines()[2:]]
+
+
+def test_names_of_other_tools_lead_to_keys_that_exist():
+    keys = {key.name for key in config_keys()}
+    for heading in ("axolotl", "LLaMA-Factory", "torchtune"):
+        rows = table("moving.md", heading)
+        assert len(rows) >= 12
+        for theirs, ours, *_ in rows:
+            named = re.findall(r"`([\w.]+?)(?:[=:][^`]*)?`", ours)
+            assert theirs and (named or ours), heading
+            assert set(named) <= keys, f"{heading}: {set(named) - keys}"
