@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxtune.export.api import export_model
     from jaxtune.models.adapter_files import load_adapter, save_adapter
     from jaxtune.models.config import DecoderConfig
     from jaxtune.models.decoder import Decoder
@@ -28,6 +29,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "__version__",
+    "export_model",
     "from_pretrained",
     "generate",
     "get_peft_model",
@@ -43,6 +45,7 @@ _MODULE_OF = {
     "DecoderConfig": "jaxtune.models.config",
     "TrainConfig": "jaxtune.train.config",
     "Trainer": "jaxtune.train.trainer",
+    "export_model": "jaxtune.export.api",
     "from_pretrained": "jaxtune.models.hf",
     "generate": "jaxtune.models.generate",
     "get_peft_model": "jaxtune.models.lora",
@@ -52,7 +55,7 @@ _MODULE_OF = {
     "save_pretrained": "jaxtune.models.hf",
     "without_adapter": "jaxtune.models.lora",
 }
-_SUBMODULES = ("compat", "models", "pallas", "profile", "train")
+_SUBMODULES = ("compat", "export", "models", "pallas", "profile", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -352,8 +352,17 @@ def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):
     jaxtune.save_adapter(model, adapter)
 
     assert cli.main(["export", adapter, merged, "--dtype", "float32"]) == 0
-    assert capsys.readouterr().out == f"merged model: {merged}\n"
+    assert capsys.readouterr().out == f"merged model: {merged} (read back: config.json, model.safetensors)\n"
     tokens = np.arange(12).reshape(2, 6)
     logits = [jaxtune.from_pretrained(path, dtype="float32")[0](tokens) for path in (base, merged)]
     np.testing.assert_allclose(logits[1], model(tokens), atol=1e-4)
     assert np.abs(logits[0] - logits[1]).max() > 0.1
+
+    assert cli.main(["export", adapter, str(tmp_path / "again"), "--to", "adapter"]) == 0
+    assert "note: PEFT, vLLM, SGLang and TGI load this adapter" in capsys.readouterr().out
+    for arguments, message in (
+        (["--to", "onnx"], "to = 'onnx' is unknown; it can be merged,"),
+        (["--outtype", "q8_0"], "outtype = 'q8_0' is of gguf"),
+    ):
+        assert cli.main(["export", adapter, str(tmp_path / "no"), *arguments]) == 2
+        assert message in capsys.readouterr().err

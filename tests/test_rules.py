@@ -26,6 +26,7 @@ MAY_IMPORT = {
         "jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.terminal", "jaxtune.files",
         "jaxtune.__version__",
     ),
+    "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.export", "jaxtune.terminal", "jaxtune.files"),
     "profile": ("jaxtune.profile", "jaxtune.terminal", "jaxtune.files"),
 }  # fmt: skip
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.
@@ -108,6 +109,8 @@ def test_imports_go_one_way():
         ("jaxtune.models.linear", "import jaxtune.train", "models may import"),
         ("jaxtune.models.linear", "from jaxtune import Trainer", "models may import"),
         ("jaxtune.train.trainer", "from jaxtune.cli import main", "train may import"),
+        ("jaxtune.export.api", "from jaxtune.train import results", "export may import"),
+        ("jaxtune.models.hf", "from jaxtune.export import api", "models may import"),
         ("jaxtune.profile.table", "from jaxtune.pallas import dispatch", "profile may import"),
         ("jaxtune.models.families.gemma2", "from jaxtune.models.families.llama import read", "each other"),
         ("jaxtune.models.families.gemma2", "from . import llama", "each other"),

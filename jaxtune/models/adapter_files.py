@@ -134,6 +134,23 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
       ValueError: the model has no adapter; something trains that an adapter file cannot hold; a value is not finite;
         `path` exists and is not an empty folder.
     """
+    files = adapter_content(model)
+    with new_folder(path, "save_adapter") as folder:
+        write_adapter(folder, *files)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def write_adapter(
+    folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes the two files of an adapter into a folder; see adapter_content."""
+    save_file(dict(arrays), folder / WEIGHTS_NAME, metadata=dict(metadata))
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
+    """(adapter_config.json, the tensors, the metadata beside them) of a model's adapter; errors as in save_adapter."""
     config = _config_of(model)
     variables = adapter_tensors(model)
     held = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
@@ -154,11 +171,7 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
     metadata = {"format": "pt"}
     if model.base_fingerprint is not None:
         metadata[_FINGERPRINT] = model.base_fingerprint
-    with new_folder(path, "save_adapter") as folder:
-        save_file(arrays, folder / WEIGHTS_NAME, metadata=metadata)
-        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+    return config, arrays, metadata
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:

@@ -22,6 +22,15 @@ def require_new(path: str | os.PathLike, what: str) -> Path:
     return path
 
 
+def require_space(folder: Path, need_bytes: int) -> None:
+    """Raises ValueError where the disk of a folder, which need not exist yet, has less room than that."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if need_bytes > free:
+        raise ValueError(f"{folder}: {need_bytes:,} bytes to write, but only {free:,} bytes are free on that disk")
+
+
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
     """A temporary folder beside `path`, which takes its name when the block ends well and vanishes when it fails.

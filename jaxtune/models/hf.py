@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import threading
 import warnings
 from collections import deque
@@ -24,7 +23,7 @@ from jaxtune.models import expert_files, quant, shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
-from jaxtune.models.folders import new_folder, require_new
+from jaxtune.models.folders import new_folder, require_new, require_space
 from jaxtune.models.lora import experts, freeze, linears
 from jaxtune.models.model_folder import (
     INDEX,
@@ -41,6 +40,8 @@ from jaxtune.pallas.formats import NF4, FourBit
 
 _PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry)
 _ROUTER = ".mlp.gate.weight"
+# Of each variable: {tensor of the file: (shape, dtype, function that gives it)}.
+Planned = dict[str, dict[str, tuple]]
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 # Host memory of tensors on their way to the device, unless one alone is larger.
 IN_FLIGHT_BYTES = 1 << 30
@@ -332,8 +333,12 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     return hf
 
 
-def _model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable}, in the order of the layers."""
+def model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
+    """{Hugging Face name: variable}, in the order of the layers.
+
+    Raises:
+      ValueError: a model with adapters, or prepared for QAT.
+    """
     norms = family(model.config.family).NORMS
     flat = list(nnx.to_flat_state(nnx.state(model)))
     if any("lora" in map(str, path) for path, _ in flat):
@@ -370,14 +375,6 @@ def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[
     return {name: (value.shape, dtype, lambda: value.astype(dtype))}
 
 
-def _require_space(folder: Path, need_bytes: int) -> None:
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if need_bytes > free:
-        raise ValueError(f"{folder}: {need_bytes:,} bytes to write, but only {free:,} bytes are free on that disk")
-
-
 def save_pretrained(
     model: Decoder, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
@@ -396,34 +393,62 @@ def save_pretrained(
       ValueError: adapters that are not merged; experts in four bits that no checkpoint could hold; a folder in use; a
         disk without room.
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
+    planned = checkpoint_tensors(model)
+    require_space(require_new(path, "save_pretrained").parent, checkpoint_bytes(planned))
+    with new_folder(path, "save_pretrained") as folder:
+        write_checkpoint(folder, planned, hf_config_of(model, tokenizer), max_shard_bytes)
+        write_companions(folder, model, tokenizer)
+
+
+def checkpoint_tensors(model: Decoder) -> Planned:
+    """What a checkpoint holds of a model.
+
+    Raises:
+      ValueError: adapters that are not merged; experts in four bits that no checkpoint could hold.
+    """
     dtype = jnp.dtype(model.dtype)
     files = getattr(family(model.config.family), "EXPERT_FILES", None)
-    planned = {name: _planned(name, variable, dtype, files) for name, variable in _model_tensors(model).items()}
-    sizes = {
-        name: sum(int(np.prod(shape)) * stored.itemsize for shape, stored, _ in parts.values())
-        for name, parts in planned.items()
-    }
-    total = sum(sizes.values())
+    return {name: _planned(name, variable, dtype, files) for name, variable in model_tensors(model).items()}
+
+
+def checkpoint_bytes(planned: Planned) -> int:
+    """Bytes of the tensors, and room for the other files."""
+    return sum(_tensor_bytes(parts) for parts in planned.values()) + (16 << 20)
+
+
+def _tensor_bytes(parts: Mapping[str, tuple]) -> int:
+    return sum(int(np.prod(shape)) * stored.itemsize for shape, stored, _ in parts.values())
+
+
+def write_checkpoint(folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int) -> None:
+    """Writes weights, their index and config.json into an empty folder; one tensor is in host memory at a time.
+
+    Args:
+      planned: of checkpoint_tensors. hf: what config.json says. max_shard_bytes: as in save_pretrained.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
+    sizes = {name: _tensor_bytes(parts) for name, parts in planned.items()}
     files = shards.plan_shards(sizes.items(), max_shard_bytes)
-    _require_space(require_new(path, "save_pretrained").parent, total + (16 << 20))
-    with new_folder(path, "save_pretrained") as folder:
-        weight_map = {}
-        for number, names in enumerate(files, 1):
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
-            parts = {key: part for name in names for key, part in planned[name].items()}
-            tensors = [(key, shape, stored) for key, (shape, stored, _) in parts.items()]
-            shards.write_file(folder / file, tensors, lambda key, parts=parts: parts[key][2]())
-            weight_map |= dict.fromkeys(parts, file)
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            _write_json(folder / INDEX, index)
-        _write_json(folder / "config.json", hf_config_of(model, tokenizer))
-        if model.source is not None and model.source.generation_config is not None:
-            (folder / "generation_config.json").write_text(model.source.generation_config, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+    weight_map = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
+        parts = {key: part for name in names for key, part in planned[name].items()}
+        tensors = [(key, shape, stored) for key, (shape, stored, _) in parts.items()]
+        shards.write_file(folder / file, tensors, lambda key, parts=parts: parts[key][2]())
+        weight_map |= dict.fromkeys(parts, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(folder / INDEX, index)
+    _write_json(folder / "config.json", hf)
+
+
+def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
+    """Writes what travels with the weights: generation_config.json and the tokenizer's files, where there are any."""
+    if model.source is not None and model.source.generation_config is not None:
+        (folder / "generation_config.json").write_text(model.source.generation_config, encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -12,7 +12,9 @@ import numpy as np
 from jaxtune.models.config import DecoderConfig, RopeConfig
 
 
-def _frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[np.ndarray, np.ndarray | None, float]:
+def rotary_frequencies(
+    rope: RopeConfig, head_dim: int, max_positions: int
+) -> tuple[np.ndarray, np.ndarray | None, float]:
     """(inverse frequencies float32[rotary_dim / 2], those for long documents or None, factor on cos and sin).
 
     Formulas as in transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
@@ -66,7 +68,7 @@ def rotary_table(
         a document past the original context takes the long factors, whatever it is packed beside. (transformers
         chooses for a whole batch at once; of a document alone it makes the same choice.) None: a row is one document.
     """
-    short, long, scale = _frequencies(rope, head_dim, max_positions)
+    short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
     if long is not None:
         if lengths is None:

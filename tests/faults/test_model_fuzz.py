@@ -18,7 +18,7 @@ from jaxtune.models import expressions, shards
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.model_folder import load_tokenizer, read_generation_config
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.rope import _frequencies
+from jaxtune.models.rope import rotary_frequencies
 
 PACKAGE = Path(jaxtune.__file__).parent
 
@@ -71,7 +71,7 @@ def configs(draw) -> dict:
 def test_any_config_json(hf):
     config = only_our_errors(config_from_hf, hf)
     for rope in () if config is None or config.head_dim > 10**4 else config.rotary:
-        short, long, scale = _frequencies(rope, config.head_dim, config.max_position_embeddings)
+        short, long, scale = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings)
         assert np.isfinite(short).all() and np.isfinite(scale) and (long is None or np.isfinite(long).all())
 
 

@@ -1,5 +1,5 @@
 """MXFP4, as gpt-oss is published: blocks of 32 numbers in four bits that share a power of two (OCP Microscaling Formats
-v1.0: e2m1 numbers, e8m0 scales). Two numbers make a byte, the first in the low nibble. Not trained, not written."""
+v1.0: e2m1 numbers, e8m0 scales). Two numbers make a byte, the first in the low nibble. Written, not trained."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ class MXFP4(Stored):
         check.array("blocks", blocks, " ".join(map(str, (*scales.shape, BLOCK // 2))), jnp.uint8)
         return MXFP4(blocks.reshape(*scales.shape[:-1], -1), scales, dtype_name)
 
+    @staticmethod
+    def encode(tensor: jax.Array) -> MXFP4:
+        """The tensor, float[..., n] with n a multiple of 32, in MXFP4; exact where its numbers are MXFP4's already.
+
+        A block's scale is the power of two of the specification, under which its largest number is cut off at 6 where
+        it is above, or twice that, whichever is nearer in the sum of squares. Numbers are rounded to nearest, ties to
+        even. Each number must be finite.
+
+        Raises:
+          ValueError: rows that are not whole blocks.
+        """
+        if tensor.ndim < 1 or tensor.shape[-1] % BLOCK:
+            raise ValueError(f"MXFP4.encode: the last axis of {list(tensor.shape)} is not a multiple of {BLOCK}")
+        codes, scales = _encode(tensor)
+        return MXFP4(codes, scales, str(tensor.dtype))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
@@ -75,3 +91,26 @@ class MXFP4(Stored):
             bits = jnp.where((size > 0) & (exponent > 0), bits, 0) | sign
             wide = jax.lax.bitcast_convert_type(bits, jnp.float32)
             return wide.astype(dtype or self.dtype).reshape(self.shape)
+
+
+@jax.jit
+def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(codes uint8[..., n / 2], scales uint8[..., n / 32])"""
+    blocks = tensor.astype(jnp.float32).reshape(*tensor.shape[:-1], -1, BLOCK)
+    largest = jnp.abs(blocks).max(-1, keepdims=True)
+    exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 124)  # 6 is the largest number: 1.5 times 2 to the 2
+
+    def rounded(exponent):
+        size = jnp.abs(blocks) * jnp.exp2(-exponent.astype(jnp.float32))
+        # Numbers lie 0.5 apart below 2, 1 below 4 and 2 above; ties go to the even code, as jnp.round has them.
+        step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+        size = jnp.minimum(jnp.round(size / step) * step, 6.0)
+        error = jnp.square(size * jnp.exp2(exponent.astype(jnp.float32)) - jnp.abs(blocks)).sum(-1, keepdims=True)
+        return size, error
+
+    (low, low_error), (high, high_error) = rounded(exponent), rounded(exponent + 1)
+    better = high_error < low_error
+    size, exponent = jnp.where(better, high, low), jnp.where(better, exponent + 1, exponent)
+    code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
+    code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*tensor.shape[:-1], -1, 2)
+    return code[..., 0] | code[..., 1] << 4, (exponent[..., 0] + 127).astype(jnp.uint8)

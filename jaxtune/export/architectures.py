@@ -1,0 +1,252 @@
+"""What llama.cpp knows of our families: its name for each, what it computes, and the metadata that it asks for.
+
+llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. What it would compute otherwise than
+the model does is refused here, by key and value; what is exact in a shorter context only is written with that context.
+The rules are those of the oldest llama.cpp that reads the architecture, so that every later one does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxtune.models.config import DecoderConfig, RopeConfig
+from jaxtune.models.rope import rotary_frequencies
+
+_QKV, _OUT, _MLP = "q/k/v", "attention output", "MLP"
+# What llama.cpp computes with, whatever the file says.
+_OSS_LIMIT, _OSS_ALPHA = 7.0, 1.702
+_GEMMA3_LOCAL_THETA = 10_000.0
+_SMOLLM3_PERIOD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp runs a family.
+
+    name: general.architecture. permuted: it rotates neighbours (2i, 2i + 1) of a head, so that rows of q and k are
+    reordered. biases: those that it reads. period: every period-th layer has full attention and the others a window;
+    None: it knows no windows. split_heads: it takes heads to be hidden_size / num_attention_heads wide. ropes: kinds of
+    RopeConfig that it computes. own_output: the head must be a tensor of its own, even where it is tied; tied_output:
+    it must be tied. wide_scale_layers: with so many layers queries are scaled by the hidden size a head, not the
+    head's size (Gemma's 27B).
+    """
+
+    name: str
+    permuted: bool = False
+    biases: frozenset[str] = frozenset()
+    period: int | None = None
+    split_heads: bool = False
+    ropes: tuple[str, ...] = ("default", "linear", "yarn")
+    own_output: bool = False
+    tied_output: bool = False
+    wide_scale_layers: int | None = None
+
+
+_LLAMA = Architecture(
+    "llama", permuted=True, biases=frozenset({_QKV, _OUT, _MLP}), ropes=("default", "linear", "llama3", "yarn")
+)
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen2": Architecture("qwen2", biases=frozenset({_QKV}), split_heads=True),
+    "qwen3": Architecture("qwen3"),
+    "qwen3_moe": Architecture("qwen3moe"),
+    "gemma2": Architecture("gemma2", period=2, tied_output=True, wide_scale_layers=46, ropes=("default",)),
+    "gemma3_text": Architecture("gemma3", period=6, wide_scale_layers=62, ropes=("default", "linear")),
+    "phi3": Architecture("phi3", split_heads=True, ropes=("default", "longrope")),
+    "olmo2": Architecture("olmo2", split_heads=True, own_output=True),
+    "gpt_oss": Architecture("gpt-oss", biases=frozenset({_QKV, _OUT}), period=2, own_output=True),
+    "smollm3": Architecture("smollm3", permuted=True, split_heads=True),
+}
+
+
+def architecture(config: DecoderConfig) -> Architecture:
+    """llama.cpp's architecture of a model.
+
+    Raises:
+      ValueError: llama.cpp has none, or computes something else than the model does; every reason, one a line.
+    """
+    arch = ARCHITECTURES.get(config.family)
+    if arch is None:
+        raise ValueError(
+            f"gguf: llama.cpp's files of the family {config.family!r} are not written; those of "
+            f"{', '.join(ARCHITECTURES)} are"
+        )
+    if problems := _problems(config, arch):
+        raise ValueError("\n".join(f"gguf: {config.family}: {problem}" for problem in problems))
+    return arch
+
+
+def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
+    """What llama.cpp would compute otherwise."""
+    found = []
+
+    def check(right: bool, what: str) -> None:
+        if not right:
+            found.append(f"{what}: llama.cpp cannot run it")
+
+    check(all(layer.mixer is None and layer.feed_forward is None for layer in config.layers), "layers of another kind")
+    present = {_QKV: config.qkv_bias, _OUT: config.out_bias, _MLP: config.mlp_bias}
+    for place in sorted(place for place, there in present.items() if there and place not in arch.biases):
+        check(False, f"biases of the {place} projections")
+    if config.family == "qwen2":
+        check(config.qkv_bias, "no biases of the q/k/v projections")
+    if config.family == "gpt_oss":
+        check(config.qkv_bias and config.out_bias, "attention_bias = false")
+    if arch.split_heads:
+        split = config.hidden_size == config.query_size
+        check(split, f"head_dim = {config.head_dim} is not hidden_size / num_attention_heads")
+    scale = config.head_dim**-0.5
+    if arch.wide_scale_layers is not None and config.num_layers == arch.wide_scale_layers:
+        scale = (config.hidden_size // config.num_heads) ** -0.5
+    check(
+        math.isclose(config.attention_scale, scale, rel_tol=1e-6),
+        f"query_pre_attn_scalar = {config.attention_scale**-2:g}, where it has {scale**-2:g} for a model of this size",
+    )
+    gemma = config.family in ("gemma2", "gemma3_text")
+    check(config.activation == ("gelu_tanh" if gemma else "silu"), f"activation {config.activation!r}")
+    embedding = config.hidden_size**0.5 if gemma else 1.0
+    check(math.isclose(config.embedding_scale, embedding, rel_tol=1e-6), f"embedding_scale {config.embedding_scale}")
+    if config.family == "gemma2":
+        caps = config.attention_soft_cap is not None and config.final_soft_cap is not None
+        check(caps, "attn_logit_softcapping or final_logit_softcapping = null")
+    else:
+        check(config.attention_soft_cap is None, f"attn_logit_softcapping = {config.attention_soft_cap}")
+        check(config.final_soft_cap is None, f"final_logit_softcapping = {config.final_soft_cap}")
+    check(config.tie_embeddings or not arch.tied_output, "tie_word_embeddings = false")
+    if config.moe is not None:
+        check(config.moe.renormalize, "norm_topk_prob = false")
+        clamped = (_OSS_LIMIT, _OSS_ALPHA) if config.family == "gpt_oss" else (None, config.moe.swiglu_alpha)
+        limits = (config.moe.swiglu_limit, config.moe.swiglu_alpha)
+        check(limits == clamped, f"swiglu_limit, swiglu_alpha = {limits}")
+    found += _layer_problems(config, arch)
+    for rope in config.rotary:
+        check(rope.kind in arch.ropes, f"rope_type {rope.kind!r}")
+        check(rope.head_dim in (None, config.head_dim), f"a rotary head of {rope.head_dim}")
+        partial = rope.partial_rotary_factor
+        check(partial == 1.0 or config.family == "phi3", f"partial_rotary_factor = {partial}")
+        if rope.kind == "yarn" and rope.attention_factor is not None:
+            formula = 0.1 * math.log(rope.factor) + 1.0
+            check(math.isclose(rope.attention_factor, formula), f"yarn's attention_factor = {rope.attention_factor}")
+    return found
+
+
+def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
+    """Windows and rotary bases that do not follow llama.cpp's pattern of layers."""
+    found = []
+    if arch.period is not None:
+        windows = {layer.window for layer in config.layers} - {None}
+        if len(windows) > 1:
+            found.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
+        wrong = [i for i, layer in enumerate(config.layers) if layer.window and (i + 1) % arch.period == 0]
+        if windows:
+            wrong += [i for i, layer in enumerate(config.layers) if not layer.window and (i + 1) % arch.period]
+        if wrong:
+            found.append(
+                f"layer_types of layer {min(wrong)}: llama.cpp has full attention in every {arch.period}th layer "
+                "and a window in all others"
+            )
+    for index, layer in enumerate(config.layers):
+        expected: int | None = 0
+        if config.family == "gemma3_text" and arch.period is not None:
+            expected = int((index + 1) % arch.period != 0)
+        elif config.family == "smollm3" and (index + 1) % _SMOLLM3_PERIOD == 0:
+            expected = None
+        if layer.rotary != expected:
+            found.append(f"the position encoding of layer {index}: llama.cpp has another one there")
+            break
+    if config.family == "gemma3_text":
+        local = config.rotary[1]
+        if local != RopeConfig(theta=_GEMMA3_LOCAL_THETA):
+            found.append(f"rope_local_base_freq = {local.theta:g}: llama.cpp has {_GEMMA3_LOCAL_THETA:g}")
+    return found
+
+
+def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str, Any], list[str]]:
+    """({key without the architecture's name: value}, notes for the user); ints are uint32, floats float32."""
+    notes = []
+    context = config.context_length
+    windows = {layer.window for layer in config.layers} - {None}
+    rope = config.rotary[0]
+    keys: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "rope.dimension_count": int(config.head_dim * rope.partial_rotary_factor),
+        "rope.freq_base": float(rope.theta),
+    }
+    if arch.period is not None:
+        keys["attention.sliding_window"] = max(windows, default=context)
+    elif windows:
+        context = min(context, *windows)
+        notes.append(
+            f"llama.cpp has no sliding windows in {arch.name} models: context_length is written as the window, "
+            f"{context} tokens, within which the model is the same"
+        )
+    if config.family == "phi3":
+        keys["attention.sliding_window"] = 0  # older versions ask for it
+    if config.attention_soft_cap is not None:
+        keys["attn_logit_softcapping"] = float(config.attention_soft_cap)
+    if config.final_soft_cap is not None:
+        keys["final_logit_softcapping"] = float(config.final_soft_cap)
+    if config.moe is not None:
+        keys["expert_count"] = config.moe.num_experts
+        keys["expert_used_count"] = config.moe.experts_per_token
+        if arch.name != "llama":
+            keys["expert_feed_forward_length"] = config.moe.expert_size
+    keys["context_length"] = context
+    return keys | _rope_keys(config, rope, notes), notes
+
+
+def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
+    original = rope.original_max_position_embeddings or config.max_position_embeddings
+    if rope.kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
+    if rope.kind == "longrope":
+        notes.append(
+            "llama.cpp chooses the long rotary factors by the size of its whole context: run it with at most "
+            f"{original} tokens of context for texts that fit in"
+        )
+        _, _, scale = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings)
+        return {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": float(scale)}
+    if rope.kind == "yarn":
+        if not rope.truncate:
+            notes.append(
+                "llama.cpp rounds the bounds of yarn's ramp, which this model does not (truncate = false): "
+                "its logits differ a little"
+            )
+        return {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope.factor),
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
+        }
+    return {}
+
+
+def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """{tensor: float32[rotary dims / 2]} by which llama.cpp divides the rotary frequencies."""
+    rope = config.rotary[0]
+    if rope.kind == "longrope":
+        return {
+            "rope_factors_long.weight": np.asarray(rope.long_factor, np.float32),
+            "rope_factors_short.weight": np.asarray(rope.short_factor, np.float32),
+        }
+    if rope.kind == "llama3":
+        plain = dataclasses.replace(rope, kind="default")
+        base, _, _ = rotary_frequencies(plain, config.head_dim, config.max_position_embeddings)
+        scaled, _, _ = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings)
+        return {"rope_freqs.weight": (base / scaled).astype(np.float32)}
+    return {}

@@ -1,0 +1,194 @@
+"""A model's tensors, and an adapter's, under llama.cpp's names and in its order of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.export.architectures import Architecture, rope_factors
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.hf import model_tensors
+from jaxtune.models.lora import experts, linears
+from jaxtune.pallas.formats import dense
+
+_QUERY_OR_KEY = re.compile(r"\.self_attn\.([qk])_proj(\.|$)")
+_GATE_UP = ".experts.gate_up_proj"
+HEADS = ("token_embd.weight", "output.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a GGUF file. shape: as numpy has it, the reverse of what the file says. fetch: gives it in float32.
+
+    plain: it stays in float32 whatever the others are kept in, as llama.cpp wants of vectors and routers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fetch: Callable[[], np.ndarray]
+    plain: bool
+
+
+class _Names:
+    """Hugging Face's names -> llama.cpp's, by the gguf package's own tables."""
+
+    def __init__(self, arch: Architecture, layers: int):
+        import gguf
+
+        known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        self._map = gguf.get_tensor_name_map(known[arch.name], layers)
+
+    def __call__(self, name: str) -> str:
+        """The name of a tensor; a name that does not end in .weight or .bias is a weight's."""
+        suffix = next((end for end in (".weight", ".bias") if name.endswith(end)), "")
+        module = name.removesuffix(suffix)
+        found = self._map.get_name(module)
+        if found is None:
+            raise ValueError(f"gguf: {name} has no name in llama.cpp's files")
+        return found + (suffix or ".weight")
+
+
+def interleaved(array: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads * D, ...] of q or k with the halves of each head taken in turn: llama.cpp rotates neighbours."""
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
+    """Heads of a projection whose rows are reordered; None of any other tensor."""
+    match = _QUERY_OR_KEY.search(name)
+    if match is None or not arch.permuted:
+        return None
+    return config.num_heads if match[1] == "q" else config.num_kv_heads
+
+
+def _host(value: jax.Array, dtype) -> np.ndarray:
+    """float32, of an array or a tensor in four bits."""
+    return np.asarray(jax.device_get(dense(value, dtype).astype(jnp.float32)))
+
+
+def of_model(model: Decoder, arch: Architecture) -> list[Tensor]:
+    """Every tensor of a model without adapters.
+
+    Raises:
+      ValueError: a tensor that llama.cpp has no place for.
+    """
+    config, names = model.config, _Names(arch, model.config.num_layers)
+    found = [
+        Tensor(name, factors.shape, lambda factors=factors: factors, True)
+        for name, factors in rope_factors(config).items()
+    ]
+    variables = model_tensors(model)
+    for name, variable in variables.items():
+        if ".experts." in name:
+            found += _expert_tensors(name, variable.get_value(), model, names)
+        else:
+            found.append(_dense_tensor(name, variable.get_value(), model, arch, names))
+    if arch.own_output and config.tie_embeddings:
+        embedding = variables["model.embed_tokens.weight"].get_value()
+        found.append(Tensor("output.weight", embedding.shape, lambda: _host(embedding, model.dtype), False))
+    return found
+
+
+def _dense_tensor(name: str, value: Any, model: Decoder, arch: Architecture, names: _Names) -> Tensor:
+    heads = _heads(model.config, arch, name)
+    offset = np.float32(model.config.norm_offset if name.endswith("norm.weight") else 0.0)
+
+    def fetch() -> np.ndarray:
+        host = _host(value, model.dtype) + offset
+        return host if heads is None else interleaved(host, heads)
+
+    plain = len(value.shape) == 1 or name.endswith((".mlp.gate.weight", ".mlp.router.weight"))
+    return Tensor(names(name), tuple(value.shape), fetch, plain)
+
+
+def _expert_tensors(name: str, value: Any, model: Decoder, names: _Names) -> list[Tensor]:
+    """Those of an experts' matrix or bias; gate and up are tensors of their own."""
+    moe = model.config.moe
+    assert moe is not None
+    bias = name.endswith("_bias")
+    module = name.removesuffix("_bias")
+    turned = moe.transposed and not bias
+    count, *rest = value.shape
+    out_size, *columns = rest[::-1] if turned else rest
+
+    def tensor(module: str, rows: slice, size: int) -> Tensor:
+        def fetch() -> np.ndarray:
+            weight = dense(value, model.dtype)
+            part = weight[..., rows].swapaxes(1, 2) if turned else weight[:, rows]
+            return np.asarray(jax.device_get(part.astype(jnp.float32)))
+
+        return Tensor(names(module + (".bias" if bias else ".weight")), (count, size, *columns), fetch, bias)
+
+    if not module.endswith(_GATE_UP):
+        return [tensor(module, slice(None), out_size)]
+    half = out_size // 2
+    gate, up = _gate_and_up(moe.interleaved, half)
+    stem = module.removesuffix("gate_up_proj")
+    return [tensor(f"{stem}gate_proj", gate, half), tensor(f"{stem}up_proj", up, half)]
+
+
+def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
+    """Which rows of gate_up_proj are gate's and which up's."""
+    return (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(None, half), slice(half, None))
+
+
+def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Tensor], float]:
+    """(lora_a and lora_b of every adapted tensor; alpha, of which llama.cpp takes alpha / rank as the scale of each).
+
+    Where adapters differ in what alpha / rank must be, B is scaled.
+
+    Raises:
+      ValueError: no adapter; DoRA, or a trained embedding or head, which llama.cpp's adapters cannot hold.
+    """
+    config, names = model.config, _Names(arch, model.config.num_layers)
+    adapted = [(name, linear, linear.lora) for name, linear in (*linears(model), *experts(model)) if linear.lora]
+    if not adapted:
+        raise ValueError("gguf-adapter: this model has no adapter; export the model itself with gguf")
+    for name, _, lora in adapted:
+        if lora.magnitude is not None:
+            raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp's adapters have not; export gguf")
+    for what, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):
+        if module is not None and module.original is not None:
+            raise ValueError(f"gguf-adapter: modules_to_save has {what}, which llama.cpp's adapters cannot hold")
+    alpha = float(adapted[0][2].scale * adapted[0][2].rank)
+    found = []
+    for name, _, lora in adapted:
+        factor = np.float32(lora.scale * lora.rank / alpha)
+        if not name.endswith(_GATE_UP):
+            found += _lora_tensors(names(f"{name}.weight"), lora, factor, _heads(config, arch, name))
+            continue
+        assert config.moe is not None
+        gate, up = _gate_and_up(config.moe.interleaved, lora.b.shape[1] // 2)
+        for part, rows in (("gate_proj", gate), ("up_proj", up)):
+            found += _lora_tensors(names(f"{name.replace('gate_up_proj', part)}.weight"), lora, factor, rows=rows)
+    return found, alpha
+
+
+def _lora_tensors(
+    name: str, lora: Any, factor: np.float32, heads: int | None = None, rows: slice | None = None
+) -> list[Tensor]:
+    """lora_a [.., r, in] and lora_b [.., out, r] of a tensor, or of some rows of it; B is multiplied by factor."""
+
+    def fetch_a() -> np.ndarray:
+        return np.asarray(lora.a[...], np.float32)
+
+    def fetch_b() -> np.ndarray:
+        b = np.asarray(lora.b[...], np.float32) * factor
+        b = b if rows is None else b[:, rows]
+        return b if heads is None else interleaved(b, heads)
+
+    b_shape = tuple(lora.b.shape)
+    if rows is not None:
+        b_shape = (b_shape[0], len(range(*rows.indices(b_shape[1]))), b_shape[2])
+    return [
+        Tensor(f"{name}.lora_a", tuple(lora.a.shape), fetch_a, True),
+        Tensor(f"{name}.lora_b", b_shape, fetch_b, True),
+    ]

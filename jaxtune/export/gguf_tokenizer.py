@@ -1,0 +1,163 @@
+"""A Hugging Face tokenizer in GGUF's metadata.
+
+llama.cpp has tokenizers of its own: "gpt2", which merges bytes within words, and "llama", which merges characters by
+scores as SentencePiece does. How "gpt2" cuts text into words it knows by name only; a tokenizer is written where its
+way of cutting is one of those, and refused where not: with another one's words a model would read other tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_GPT4_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTED + "|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTED + "|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# (how text is cut, whether whole words of the vocabulary are taken before merging) -> tokenizer.ggml.pre
+_NAMES = {
+    (("split", _GPT4_WORDS % "{1,3}"), True): "llama-bpe",
+    (("split", _GPT4_WORDS % "{1,3}"), False): "dbrx",
+    (("split", _GPT4_WORDS % ""), False): "qwen2",
+    (("split", _O200K_WORDS), False): "gpt-4o",
+    (("gpt2",), False): "gpt-2",
+    (("digits", "gpt2"), False): "smollm",
+}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "\u2581"  # SentencePiece's sign of a space
+
+
+def tokenizer_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """GGUF's metadata of a tokenizer and its chat template.
+
+    Args:
+      vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
+    Raises:
+      ValueError: no tokenizer, or one that llama.cpp does not have.
+    """
+    if tokenizer is None:
+        raise ValueError("gguf: the model has no tokenizer, and llama.cpp needs one: put its files into the folder")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"gguf: {type(tokenizer).__name__} has no tokenizer.json: save it as a fast tokenizer")
+    parts = json.loads(backend.to_str())
+    model = parts["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"gguf: a tokenizer of type {model['type']} cannot be written; only BPE can")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    tokens, types = _tokens(parts, vocab_size)
+    if model.get("byte_fallback"):
+        fields = {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.scores": _scores(tokens, merges),
+            "tokenizer.ggml.add_space_prefix": _space_prefix(parts),
+        }
+    else:
+        fields = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": _words(parts),
+            "tokenizer.ggml.merges": merges,
+        }
+    fields |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            fields[f"tokenizer.ggml.{key}_token_id"] = int(number)
+    ids = tokenizer("a")["input_ids"]
+    fields["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+    fields["tokenizer.ggml.add_eos_token"] = tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
+    return fields | _templates(tokenizer.chat_template)
+
+
+def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """(the text of each token, its type)"""
+    model = parts["model"]
+    texts = {number: text for text, number in model["vocab"].items()}
+    added = {token["id"]: token for token in parts["added_tokens"]}
+    texts |= {number: token["content"] for number, token in added.items()}
+    if max(texts) >= vocab_size:
+        raise ValueError(f"gguf: the tokenizer has token {max(texts)}, and the model's vocabulary is {vocab_size}")
+
+    def kind(number: int) -> int:
+        if number not in texts:
+            return _UNUSED
+        if model.get("byte_fallback") and texts[number] == model.get("unk_token"):
+            return _UNKNOWN
+        if number in added:
+            return _CONTROL if added[number]["special"] else _USER_DEFINED
+        return _BYTE if model.get("byte_fallback") and _BYTE_TOKEN.fullmatch(texts[number]) else _NORMAL
+
+    return [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)], [kind(i) for i in range(vocab_size)]
+
+
+def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as the list of its steps."""
+    if part is None:
+        return []
+    return part[kinds] if part["type"] == "Sequence" else [part]
+
+
+def _words(parts: dict[str, Any]) -> str:
+    """tokenizer.ggml.pre of a tokenizer over bytes."""
+    steps = []
+    for step in _sequence(parts["pre_tokenizer"], "pretokenizers"):
+        if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            steps += ["split", step["pattern"].get("Regex")]
+        elif step["type"] == "Digits" and step["individual_digits"]:
+            steps.append("digits")
+        elif step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            steps += ["gpt2"] * step["use_regex"]
+        else:
+            steps.append(step["type"])
+    normalizers = {step["type"] for step in _sequence(parts["normalizer"], "normalizers")} - {"NFC"}
+    way = (tuple(steps), bool(parts["model"].get("ignore_merges")))
+    if normalizers or way not in _NAMES:
+        raise ValueError(
+            f"gguf: llama.cpp has no tokenizer that cuts text as this one does (pre_tokenizer "
+            f"{json.dumps(parts['pre_tokenizer'])[:200]}, normalizer {json.dumps(parts['normalizer'])[:100]}); "
+            f"it has {', '.join(_NAMES.values())}"
+        )
+    return _NAMES[way]
+
+
+def _space_prefix(parts: dict[str, Any]) -> bool:
+    """Whether a tokenizer with SentencePiece's characters puts a space before a text."""
+    prefixed, replaced = False, False
+    steps = _sequence(parts["normalizer"], "normalizers") + _sequence(parts["pre_tokenizer"], "pretokenizers")
+    for step in steps:
+        if step["type"] == "Prepend" and step["prepend"] == _SPACE:
+            prefixed = True
+        elif step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, _SPACE):
+            replaced = True
+        elif step["type"] == "Metaspace" and step["replacement"] == _SPACE:
+            prefixed, replaced = step["prepend_scheme"] != "never", True
+        elif not (step["type"] == "Split" and step["pattern"] == {"String": " "}):  # Gemma's, after all were replaced
+            raise ValueError(f"gguf: llama.cpp has no tokenizer with {json.dumps(step)[:200]}")
+    if not replaced:
+        raise ValueError(f"gguf: llama.cpp's tokenizer writes spaces as {_SPACE}, and this one does not")
+    return prefixed
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """Scores by which llama.cpp merges in the order of `merges`: what is merged first has the highest."""
+    ranks: dict[str, int] = {}
+    for merge in merges:
+        ranks.setdefault(merge.replace(" ", ""), len(ranks))
+    return [float(-ranks.get(token, len(ranks))) for token in tokens]
+
+
+def _templates(template: str | dict[str, str] | None) -> dict[str, Any]:
+    if template is None or isinstance(template, str):
+        return {"tokenizer.chat_template": template} if template else {}
+    fields: dict[str, Any] = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}
+    if fields:
+        fields["tokenizer.chat_templates"] = [name for name in template if name != "default"]
+    return fields | ({"tokenizer.chat_template": template["default"]} if "default" in template else {})

@@ -1,0 +1,39 @@
+"""A folder to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def push(folder: Path, repository: str, *, private: bool = False, api: Any = None) -> str:
+    """Uploads a folder as a model repository, which is made if it is not there; returns its address.
+
+    Args:
+      repository: owner/name. private: of a repository that is made.
+      api: huggingface_hub.HfApi, or what acts like it; None: one with the login of this machine.
+    Raises:
+      ValueError: nobody is logged in, the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    api = HfApi() if api is None else api
+    try:
+        api.whoami()
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by jaxtune export")
+    except LocalTokenNotFoundError:
+        raise ValueError(
+            f"push: {repository}: this machine is not logged in to the hub; log in (hf auth login), or set HF_TOKEN"
+        ) from None
+    except HFValidationError as error:
+        raise ValueError(f"push: {repository}: is no name of a repository: {error}") from None
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "nothing")
+        raise ValueError(
+            f"push: {repository}: the hub answered {status}; check the name and that your token may write there"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"push: {repository}: the hub cannot be reached ({type(error).__name__}: {error})") from None
+    return str(address)

@@ -1,0 +1,199 @@
+"""Folders for other programs: loaded again they are the model; damaged or without room they are not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from llama_cpp_models import made
+from safetensors.numpy import load_file
+from tiny_models import adapted_model, named
+
+from jaxtune.export import adapters, api, folders
+from jaxtune.export.hub import push
+from jaxtune.models import hf
+from jaxtune.models.hf import from_pretrained
+from jaxtune.models.lora import linears
+from jaxtune.models.merge import merge_adapter
+from jaxtune.models.quant import quantize
+from jaxtune.pallas.formats import MXFP4, FourBit
+
+
+def assert_same(found, wanted):
+    """Every tensor of two models, bit for bit."""
+    found, wanted = named(found), named(wanted)
+    assert set(found) == set(wanted)
+    for key, variable in wanted.items():
+        np.testing.assert_array_equal(found[key].get_value(), variable.get_value(), err_msg=key)
+
+
+def test_merged_in_shards(tmp_path, tokenizer):
+    model = adapted_model(made("qwen2", "bfloat16"), r=2)
+    done = api.export_model(model, tmp_path / "out", "merged", tokenizer=tokenizer, max_shard_bytes=60_000)
+    assert {"config.json", "model.safetensors.index.json", "tokenizer.json"} <= set(done.files)
+    assert len([name for name in done.files if name.endswith(".safetensors")]) > 2
+    loaded, _ = from_pretrained(done.folder)
+    assert_same(loaded, merge_adapter(model))
+
+
+def test_bnb_holds_the_bytes_of_quantize(tmp_path):
+    model = made("llama", "bfloat16")
+    done = api.export_model(model, tmp_path / "out", "bnb-4bit")
+    loaded, _ = from_pretrained(done.folder)
+    for (name, found), (_, wanted) in zip(linears(loaded), linears(quantize(model)), strict=True):
+        assert isinstance(found.stored_weight, FourBit)
+        np.testing.assert_array_equal(found.stored_weight.codes, wanted.stored_weight.codes, err_msg=name)
+    config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "bitsandbytes" and config["bnb_4bit_use_double_quant"]
+
+
+def test_mxfp4_is_read_as_gpt_oss_is_published(tmp_path):
+    model = made("gpt_oss", "bfloat16", hidden_size=64, intermediate_size=64)
+    done = api.export_model(model, tmp_path / "out", "mxfp4")
+    stored = load_file(done.folder / "model.safetensors")
+    blocks = stored["model.layers.0.mlp.experts.gate_up_proj_blocks"]
+    assert blocks.shape == (6, 128, 2, 16) and blocks.dtype == np.uint8
+    assert json.loads((done.folder / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    loaded, _ = from_pretrained(done.folder)
+    weight = np.asarray(model.layers[0].mlp.experts.gate_up_proj.weight[...], np.float32)
+    found = np.asarray(loaded.layers[0].mlp.experts.gate_up_proj.weight[...], np.float32)
+    assert 0.02 < np.abs(found - weight).std() / weight.std() < 0.15
+    # What is in MXFP4 already stays as it is, to the last bit.
+    again = api.export_model(loaded, tmp_path / "again", "mxfp4")
+    kept, _ = from_pretrained(again.folder)
+    np.testing.assert_array_equal(kept.layers[0].mlp.experts.gate_up_proj.weight[...], found)
+    assert_same(kept, loaded)
+
+
+def test_mxfp4_rounds_to_the_nearest_number_of_the_better_scale():
+    draw = np.random.default_rng(0)
+    wide = (draw.standard_normal((5, 64)) * 10.0 ** draw.integers(-6, 4, (5, 1))).astype(np.float32)
+    wide[0, :32] = 0.0
+    found = np.asarray(MXFP4.encode(jnp.asarray(wide)).decode("float32"))
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for block, got in zip(wide.reshape(-1, 32), found.reshape(-1, 32), strict=True):
+        if not block.any():
+            assert not got.any()
+            continue
+        largest = np.floor(np.log2(np.abs(block).max()))
+        grids = [np.concatenate([-numbers, numbers]) * 2.0**exponent for exponent in (largest - 2, largest - 1)]
+        nearest = [grid[np.abs(block[:, None] - grid).argmin(1)] for grid in grids]
+        errors = [float(((block - values) ** 2).sum()) for values in nearest]
+        assert np.isclose(((block - got) ** 2).sum(), min(errors), rtol=1e-5)
+    with pytest.raises(ValueError, match="is not a multiple of 32"):
+        MXFP4.encode(jnp.zeros((2, 48)))
+
+
+@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "adapter"])
+def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch):
+    module, name = (adapters, "write_adapter") if to == "adapter" else (hf, "write_checkpoint")
+    real = getattr(module, name)
+
+    def write_and_flip(folder, *rest):
+        real(folder, *rest)
+        file = next(folder.glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+
+    monkeypatch.setattr(module, name, write_and_flip)
+    with pytest.raises(ArithmeticError, match="read back"):
+        api.export_model(adapted_model(made("qwen2"), r=2), tmp_path / "out", to)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["merged", "gguf-adapter", "adapter"])
+def test_no_room(to, tmp_path, monkeypatch):
+    if to.startswith("gguf"):
+        pytest.importorskip("gguf")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(ValueError, match="bytes to write, but only 1,000 bytes are free"):
+        api.export_model(adapted_model(made("qwen2"), r=2), tmp_path / "out", to)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(to="onnx"), "to = 'onnx' is unknown; it can be merged, bnb-4bit, mxfp4, adapter, gguf, gguf-adapter"),
+        (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is of gguf; merged has none"),
+        (dict(to="gguf", outtype="q3"), "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q4_0"),
+        (dict(to="mxfp4"), "only gpt-oss is stored so, and this model is of the family 'qwen2'"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        api.export_model(made("qwen2"), tmp_path / "out", **arguments)
+    assert not any(tmp_path.iterdir())
+
+
+# ---- adapters
+
+
+def test_adapters_of_experts_are_merged_as_peft_does_and_said_to_be_such(tmp_path):
+    settings = dict(r=2, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"])
+    model = adapted_model(made("mixtral"), **settings)
+    done = api.export_model(model, tmp_path / "out", "adapter")
+    assert len(done.notes) == 1 and "refuse these files or answer wrongly" in done.notes[0]
+    # The older layout, of experts' columns one after the other, has the same shapes and is wrong.
+    found = load_file(done.folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight"
+    other = found | {key: found[key].reshape(len(found[key]), 2, -1).swapaxes(1, 2).reshape(found[key].shape)}
+    with pytest.raises(ArithmeticError, match="gate_up_proj, merged as PEFT does it, is not what the model computes"):
+        adapters.verify(model, other, other)
+
+
+def test_which_servers_load_an_adapter():
+    assert "vLLM, SGLang and TGI load" in adapters.servers(adapted_model(made("qwen2"), r=2))[0]
+    assert "DoRA" in adapters.servers(adapted_model(made("qwen2"), r=2, use_dora=True))[0]
+
+
+# ---- the hub
+
+
+class _Hub:
+    """What push asks of huggingface_hub.HfApi."""
+
+    def __init__(self, error: Exception | None = None):
+        self.error, self.calls = error, []
+
+    def whoami(self):
+        if self.error is not None:
+            raise self.error
+        return {"name": "me"}
+
+    def create_repo(self, repository, **options):
+        self.calls.append(("create", repository, options))
+        return "address/of/it"
+
+    def upload_folder(self, **options):
+        self.calls.append(("upload", options["repo_id"], options["folder_path"]))
+
+
+def test_push(tmp_path):
+    hub = _Hub()
+    assert push(tmp_path, "me/model", private=True, api=hub) == "address/of/it"
+    assert hub.calls == [("create", "me/model", dict(private=True, exist_ok=True)), ("upload", "me/model", tmp_path)]
+
+
+def test_push_says_what_is_missing(tmp_path):
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    for error, message in (
+        (LocalTokenNotFoundError("no token"), "not logged in to the hub; log in .hf auth login., or set HF_TOKEN"),
+        (ConnectionError("refused"), "the hub cannot be reached"),
+    ):
+        with pytest.raises(ValueError, match=f"push: me/model: .*{message}"):
+            push(tmp_path, "me/model", api=_Hub(error))
+
+
+def test_verify_names_what_is_missing(tmp_path):
+    model = made("qwen2")
+    planned = hf.checkpoint_tensors(model)
+    hf.write_checkpoint(tmp_path, planned, hf.hf_config_of(model), 10**9)
+    folders.verify(tmp_path, planned)
+    with pytest.raises(ArithmeticError, match="not as the model has it: lm_head.weight"):
+        folders.verify(tmp_path, planned | {"lm_head.weight": {"lm_head.weight": ((1,), np.dtype(np.uint8), None)}})

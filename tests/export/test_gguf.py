@@ -1,0 +1,285 @@
+"""GGUF files: read with gguf's reader, every tensor is the model's, and the metadata is what llama.cpp asks for."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from llama_cpp_models import CHANGES, made
+from tiny import CONFIGS
+from tiny_models import adapted_model, named, tiny_model
+
+gguf = pytest.importorskip("gguf")
+
+from jaxtune.export import api, gguf_file, gguf_tensors  # noqa: E402
+from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
+from jaxtune.models.merge import merge_adapter  # noqa: E402
+
+
+def written(model, tmp_path, outtype="f32"):
+    """(the reader of the file that was written, its keys)"""
+    arch = architecture(model.config)
+    keys, _ = hyperparameters(model.config, arch)
+    fields = {f"{arch.name}.{key}": value for key, value in keys.items()}
+    file = tmp_path / "model.gguf"
+    stored = gguf_file.write(file, arch.name, fields, gguf_tensors.of_model(model, arch), outtype)
+    gguf_file.verify(file, arch.name, fields, stored)
+    reader = gguf.GGUFReader(file)
+    return reader, {key: field.contents() for key, field in reader.fields.items()}
+
+
+def dequantised(reader) -> dict[str, np.ndarray]:
+    return {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
+        for tensor in reader.tensors
+    }
+
+
+# llama.cpp's names -> ours, written down once more.
+LAYER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_qkv": "self_attn.qkv_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
+OTHERS = {
+    "gemma2": {
+        "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+}  # fmt: skip
+OTHERS["gemma3"] = OTHERS["gemma2"]
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def expected_tensors(name, model) -> dict[str, np.ndarray]:
+    """{our name: value as the file should have it}, gate and up of experts apart and not transposed."""
+    config, found = model.config, {}
+    for key, variable in named(model).items():
+        value = np.asarray(variable.get_value(), np.float32)
+        if name.startswith("gemma") and "norm" in key:
+            value = value + 1
+        rotates = re.search(r"\.([qk])_proj", key)
+        if rotates and name in ("llama", "llama_yarn", "mistral", "mixtral", "smollm3"):
+            heads = config.num_heads if rotates[1] == "q" else config.num_kv_heads
+            order = [h * config.head_dim + i + half for h in range(heads) for i in range(config.head_dim // 2)
+                     for half in (0, config.head_dim // 2)]  # fmt: skip
+            value = value[order]
+        if ".experts." in key:
+            if config.moe.transposed and not key.endswith("_bias"):
+                value = value.swapaxes(1, 2)
+            suffix = ".bias" if key.endswith("_bias") else ".weight"
+            stem = key.removesuffix("_bias")
+            if "gate_up_proj" in stem:
+                half = value.shape[1] // 2
+                gate, up = (value[:, 0::2], value[:, 1::2]) if name == "gpt_oss" else (value[:, :half], value[:, half:])
+                found[stem.replace("gate_up_proj", "gate_proj") + suffix] = gate
+                found[stem.replace("gate_up_proj", "up_proj") + suffix] = up
+            else:
+                found[stem + suffix] = value
+        else:
+            found[key] = value
+    return found
+
+
+def our_name(name: str, theirs: str) -> str:
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", theirs)
+    if match is None:
+        stem, suffix = theirs.rsplit(".", 1)
+        return f"{TOP[stem]}.{suffix}"
+    ours = (LAYER | OTHERS.get(name, {}))[match[2]]
+    return f"model.layers.{match[1]}.{ours}" + ("" if ours.endswith("sinks") else f".{match[3]}")
+
+
+# Without these llama.cpp does not load an architecture.
+REQUIRED = {
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+ALSO_REQUIRED = {
+    "gpt-oss": {"expert_count", "expert_used_count", "expert_feed_forward_length", "attention.sliding_window"},
+    "qwen3moe": {"expert_count", "expert_used_count"},
+    "gemma3": {"attention.sliding_window"},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_tensor_and_every_key(name, tmp_path):
+    model = made(name)
+    reader, keys = written(model, tmp_path)
+    found = dequantised(reader)
+    factors = {key: found.pop(key) for key in list(found) if key.startswith("rope_")}
+    expected = expected_tensors(name, model)
+    if name in ("olmo2", "gpt_oss"):  # for which llama.cpp wants a head of its own
+        expected.setdefault("lm_head.weight", expected["model.embed_tokens.weight"])
+    assert {our_name(name, key) for key in found} == set(expected)
+    for key, value in found.items():
+        np.testing.assert_array_equal(value, expected[our_name(name, key)], err_msg=key)
+    config, arch = model.config, keys["general.architecture"]
+    assert {key.removeprefix(f"{arch}.") for key in keys} >= REQUIRED | ALSO_REQUIRED.get(arch, set())
+    assert keys[f"{arch}.attention.head_count_kv"] == config.num_kv_heads
+    assert keys[f"{arch}.rope.freq_base"] == config.rotary[0].theta
+    assert keys[f"{arch}.attention.layer_norm_rms_epsilon"] == np.float32(config.norm_eps)
+    assert keys[f"{arch}.attention.key_length"] == config.head_dim
+    assert set(factors) == {
+        "llama": {"rope_freqs.weight"}, "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"},
+    }.get(name, set())  # fmt: skip
+    if name == "gemma2":
+        assert keys["gemma2.attn_logit_softcapping"] == 2.0 and keys["gemma2.final_logit_softcapping"] == 5.0
+        assert keys["gemma2.attention.sliding_window"] == 8
+    if name == "gemma3":
+        assert (keys["gemma3.rope.scaling.type"], keys["gemma3.rope.scaling.factor"]) == ("linear", 8.0)
+    if name == "gpt_oss":
+        assert keys["gpt-oss.rope.scaling.type"] == "yarn" and keys["gpt-oss.expert_feed_forward_length"] == 96
+    if name == "mistral":
+        assert keys["llama.context_length"] == 7  # its window, which llama.cpp has not
+    if name == "phi3":
+        assert keys["phi3.rope.dimension_count"] == 12
+        assert keys["phi3.rope.scaling.attn_factor"] == np.float32((1 + np.log(4) / np.log(16)) ** 0.5)
+
+
+def test_neighbours_of_interleaved_rows_rotate_as_halves_do():
+    """The reason of the reordering: its rotation of neighbours is Hugging Face's of halves, reordered."""
+    head, half = 8, 4
+    rows = np.random.default_rng(0).standard_normal(2 * head)
+    angle = np.linspace(0.1, 1.0, half)
+
+    def turn(first, second):
+        return first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
+
+    halves = np.concatenate([np.concatenate(turn(part[:half], part[half:])) for part in rows.reshape(2, head)])
+    neighbours = gguf_tensors.interleaved(rows, 2).reshape(2, half, 2)
+    turned = np.stack([np.stack(turn(part[:, 0], part[:, 1]), -1) for part in neighbours]).reshape(-1)
+    np.testing.assert_allclose(turned, gguf_tensors.interleaved(halves, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma2", dict(query_pre_attn_scalar=24), "query_pre_attn_scalar = 24, where it has 32"),
+        ("gemma3", dict(final_logit_softcapping=4.0), "final_logit_softcapping = 4.0"),
+        ("gemma3", dict(sliding_window_pattern=3), "layer_types of layer 2: llama.cpp has full attention in every 6th"),
+        ("gpt_oss", dict(swiglu_limit=0.7), r"swiglu_limit, swiglu_alpha = \(0.7, 1.702\)"),
+        ("qwen3", dict(attention_bias=True), "biases of the q/k/v projections: llama.cpp cannot run it"),
+        ("qwen3_moe", dict(norm_topk_prob=False), "norm_topk_prob = false"),
+        ("smollm3", dict(no_rope_layers=[1, 0, 1, 0]), "the position encoding of layer 1"),
+        ("olmo2", dict(head_dim=32), "head_dim = 32 is not hidden_size / num_attention_heads"),
+        ("qwen2", dict(rope_scaling=CONFIGS["llama"]["rope_scaling"]), "rope_type 'llama3'"),
+    ],
+)  # fmt: skip
+def test_what_llama_cpp_would_compute_otherwise_is_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        architecture(made(name, **changes).config)
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(ValueError, match="files of the family 'toy' are not written; those of llama, mistral"):
+        architecture(tiny_model(family="toy").config)
+
+
+@pytest.mark.parametrize("outtype", gguf_file.OUTTYPES)
+def test_types(outtype, tmp_path):
+    """Rows of 64 are whole blocks, of 80 are not; embedding and vectors have types of their own."""
+    reader, _ = written(made("llama", intermediate_size=80, vocab_size=64), tmp_path, outtype)
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["blk.0.attn_q.weight"] == outtype.upper()
+    assert types["blk.0.ffn_down.weight"] == ("F16" if outtype.startswith("q") else outtype.upper())
+    assert types["token_embd.weight"] == ("Q8_0" if outtype == "q4_0" else outtype.upper())
+    assert types["blk.0.attn_norm.weight"] == types["blk.0.attn_q.bias"] == types["rope_freqs.weight"] == "F32"
+
+
+def test_bfloat16_is_kept_bit_for_bit_and_f16_refuses_what_it_cannot_hold(tmp_path):
+    model = made("qwen2", "bfloat16")
+    reader, _ = written(model, tmp_path, "bf16")
+    np.testing.assert_array_equal(
+        dequantised(reader)["blk.1.ffn_up.weight"], np.asarray(model.layers[1].mlp.up_proj.weight[...], np.float32)
+    )
+    weight = model.layers[1].mlp.up_proj.weight
+    weight.set_value(weight.get_value().at[3, 4].set(1e5))
+    with pytest.raises(ArithmeticError, match=r"blk\.1\.ffn_up\.weight has values above 65504, too large for f16"):
+        written(model, tmp_path, "f16")
+
+
+def test_an_encoder_that_errs_is_caught(tmp_path, monkeypatch):
+    right = gguf.quants.quantize
+    monkeypatch.setattr(gguf.quants, "quantize", lambda wide, kind: right(1.02 * wide, kind))
+    with pytest.raises(ArithmeticError, match=r"q8_0|Q8_0 is further from the model's values than it rounds"):
+        written(made("qwen2"), tmp_path, "q8_0")
+
+
+@pytest.mark.parametrize("where", ["tensor", "key", "type", "magic"])
+def test_a_flipped_bit_is_noticed_and_nothing_is_left(where, tmp_path, monkeypatch, tokenizer):
+    model = made("qwen2")
+    real = gguf_file.write
+
+    def write_and_flip(file, *rest):
+        stored = real(file, *rest)
+        data = bytearray(file.read_bytes())
+        at = {
+            "tensor": len(data) - 200, "key": data.index(b"qwen2.block_count") + 22,
+            "type": data.index(b"blk.0.attn_q.weight") + 24, "magic": 0,
+        }[where]  # fmt: skip
+        data[at] ^= 1
+        file.write_bytes(data)
+        return stored
+
+    api.export_model(model, tmp_path / "right", "gguf", tokenizer=tokenizer)
+    monkeypatch.setattr(gguf_file, "write", write_and_flip)
+    with pytest.raises(ArithmeticError, match="read back"):
+        api.export_model(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["right"]
+
+
+# ---- adapters
+
+
+def added(reader, name: str) -> np.ndarray:
+    """What llama.cpp adds to a tensor: alpha / rank times B A."""
+    tensors = dequantised(reader)
+    a, b = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
+    return reader.fields["adapter.lora.alpha"].contents() / a.shape[-2] * (b @ a)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", dict(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={"up_proj": 3})),
+        ("phi3", dict(r=4, use_rslora=True)),
+        ("mixtral", dict(r=2, target_modules=["k_proj"], target_parameters=["gate_up_proj", "down_proj"])),
+        ("gpt_oss", dict(r=2, target_modules=["v_proj"], target_parameters=["gate_up_proj"])),
+    ],
+)
+def test_an_adapter_adds_what_merging_adds(name, settings, tmp_path):
+    base = made(name)
+    model = adapted_model(base, **settings)
+    done = api.export_model(model, tmp_path / "out", "gguf-adapter")
+    reader = gguf.GGUFReader(done.folder / "adapter-f32.gguf")
+    assert reader.fields["general.type"].contents() == "adapter"
+    before, after = expected_tensors(name, base), expected_tensors(name, merge_adapter(model))
+    changed = {key for key, value in after.items() if not np.array_equal(value, before[key])}
+    names = {tensor.name.rsplit(".", 1)[0] for tensor in reader.tensors}
+    assert {our_name(name, key) for key in names} == changed
+    for key in names:
+        ours = our_name(name, key)
+        np.testing.assert_allclose(added(reader, key), after[ours] - before[ours], atol=2e-6, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (None, "this model has no adapter"),
+        (dict(use_dora=True), "use_dora, which llama.cpp's adapters have not"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save has lm_head"),
+    ],
+)
+def test_adapters_that_llama_cpp_cannot_hold(settings, message, tmp_path):
+    model = made("mistral") if settings is None else adapted_model(made("mistral"), r=2, **settings)
+    with pytest.raises(ValueError, match=message):
+        api.export_model(model, tmp_path / "out", "gguf-adapter")
+    assert not any(tmp_path.iterdir())
