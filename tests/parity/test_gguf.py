@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import checks
 import numpy as np
 import pytest
 import reference
 import transformers
-from llama_cpp_models import config_of, made
+from llama_cpp_models import made
 from tiny import golden_tokens
 
 pytest.importorskip("gguf")
 
-from jaxtune.export import gguf_file, gguf_tensors  # noqa: E402
-from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
+from jaxtune.export import gguf_file, gguf_tensors
+from jaxtune.export.architectures import architecture, hyperparameters
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"])
 def test_logits(name, tmp_path):
-    # What transformers' reader does not take from a GGUF file is left out: rotary scaling, windows, biases of Llama.
+    # What transformers' reader does not take from a GGUF file is left out, or has its defaults: rotary scaling,
+    # windows, biases, and some sizes.
     plain = dict(
         rope_scaling=None, sliding_window=None, use_sliding_window=False, attention_bias=False, mlp_bias=False,
-        max_position_embeddings=64,
+        max_position_embeddings=64, layer_types=None,
     )  # fmt: skip
-    if name in ("gemma2", "gemma3"):
-        plain |= dict(sliding_window=64)
+    if name in ("gemma2", "gemma3"):  # soft caps and the scale of queries are its defaults, too
+        plain |= dict(sliding_window=64, head_dim=256, query_pre_attn_scalar=256)
+    if name in ("qwen3", "qwen3_moe"):
+        plain |= dict(head_dim=128)
+    if name == "qwen3_moe":
+        plain |= dict(moe_intermediate_size=768)
+    if name == "gemma2":
+        plain |= dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     model = made(name, **plain)
     arch = architecture(model.config)
     keys, _ = hyperparameters(model.config, arch)
