@@ -140,7 +140,7 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     """Windows and rotary bases that do not follow llama.cpp's pattern of layers."""
     found = []
     if arch.period is not None:
-        windows = {layer.window for layer in config.layers} - {None}
+        windows = {layer.window for layer in config.layers if layer.window is not None}
         if len(windows) > 1:
             found.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
         wrong = [i for i, layer in enumerate(config.layers) if layer.window and (i + 1) % arch.period == 0]
@@ -171,7 +171,7 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
     """({key without the architecture's name: value}, notes for the user); ints are uint32, floats float32."""
     notes = []
     context = config.context_length
-    windows = {layer.window for layer in config.layers} - {None}
+    windows = {layer.window for layer in config.layers if layer.window is not None}
     rope = config.rotary[0]
     keys: dict[str, Any] = {
         "vocab_size": config.vocab_size,
