@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import partition
 from jaxtune.models.fake_quant import FakeQuant, adapter_gradients, straight_through
 from jaxtune.pallas.formats import FourBit, dense
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
@@ -149,6 +150,7 @@ def apply_together(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | N
         [None if linear.bias is None else linear.bias[...] for linear in linears],
         dropout_rate=max(rates, default=0.0),
         dropout_key=key,
+        dropout_part=partition.part_of_rows(),
     )
     return tuple(
         out

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
 
 
 def triton_refusal() -> str | None:
@@ -58,8 +58,8 @@ def triton_call(
             options["backend_options"] = {"enable_fp_fusion": False}
         else:
             options["enable_fp_fusion"] = False
-    return jax_triton.triton_call(
-        *arguments,
+    call = functools.partial(
+        jax_triton.triton_call,
         kernel=kernel,
         grid=grid,
         num_warps=warps,
@@ -69,3 +69,4 @@ def triton_call(
         **options,
         **constants,
     )
+    return meshes.on_each_device(call)(*arguments)

@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, meshes
 
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 _interpret: Any = None
@@ -50,7 +50,8 @@ def kernel(body, name: str, interpret=None, **options):
     name: a scope of its own in op_names; jaxtune.profile knows by it what the kernel does.
     """
     _name_modules_alike()
-    return plgpu.kernel(body, kernel_name=name, **options, **({} if interpret is None else {"interpret": interpret}))
+    interpretation = {} if interpret is None else {"interpret": interpret}
+    return meshes.on_each_device(plgpu.kernel(body, kernel_name=name, **options, **interpretation))
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """Public ops under a mesh of several devices.
 
-Kernels know no mesh, and the plain forms are written for XLA's automatic division, in which it chooses what each device
-holds. A mesh whose axes are Explicit (what jax.make_mesh makes unless it is told otherwise) asks each operation for the
+Kernels know no mesh: they see the plain local arrays that a shard_map gives them. Training runs in one shard_map over
+the whole mesh, in which nothing here does anything. In code that leaves the division to XLA, which chooses what each
+device holds, the plain forms are divided by it, and `on_each_device` makes the shard_map around what it cannot divide.
+A mesh whose axes are Explicit (what jax.make_mesh makes unless it is told otherwise) asks each operation for the
 sharding of its result instead. `on_any_mesh` lets an op run under either.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
@@ -62,20 +65,52 @@ def _as_first(first: Any, shape: tuple[int, ...]) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
-def axes() -> set[str]:
-    """The axes of several devices of the mesh in force that XLA divides over, and no shard_map."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return {axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in mesh.manual_axes}
+def on_each_device[**Parameters, Result](
+    function: Callable[Parameters, Result], rows: int = 0, results: int | None = None
+) -> Callable[Parameters, Result]:
+    """The function, run by each device on plain local arrays where XLA would divide it: it cannot divide a kernel.
 
+    Without a mesh of several devices, and inside a shard_map over it, it is the function as it is. Otherwise rows are
+    divided over the mesh's axis `data`, if there is one, and devices along other axes repeat each other's work. Rows
+    that the axis does not divide evenly are whole on every device.
 
-def refusal() -> str | None:
-    """Why a kernel that nothing divides cannot run here, or None."""
-    return "a mesh of several devices: the kernel cannot be divided" if axes() else None
+    Args:
+      function: of arrays, trees of arrays and whatever else; it is not differentiated.
+      rows: how many of its first arguments have rows in front. All other arrays are whole on every device.
+      results: how many of its first results have rows in front; what follows them are sums over rows, or None. By
+        default, those of `rows` = 0 apart, all do.
+    """
 
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in mesh.manual_axes}
+        if not axes:
+            return function(*args, **kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+        in_rows = len(jax.tree.leaves(args[:rows]))
+        by_data = rows > 0 and "data" in axes and leaves[places[0]].shape[0] % mesh.shape["data"] == 0
+        divided, whole = PartitionSpec("data") if by_data else PartitionSpec(), PartitionSpec()
 
-def on_every_device(function: Callable, *operands):
-    """A kernel has no partitioning rule of its own: under a mesh every device runs it on whole operands."""
-    divided, whole = axes(), PartitionSpec()
-    if not divided:
-        return function(*operands)
-    return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=divided, check_vma=False)(*operands)
+        def local(arrays):
+            given = list(leaves)
+            for index, array in zip(places, arrays, strict=True):
+                given[index] = array
+            args, kwargs = jax.tree.unflatten(tree, given)
+            found = function(*args, **kwargs)
+            if results is None:
+                return found, ()
+            sums = found[results:]  # type: ignore[index]
+            return found[:results], jax.lax.psum(sums, "data") if by_data else sums  # type: ignore[index]
+
+        by_rows, sums = jax.shard_map(
+            local,
+            in_specs=([divided if index < in_rows else whole for index in places],),
+            out_specs=(divided, whole),
+            axis_names=axes,
+            check_vma=False,
+        )([leaves[index] for index in places])
+        return by_rows if results is None else (*by_rows, *sums)  # type: ignore[return-value]
+
+    return run

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
@@ -105,7 +106,7 @@ class Forward:
         options: dict[str, Any] = dict(plan=self._plan, dropout_key=key, gradient_sums=sums)
         hidden, values = self._run(model, batch, **options, aux=self._aux)
         if self._aux:
-            sums = values["router_sums"]
+            sums = partition.total(values["router_sums"])  # their losses are products of sums over all rows
             found = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
             self.routers = found if self.routers is None else self.routers + found
         return hidden

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models import partition
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.train import optimizer_offload
 from jaxtune.train.data.batches import Batch
@@ -59,7 +60,10 @@ class TrainState:
 class Sums:
     """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count. float32; where a
     step is one micro-batch and nothing adds up, gradients have the dtype of their weights. routers: [2], the losses
-    on routers times the count, where they are asked for. own: the objective's own sums, by name."""
+    on routers times the count, where they are asked for. own: the objective's own sums, by name.
+
+    On a mesh of several devices each array has an axis more, in front: every device adds up its own rows, and the
+    update adds up the devices."""
 
     gradients: Any
     loss: jax.Array
@@ -88,6 +92,7 @@ class StepProgram:
         update is made twice: what it leads to has to be known before old states make room for new ones.
       by_tensor: tensors are updated one after the other. offload: the optimizer's large states lie on the host
         (optimizer_offload.py); needs both.
+      mesh: that divides the rows; None, or of one device: nothing is divided. Functions take and give whole arrays.
     """
 
     graph: nnx.GraphDef
@@ -107,6 +112,11 @@ class StepProgram:
     by_tensor: bool = False
     offload: bool = False
     full: bool = False
+    mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
         """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs.
@@ -146,15 +156,32 @@ class StepProgram:
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
     def zero_sums(self, trainable) -> Sums:
-        """Sums to begin with, for the trainable tensors of a TrainState."""
+        """Sums to begin with, for the trainable tensors of a TrainState; on a mesh they lie as partition.UNSUMMED."""
         adds_up = self.micro_batches > 1
-        gradients = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
-        routers = jnp.zeros(2, jnp.float32) if self.router_losses else None
-        own = {name: jnp.zeros((), jnp.float32) for name in self.objective.sums}
-        return Sums(gradients, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), routers, own)
+        in_front = () if self.devices == 1 else (self.devices,)
+
+        def zeros(shape, dtype=jnp.float32):
+            return jnp.zeros((*in_front, *shape), dtype)
+
+        gradients = jax.tree.map(lambda a: zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
+        own = {name: zeros(()) for name in self.objective.sums}
+        return Sums(gradients, zeros(()), zeros(()), zeros((2,)) if self.router_losses else None, own)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
+        state = dataclasses.replace(state, opt_state=None)  # it may lie on the host, and serves nothing here
+        if self.devices == 1:
+            return self._accumulate(sums, state, frozen, batch, micro_batch)
+
+        def local(sums, *others):
+            sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
+            return jax.tree.map(lambda a: a[None], sums)
+
+        rows, whole, unsummed = partition.ROWS, partition.WHOLE, partition.UNSUMMED
+        run = partition.divided(local, self.mesh, (unsummed, whole, whole, rows, whole), unsummed)
+        return run(sums, state, frozen, batch, micro_batch)
+
+    def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = None
@@ -177,7 +204,8 @@ class StepProgram:
             loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
             total, routers, runs = loss, forward.routers, forward.runs
             if routers is not None:
-                total, routers = loss + count * self.router_losses.added(routers), count * routers
+                total = loss + partition.total(count) * self.router_losses.added(routers)
+                routers = count * routers
             return total * state.loss_scale if self.scale_loss else total, (loss, count, routers, own)
 
         # The layers' gradients are added to their sums one layer after the other, and exist for one layer at a time.
@@ -211,6 +239,9 @@ class StepProgram:
           float32[n], one a trainable tensor.
         """
         with jax.named_scope("optimizer"):
+            given = sums
+            if self.devices > 1:  # in float32, whatever the gradients are kept in
+                sums = jax.tree.map(lambda a: a.sum(0, dtype=jnp.float32).astype(a.dtype), given)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
 
@@ -289,7 +320,7 @@ class StepProgram:
             }
             if sums.routers is not None:
                 metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
-            return new, jax.tree.map(jnp.zeros_like, sums), metrics
+            return new, jax.tree.map(jnp.zeros_like, given), metrics
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
         """The new float32 weights in the dtypes of the `old` ones, which are tensors `stream`, stream + 1, ... ."""
@@ -308,8 +339,16 @@ class StepProgram:
 
     def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(loss sum, count, the objective's own sums) of one batch, without dropout or gradients."""
-        forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
-        return self._loss(nnx.merge(self.graph, state.trainable, frozen), batch, forward)
+
+        def local(trainable, frozen, batch):
+            forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+            return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
+
+        run = local
+        if self.devices > 1:
+            whole = partition.WHOLE
+            run = partition.divided(local, self.mesh, (whole, whole, partition.ROWS), whole)
+        return run(state.trainable, frozen, batch)
 
 
 # Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.

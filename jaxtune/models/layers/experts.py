@@ -7,14 +7,12 @@ then needs no second look at the experts' outputs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Scratch, Segment, Sizes
@@ -162,30 +160,6 @@ _gradients_together.defvjp(
 )
 
 
-def _on_each_device(function):
-    """Runs a method of MoE on each device's own tokens: sorting is of those, and kernels have no partitioning rule.
-
-    Tokens are divided over the mesh axis `data`, if the mesh in force has one; rows sorted by expert are then those of
-    the first device, of the second, and so on.
-    """
-
-    @functools.wraps(function)
-    def run(module, *arrays):
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes:
-            return function(module, *arrays)
-        graph, state = nnx.split(module)
-        return jax.shard_map(
-            lambda state, *arrays: function(nnx.merge(graph, state), *arrays),
-            in_specs=(P(), *(P("data") for _ in arrays)),
-            out_specs=P("data"),
-            axis_names={"data"},
-            check_vma=False,
-        )(state, *arrays)
-
-    return run
-
-
 @dataclasses.dataclass(frozen=True)
 class ExpertsShape:
     """LayerSpec.feed_forward of a layer with experts that the decoder's other layers do not have."""
@@ -217,7 +191,6 @@ class MoE(nnx.Module):
         self.router = Router(config, self.moe, keys[0], dtype)
         self.experts = Experts(config, self.moe, keys[1], dtype)
 
-    @_on_each_device
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Each token's experts; E for tokens that are not real [B, T] (padding), which are routed nowhere."""
@@ -226,17 +199,15 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
-        """What the router's losses are made of, summed over the tokens of every device; padding does not count."""
+        """What the router's losses are made of, summed over tokens; padding does not count."""
         return router_sums(self.router(x.reshape(-1, x.shape[-1])), choice)
 
-    @_on_each_device
     @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """-> [rows, 2 * expert_size], rows sorted by expert."""
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
-    @_on_each_device
     @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
         """-> [B, T, hidden], summed over each token's experts by their weights."""

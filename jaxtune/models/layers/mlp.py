@@ -103,7 +103,7 @@ class MLP(nnx.Module):
         """Whether pallas/gated writes the gradients of gate and up over them."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
-        return runs and sizes.hopper and sizes.one_device and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST
+        return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -147,7 +147,7 @@ class Sizes:
     Args:
       residuals: {name: bytes}, for tiled segments those of a tile. recomputed: names of those that are.
       tiles: that tokenwise segments run over. dtype: of the compute. length: tokens of a row.
-      hopper: the device runs kernels for compute capability 9.0. one_device: nothing is divided.
+      hopper: the device runs kernels for compute capability 9.0.
     """
 
     residuals: Mapping[str, float]
@@ -156,7 +156,6 @@ class Sizes:
     dtype: jnp.dtype
     length: int
     hopper: bool
-    one_device: bool
 
     def __getitem__(self, name: str) -> float:
         return self.residuals.get(name, 0.0)

@@ -73,8 +73,6 @@ def refusal(gradient, m_codes) -> str | None:
         return f"dtype {gradient.dtype}"
     if m_codes.dtype != jnp.uint8 or gradient.size < _CHUNK:
         return f"{gradient.size} elements, fewer than {_CHUNK}"
-    if (reason := meshes.refusal()) is not None:
-        return reason
     if gpu_kernel.interpreter() is not None:
         return None
     return dispatch.first_use("adamw_8bit", "mosaic", str(gradient.dtype), lambda: _small_case(gradient.dtype))
@@ -93,7 +91,9 @@ def _small_case(dtype):
         given += [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
         found = []
         for update in (
-            lambda finite: _adam_update(*given, finite, betas, eps, 1, gpu_kernel.interpreter()),
+            lambda finite: _adam_update(
+                *given, finite, betas=betas, eps=eps, programs=1, interpret=gpu_kernel.interpreter()
+            ),
             lambda finite: plain_update(*given, finite=finite, betas=betas, eps=eps),
         ):
             results = []
@@ -248,14 +248,14 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, sc
     """
     _check("adam_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
-    return _adam_update(
-        gradient, m, m_absmax, v, v_absmax, *numbers, tuple(betas), float(eps), _PROGRAMS, gpu_kernel.interpreter()
-    )
+    update = functools.partial(_adam_update, programs=_PROGRAMS, interpret=gpu_kernel.interpreter())
+    update = meshes.on_each_device(functools.partial(update, betas=tuple(betas), eps=float(eps)))
+    return update(gradient, m, m_absmax, v, v_absmax, *numbers)
 
 
-@functools.partial(jax.jit, static_argnums=(9, 10, 11, 12))
+@functools.partial(jax.jit, static_argnames=("betas", "eps", "programs", "interpret"))
 def _adam_update(
-    gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps, programs, interpret
+    gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
     """adam_update by at most so many programs: the check at first use has one go over all chunks."""
     size = gradient.size

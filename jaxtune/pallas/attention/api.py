@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
@@ -98,29 +96,9 @@ def _pick(query, key, value, layout, implementation, **options):
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
-def _over_mesh(function, arrays, layout, sinks, outputs) -> tuple[Any, ...]:
-    """Runs function(*arrays, layout, sinks=sinks) on each device's rows: a kernel has no partitioning rule of its own.
-
-    The batch is divided over the mesh axis `data`, if the mesh in force has one; along other axes, devices repeat each
-    other's work. `outputs` says how many results have the rows in front; what follows them, unless it is None, is a sum
-    over rows.
-    """
-    divided = meshes.axes()
-    if not divided:
-        return function(*arrays, layout, sinks=sinks)
-    # Rows that do not divide evenly are whole on every device.
-    by_data = "data" in divided and arrays[0].shape[0] % jax.sharding.get_abstract_mesh().shape["data"] == 0
-    rows, whole = P("data") if by_data else P(), P()
-
-    def local(arrays, layout, sinks):
-        results = function(*arrays, layout, sinks=sinks)
-        sums = [jax.lax.psum(x, "data") if by_data and x is not None else x for x in results[outputs:]]
-        return results[:outputs], sums
-
-    by_rows, sums = jax.shard_map(
-        local, in_specs=(rows, rows, whole), out_specs=(rows, whole), axis_names=divided, check_vma=False
-    )(arrays, layout, sinks)
-    return (*by_rows, *sums)
+def _by_rows(function, operands: int, results: int):
+    """function(*arrays, layout, sinks) on each device's rows. operands: arrays and layout, which have rows in front."""
+    return meshes.on_each_device(lambda *given: function(*given[:-1], sinks=given[-1]), rows=operands, results=results)
 
 
 @meshes.on_any_mesh
@@ -148,7 +126,7 @@ def attention_forward(
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     chosen = _pick(query, key, value, layout, implementation, **options)
     function = functools.partial(chosen.forward, scale=scale, window=window, soft_cap=soft_cap)
-    return _over_mesh(function, (query, key, value), layout, sinks, 2)
+    return _by_rows(function, 4, 2)(query, key, value, layout, sinks)
 
 
 @meshes.on_any_mesh
@@ -183,8 +161,7 @@ def attention_backward(
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     chosen = _pick(query, key, value, layout, implementation, backward=True, **options)
     function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
-    dquery, dkey, dvalue, dsinks = _over_mesh(function, (query, key, value, out, lse, dout), layout, sinks, 3)
-    return dquery, dkey, dvalue, dsinks
+    return _by_rows(function, 7, 3)(query, key, value, out, lse, dout, layout, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))

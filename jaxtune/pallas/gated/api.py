@@ -32,8 +32,12 @@ def gated_backward(
     check.array("up", up, shape, gate.dtype)
     check.array("dgated", dgated, shape, gate.dtype)
     check.choice("activation", activation, tuple(reference.ACTIVATIONS))
-    name = dispatch.choose("gated_backward", implementations(gate.dtype, gate.size, activation), implementation)
-    return IMPLEMENTATIONS[name].gated_backward(gate, up, dgated, activation)
+
+    def local(gate, up, dgated):
+        name = dispatch.choose("gated_backward", implementations(gate.dtype, gate.size, activation), implementation)
+        return IMPLEMENTATIONS[name].gated_backward(gate, up, dgated, activation)
+
+    return meshes.on_each_device(local, rows=3)(gate, up, dgated)
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:

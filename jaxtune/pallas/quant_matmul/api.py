@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
-from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.quant_matmul import mosaic, reference, triton
@@ -45,6 +45,7 @@ def quant_matmul(
     *,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    dropout_part: jax.Array | int = 0,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiplies x by one to n weights that share it, with their adapters and biases.
@@ -56,6 +57,8 @@ def quant_matmul(
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.
+      dropout_part: int32[], which of equal parts x is of all the tokens that the mask is drawn for, in order: the same
+        mask however tokens are divided over devices. Other parts than 0 need a key of JAX's default kind (threefry).
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
@@ -88,7 +91,9 @@ def quant_matmul(
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
     name = dispatch.choose("quant_matmul", implementations(weights, x.dtype, implementation), implementation)
     kernels = IMPLEMENTATIONS[name]
-    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels)
+    if not (isinstance(dropout_part, int) and dropout_part == 0):
+        check.array("dropout_part", jnp.asarray(dropout_part), "", INTEGERS)
+    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels)
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,11 +15,11 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
 from jax.lax import optimization_barrier
 
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import FourBit
-from jaxtune.pallas.meshes import on_every_device
 
 
 def refusal(weight: Stored, dtype) -> str | None:
@@ -64,7 +64,7 @@ def decoded(weight, x, kernels: ModuleType):
     """
     if isinstance(weight, Stored):
         weight, x = optimization_barrier((weight, x))
-        weight = on_every_device(functools.partial(kernels.dequantize, dtype=x.dtype), weight)
+        weight = kernels.dequantize(weight, x.dtype)
     return weight, x
 
 
@@ -72,7 +72,7 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
     """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
-        out = on_every_device(kernels.small_matmul, x, weight)
+        out = kernels.small_matmul(x, weight)
     else:
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)
@@ -161,19 +161,46 @@ def _products_bwd(static, residuals, doutputs):
 _products.defvjp(_products_fwd, _products_bwd)
 
 
-def dropout(x, rate, key):
-    """Inverted dropout: zero with probability `rate`, the rest scaled by 1 / (1 - rate)."""
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+def dropout(x, rate, key, part=0):
+    """Inverted dropout: zero with probability `rate`, the rest scaled by 1 / (1 - rate). The mask is `part` of one that
+    is drawn for as many parts as there are, each as large as x."""
+    if isinstance(part, int) and part == 0:
+        keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    else:
+        bits = _bits_of_part(key, x.shape, part)  # in [1, 2): jax.random.uniform's digits
+        uniform = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+        keep = uniform < jnp.float32(1.0 - rate)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def matmul(x, weights, loras, biases, dropout_rate, dropout_key, kernels: ModuleType):
+def _bits_of_part(key, shape: tuple[int, int], part) -> jax.Array:
+    """uint32[tokens, width]: what jax.random.bits draws for the elements of a part of a larger array.
+
+    An element's bits are a hash of its number, token * width + column, which has 64 bits, in two words.
+    """
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if (kind := str(jax.random.key_impl(key))) != "threefry2x32":
+            raise ValueError(f"quant_matmul: a dropout_part other than 0 needs a threefry2x32 key, this is {kind}")
+        key = jax.random.key_data(key)
+    tokens, width = shape
+    if width >= 1 << 16:
+        raise ValueError(f"quant_matmul: dropout over {width} columns in parts; there may be {(1 << 16) - 1}")
+    token = jnp.asarray(part, jnp.uint32) * jnp.uint32(tokens) + jnp.arange(tokens, dtype=jnp.uint32)
+    lower, upper = (token & 0xFFFF) * jnp.uint32(width), (token >> 16) * jnp.uint32(width)
+    first = lower + (upper << 16)
+    high = (upper >> 16) + (first < lower)
+    low = first[:, None] + jnp.arange(width, dtype=jnp.uint32)
+    one, other = threefry2x32_p.bind(key[0], key[1], high[:, None] + (low < first[:, None]).astype(jnp.uint32), low)
+    return one ^ other
+
+
+def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType):
     """See api.quant_matmul; `kernels` as on top of this file."""
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     source = None
     if owners and dropout_key is not None and dropout_rate > 0.0:
-        source = dropout(flat, dropout_rate, dropout_key)
+        source = dropout(flat, dropout_rate, dropout_key, dropout_part)
     pairs = tuple((loras[index].a, loras[index].b) for index in owners)
     scales = tuple(loras[index].scale for index in owners)
     # A row scale stands between the product and its bias.

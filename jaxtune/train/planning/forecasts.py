@@ -164,7 +164,6 @@ def _layer_forecast(parts: StepCost, placements, whole, of_kinds, seconds, devic
             dtype=parts.dtype,
             length=parts.length,
             hopper=device.hopper,
-            one_device=parts.devices == 1,
         )
         work = max(work, _backward_bytes(kind, facts, hosted + arriving, 2 * hosted))
         work_forward = max(work_forward, kind.block.mlp.forward_bytes(facts))
