@@ -320,10 +320,12 @@ class MeshConfig:
 
     __pydantic_config__ = _STRICT
 
-    data: Annotated[int, "Devices that share the rows of a step."] = 1
+    data: Annotated[int, "Devices that share the rows of a step; -1: all there are."] = 1
 
     def __post_init__(self) -> None:
-        _positive("mesh.data", self.data)
+        _require(
+            self.data > 0 or self.data == -1, "mesh.data", self.data, "must be greater than 0, or -1 for all devices"
+        )
 
 
 @dataclass(frozen=True)
@@ -456,6 +458,14 @@ class TrainConfig:
     export: ExportConfig = ExportConfig()
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
 
+    def require_rows_for(self, devices: int) -> None:
+        """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
+        rows = self.rows_per_step // (self.micro_batches or 1)
+        _require(
+            rows % devices == 0, "mesh.data", devices,
+            f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
+        )  # fmt: skip
+
     def __post_init__(self) -> None:
         _require_usable_numbers(self, "")
         if self.steps is not None and self.epochs is not None:
@@ -475,12 +485,10 @@ class TrainConfig:
             tokens <= _LARGEST_INTEGER, "rows_per_step", self.rows_per_step,
             f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {_LARGEST_INTEGER:,}",
         )  # fmt: skip
-        rows, parts, devices = self.rows_per_step, self.micro_batches or 1, self.mesh.data
+        rows, parts = self.rows_per_step, self.micro_batches or 1
         _require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
-        _require(
-            (rows // parts) % devices == 0, "mesh.data", devices,
-            f"must divide the {rows // parts} rows of a micro-batch (rows_per_step / micro_batches)",
-        )  # fmt: skip
+        if self.mesh.data > 0:
+            self.require_rows_for(self.mesh.data)
 
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(

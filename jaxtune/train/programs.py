@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
 
 from jaxtune.models.transfers import IN_FLIGHT
 
@@ -20,14 +19,6 @@ class Programs:
     evaluate: Any
     seconds: float
     before_qat: Programs | None = None
-
-
-def make_mesh(data: int) -> jax.sharding.Mesh:
-    """A mesh of `data` devices over the axis "data"."""
-    devices = jax.devices()
-    if data > len(devices):
-        raise ValueError(f"mesh.data = {data}: there are {len(devices)} {devices[0].platform} devices")
-    return jax.make_mesh((data,), ("data",), axis_types=(AxisType.Auto,), devices=devices[:data])
 
 
 def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def record_of(trainer: Any, compiler_options: dict[str, Any]) -> dict[str, Any]:
         "numerics": {
             **trainer.planner.plan.to_record(),
             "gradients": trainer.gradients,
-            "mesh_data": config.mesh.data,
+            "mesh_data": trainer.mesh.size,
             "max_documents": trainer.program.max_documents,
             "deterministic": config.deterministic,
             "device": device.device_kind,

@@ -17,8 +17,8 @@ import optax
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.decoder import Decoder
 from jaxtune.models import partition
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.train import optimizer_offload
 from jaxtune.train.data.batches import Batch
@@ -155,13 +155,13 @@ class StepProgram:
             return where
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
-    def zero_sums(self, trainable) -> Sums:
-        """Sums to begin with, for the trainable tensors of a TrainState; on a mesh they lie as partition.UNSUMMED."""
+    def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
+        """Sums to begin with, for the trainable tensors of a TrainState. device: where they are to lie."""
         adds_up = self.micro_batches > 1
         in_front = () if self.devices == 1 else (self.devices,)
 
         def zeros(shape, dtype=jnp.float32):
-            return jnp.zeros((*in_front, *shape), dtype)
+            return jnp.zeros((*in_front, *shape), dtype, device=device)
 
         gradients = jax.tree.map(lambda a: zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
         own = {name: zeros(()) for name in self.objective.sums}

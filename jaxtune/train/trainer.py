@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxtune.files import remove_unfinished
+from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
@@ -37,7 +38,7 @@ from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner, out_of_memory
-from jaxtune.train.programs import Programs, abstract, compiler_options, make_mesh
+from jaxtune.train.programs import Programs, abstract, compiler_options
 from jaxtune.train.record import (
     CONFIG,
     ROW_OPTIONS,
@@ -119,9 +120,8 @@ class Trainer:
         if config.qat is not None and config.qat.start >= self.total_steps:
             raise ValueError(f"qat.start = {config.qat.start}: the run has only {self.total_steps} steps")
 
-        self.mesh = make_mesh(config.mesh.data)
-        self._replicated = NamedSharding(self.mesh, PartitionSpec())
-        self._by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        self._place_on(partition.make_mesh(config.mesh.data))
+        config.require_rows_for(self.mesh.size)
         schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
         rates = [matrix.lora.rate for _, matrix in matrices(model) if matrix.lora is not None]
         bound = update_bound(config.optim, config.max_grad_norm)
@@ -140,6 +140,7 @@ class Trainer:
             by_tensor=bound is not None and not has_adapter(model),
             offload=config.optim.offload,
             full=self.batches.full,
+            mesh=self.mesh,
         )
         self._program_before_qat = None
         if config.qat is not None and config.qat.start > 0:
@@ -149,6 +150,13 @@ class Trainer:
         self.planner = Planner(model, config, self.batches.length, self.mesh.devices.flat[0], keeps_model)
         self.eval_batches: Any = None
         self._follow_plan()
+
+    def _place_on(self, mesh: jax.sharding.Mesh) -> None:
+        """Where arrays lie: `_sums` are one device's each, until an update adds them up."""
+        self.mesh = mesh
+        self._replicated = NamedSharding(mesh, partition.WHOLE)
+        self._by_rows = NamedSharding(mesh, partition.ROWS)
+        self._unsummed = NamedSharding(mesh, partition.UNSUMMED) if mesh.size > 1 else self._replicated
 
     def _hold(self, model: Decoder) -> tuple[Decoder, nnx.GraphDef]:
         """Takes the model to train, or its shapes; returns what runs (under QAT a prepared one) and the plain graph."""
@@ -246,9 +254,9 @@ class Trainer:
         def placed(tree, shardings):
             return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
 
-        here = functools.partial(jax.tree.map, lambda _: self._replicated)
         state = placed(state, self.program.shardings(state, self._replicated))
-        return state, placed(sums, here(sums)), placed(self._frozen, here(self._frozen))
+        sums = placed(sums, jax.tree.map(lambda _: self._unsummed, sums))
+        return state, sums, placed(self._frozen, jax.tree.map(lambda _: self._replicated, self._frozen))
 
     def release_model(self) -> None:
         """Lets the given model's trained tensors go, but for their shapes; first_state cannot be called again."""
@@ -257,7 +265,7 @@ class Trainer:
         self._given = nnx.merge(graph, self._trainable, frozen)
 
     def _zero_sums(self, state: TrainState) -> Sums:
-        return jax.device_put(self.program.zero_sums(state.trainable), self._replicated)
+        return self.program.zero_sums(state.trainable, self._unsummed)
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
         """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
@@ -267,18 +275,18 @@ class Trainer:
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
         started = time.perf_counter()
         state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
-        where = self._replicated
+        where, unsummed = self._replicated, self._unsummed
 
         def of(program: StepProgram, update: Future, before: Programs | None) -> Programs:
             with jax.set_mesh(self.mesh):
-                accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=where)
+                accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=unsummed)
                 accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
             evaluate = None if self.eval_batches is None else self.compile_evaluate(program, state, frozen)
             return Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
 
         with ThreadPoolExecutor(1, "compile") as pool:
             with jax.set_mesh(self.mesh):
-                results = (self.program.shardings(state, where), where, where)
+                results = (self.program.shardings(state, where), unsummed, where)
                 update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
                 update = pool.submit(update.lower(state, sums).compile, compiler_options=options)
             before = None
@@ -528,7 +536,8 @@ class Trainer:
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen) -> bool:
         """Whether the state gives a finite loss, on the first rows; `sums` is used up."""
         parts, _ = self._load_step(0)
-        return math.isfinite(float(programs.accumulate(sums, state, frozen, parts[0], self._micro_index[0]).loss))
+        sums = programs.accumulate(sums, state, frozen, parts[0], self._micro_index[0])
+        return math.isfinite(float(sums.loss.sum()))
 
     def _evaluated(self, step: int) -> bool:
         lines = m.read_metrics(self.output / m.JSONL) if (self.output / m.JSONL).exists() else []

@@ -74,6 +74,8 @@ def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset
     parts, _ = trainer._load_step(0)
     first = trainer._at(programs, 0)
     sums = trainer._accumulate(first, sums, state, frozen, parts)
+    if trainer.mesh.size > 1:
+        sums = jax.tree.map(lambda a: np.asarray(a).sum(0), sums)
     scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))
     gradients = jax.tree.map(lambda g: jnp.asarray(np.asarray(g, np.float32) * scale), sums.gradients)
     gradients = saved_tensors(nnx.merge(trainer.graph, gradients, frozen))
@@ -147,9 +149,7 @@ def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset,
     trainer._follow_plan()
     where = next(iter(target.sharding().device_set))
     mesh = jax.sharding.Mesh(np.array([where]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    trainer.mesh = mesh
-    trainer._replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    trainer._by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    trainer._place_on(mesh)
     with target.lowering():
         programs = trainer.compile(*trainer.first_shapes())
     return {"accumulate": programs.accumulate, "update": programs.update}, found.plan.to_record()

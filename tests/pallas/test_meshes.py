@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtune.pallas import meshes
+from jaxtune.pallas import gpu_kernel, meshes
 from jaxtune.pallas.attention import attention, packed_layout
 from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.gated import gated_backward
+from jaxtune.pallas.gated.mosaic import CHUNK
 from jaxtune.pallas.grouped_matmul import grouped_matmul
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
@@ -111,15 +112,63 @@ def test_a_result_of_an_explicit_mesh_is_divided_as_the_first_array_is():
         assert out.sharding.spec == PartitionSpec("a", "b", None)
 
 
-def test_a_kernel_that_nothing_divides_refuses_a_mesh_but_not_a_device_of_it():
-    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
-    assert meshes.refusal() is None
+@pytest.mark.parametrize("name", ["data", "x"])
+def test_a_kernel_runs_on_each_device(name):
+    """Interpreted, where XLA divides: rows over the axis `data`, everything whole along another; inside a shard_map it
+    sees what that gives it."""
+    mesh = jax.make_mesh((DEVICES,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    gate, up, dgated = jax.random.normal(jax.random.key(0), (3, ROWS, CHUNK)).astype(jnp.bfloat16)
+    weight, seen = NF4.encode(draw(32, HIDDEN)), []
+    x = draw(ROWS, HIDDEN).astype(jnp.bfloat16)
+
+    def run(*arrays):
+        return gated_backward(*arrays, "silu", implementation="mosaic")
+
+    def matmul(x, weight):
+        return quant_matmul(x, [weight], implementation="mosaic")
+
+    def local(*arrays):
+        seen.append(arrays[0].shape)
+        return run(*arrays)
+
+    spec = PartitionSpec(name)
+    with gpu_kernel.interpreted():
+        want, product = jax.jit(run)(gate, up, dgated), jax.jit(matmul)(x, weight)
+        with jax.set_mesh(mesh):
+            arrays = jax.device_put((gate, up, dgated), NamedSharding(mesh, spec))
+            lowered = jax.jit(run).lower(*arrays).as_text()
+            by_rows = jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=False)
+            found = jax.jit(run)(*arrays), jax.jit(by_rows)(*arrays)
+            divided = jax.device_put(weight, NamedSharding(mesh, PartitionSpec()))
+            over = jax.jit(matmul)(jax.device_put(x, NamedSharding(mesh, spec)), divided)
+    assert seen == [(ROWS // DEVICES, CHUNK)]
+    assert (f"tensor<{ROWS // DEVICES}x{CHUNK}xbf16>" in lowered) == (name == "data")
+    for got in found:
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(over[0], product[0])
+
+
+def test_what_each_device_sees():
+    mesh = jax.make_mesh((2, 2), ("data", "x"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    seen = []
+
+    def sums(rows, head, count, more=None):
+        seen.append((rows.shape, head.shape, count, None if more is None else more.shape))
+        return rows * 2, head + rows.sum(0), None
+
+    run = meshes.on_each_device(sums, rows=1, results=1)
+    x, head = draw(ROWS, HIDDEN), draw(HIDDEN)
+    want = run(x, head, 3, more=x)
     with jax.set_mesh(mesh):
-        assert "a mesh of several devices" in (meshes.refusal() or "")
-        seen = []
-        jax.jit(
-            jax.shard_map(
-                lambda x: seen.append(meshes.refusal()) or x, in_specs=PartitionSpec(), out_specs=PartitionSpec()
-            )
-        )(jnp.ones(2))
-    assert seen == [None]
+        got = jax.jit(lambda x, head: run(x, head, 3, more=x))(x, head)
+        odd = jax.jit(lambda x, head: run(x, head, 3))(x[:3], head)
+    assert seen == [
+        ((ROWS, HIDDEN), (HIDDEN,), 3, (ROWS, HIDDEN)),
+        ((ROWS // 2, HIDDEN), (HIDDEN,), 3, (ROWS, HIDDEN)),
+        ((3, HIDDEN), (HIDDEN,), 3, None),
+    ]
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], x.sum(0) + 2 * head, rtol=1e-5)  # a sum over the rows' devices
+    np.testing.assert_allclose(odd[1], x[:3].sum(0) + head, rtol=1e-5)
+    assert got[2] is None

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
 from jaxtune.pallas.formats import FP4, MXFP4, NF4
 from jaxtune.pallas.formats.mxfp4 import TABLE
-from jaxtune.pallas.quant_matmul import LoraWeights, api, line_matmul, mosaic, quant_matmul, reference, row_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, api, line_matmul, mosaic, quant_matmul, row_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 
 
@@ -253,30 +252,6 @@ def test_refusals_of_the_small_product(shape, tokens, reason):
         assert mosaic.small_refusal(packed(*shape), jnp.bfloat16, tokens) is None, mosaic.small_refusal(
             packed(*shape), jnp.bfloat16, tokens
         )
-
-
-def test_under_a_mesh_every_device_decodes(monkeypatch):
-    """A kernel cannot be divided: it gets whole operands however the weight and the tokens lie."""
-    if jax.device_count() < 2:
-        pytest.skip("needs two devices")
-    seen = []
-
-    def dequantize(weight, dtype):
-        seen.append((weight.codes.shape, jax.sharding.get_abstract_mesh().manual_axes))
-        return weight.decode(dtype)
-
-    monkeypatch.setattr(reference, "dequantize", dequantize)
-    weight = packed(32, 64)
-    x = normal(101, 8, 64)
-    want = x @ weight.decode(jnp.float32).T
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-        codes = jax.device_put(weight.codes, NamedSharding(mesh, PartitionSpec("data")))
-        spread = NF4(codes, *jax.tree.leaves(weight)[1:], weight.shape, weight.dtype_name)
-        (got,) = jax.jit(lambda x, w: quant_matmul(x, [w]))(divided, spread)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    assert seen == [(weight.codes.shape, ("data",))]
 
 
 def test_modules_have_what_the_chain_calls():

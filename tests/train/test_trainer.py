@@ -21,6 +21,7 @@ from flax import nnx
 from rich.console import Console
 from tiny_models import tiny_model
 
+from jaxtune.models import partition
 from jaxtune.models.adapter_files import save_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import freeze, get_peft_model, linears
@@ -41,7 +42,7 @@ from jaxtune.train.data.packing import Document
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.metrics import read_metrics
 from jaxtune.train.monitor import TrainingStopped
-from jaxtune.train.trainer import Trainer, make_mesh
+from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, dataset, documents, lora_model, make_config
 
@@ -385,7 +386,7 @@ def test_a_model_trained_on_two_devices_works_with_what_the_caller_holds(tmp_pat
 
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match=r"mesh.data = 64: there are 8 cpu devices"):
-        make_mesh(64)
+        partition.make_mesh(64)
 
 
 # ---- guards

@@ -167,30 +167,28 @@ def dropout(x, rate, key, part=0):
     if isinstance(part, int) and part == 0:
         keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
     else:
-        bits = _bits_of_part(key, x.shape, part)  # in [1, 2): jax.random.uniform's digits
-        uniform = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
-        keep = uniform < jnp.float32(1.0 - rate)
+        rows = jnp.asarray(part, jnp.uint32) * jnp.uint32(x.shape[0]) + jnp.arange(x.shape[0], dtype=jnp.uint32)
+        digits = (_bits_of_rows(key, rows, x.shape[1]) >> 9) | jnp.uint32(0x3F800000)  # as jax.random.uniform: 1 to 2
+        keep = jax.lax.bitcast_convert_type(digits, jnp.float32) - 1.0 < jnp.float32(1.0 - rate)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def _bits_of_part(key, shape: tuple[int, int], part) -> jax.Array:
-    """uint32[tokens, width]: what jax.random.bits draws for the elements of a part of a larger array.
+def _bits_of_rows(key, rows: jax.Array, width: int) -> jax.Array:
+    """uint32[len(rows), width]: what jax.random.bits draws for these rows, numbered by uint32, of an array as wide.
 
-    An element's bits are a hash of its number, token * width + column, which has 64 bits, in two words.
+    An element's bits are a hash of its number, row * width + column, which has 64 bits, in two words.
     """
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if (kind := str(jax.random.key_impl(key))) != "threefry2x32":
             raise ValueError(f"quant_matmul: a dropout_part other than 0 needs a threefry2x32 key, this is {kind}")
         key = jax.random.key_data(key)
-    tokens, width = shape
     if width >= 1 << 16:
         raise ValueError(f"quant_matmul: dropout over {width} columns in parts; there may be {(1 << 16) - 1}")
-    token = jnp.asarray(part, jnp.uint32) * jnp.uint32(tokens) + jnp.arange(tokens, dtype=jnp.uint32)
-    lower, upper = (token & 0xFFFF) * jnp.uint32(width), (token >> 16) * jnp.uint32(width)
-    first = lower + (upper << 16)
-    high = (upper >> 16) + (first < lower)
-    low = first[:, None] + jnp.arange(width, dtype=jnp.uint32)
-    one, other = threefry2x32_p.bind(key[0], key[1], high[:, None] + (low < first[:, None]).astype(jnp.uint32), low)
+    lower, upper = (rows & 0xFFFF) * jnp.uint32(width), (rows >> 16) * jnp.uint32(width)
+    first = (lower + (upper << 16))[:, None]
+    high = ((upper >> 16) + (first[:, 0] < lower))[:, None]
+    low = first + jnp.arange(width, dtype=jnp.uint32)
+    one, other = threefry2x32_p.bind(key[0], key[1], high + (low < first), low)
     return one ^ other
 
 

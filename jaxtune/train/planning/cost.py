@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment, matrix_of, numbers_met
@@ -168,7 +169,7 @@ def step_cost(model: Decoder, config: TrainConfig, length: int | None = None, ke
         "gradient sums": nbytes(masters if config.micro_batches != 1 else kept),
     }
     kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    known = residuals_of(model.layers)
+    known, devices = residuals_of(model.layers), partition.device_count(config.mesh.data)
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     head = model.head_variable
@@ -178,7 +179,7 @@ def step_cost(model: Decoder, config: TrainConfig, length: int | None = None, ke
     return StepCost(
         rows=config.rows_per_step,
         length=length,
-        devices=config.mesh.data,
+        devices=devices,
         num_layers=len(kinds),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -196,7 +197,7 @@ def step_cost(model: Decoder, config: TrainConfig, length: int | None = None, ke
         trained=nbytes(masters) / 4,
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
-        hosted_bytes=on_host * config.mesh.data,
+        hosted_bytes=on_host * devices,
         update_bytes=_update_bytes(masters, config),
         less_sums=0.0 if config.micro_batches == 1 else float(nbytes(masters) - nbytes(kept)),
     )

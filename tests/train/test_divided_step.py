@@ -1,0 +1,202 @@
+"""One step divided over a mesh: what every device adds up is what one device would, before anything is clipped.
+
+A clipped norm and Adam's direction hide a gradient that is everywhere twice what it should be; so here are the
+gradients themselves, tensor by tensor, and weights after SGD.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.random import threefry2x32_p
+from jax.sharding import NamedSharding
+from tiny_models import tiny_model
+
+from jaxtune.models import partition
+from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.quant import quantize
+from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.pallas.quant_matmul import reference
+from jaxtune.train.loss import RouterLosses
+from jaxtune.train.step import StepProgram, trainable_names
+from tests.train.tiny_runs import LENGTH, dataset, documents
+
+MOE = MoEConfig(4, 2, 8, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.5)
+MICRO_BATCHES, STEPS = 2, 3
+ROWS = dataset(documents(15, seed=6), LENGTH, packing=False).batches(16, shuffle=False).batch_at(0)
+
+
+def one_layer(**changes) -> Decoder:
+    return tiny_model(layers=(LayerSpec(window=5),), **changes)
+
+
+def moved(model: Decoder) -> Decoder:
+    """The model with adapters that do something."""
+    for path, leaf in nnx.iter_graph(model):
+        if isinstance(leaf, nnx.Param) and path[-1] == "b":
+            leaf.set_value(0.05 * jax.random.normal(jax.random.key(len(path)), leaf.shape))
+    return model
+
+
+def experts_whole() -> Decoder:
+    model = one_layer(moe=MOE, attention_sinks=True)
+    for layer in model.layers:  # routers that prefer some experts
+        layer.mlp.router.weight.set_value(2 * jax.random.normal(jax.random.key(1), layer.mlp.router.weight.shape))
+    return model
+
+
+MODELS = {
+    "adapters with dropout and DoRA, the head whole": (
+        lambda: moved(
+            get_peft_model(one_layer(), r=4, lora_dropout=0.3, use_dora=True, modules_to_save=["lm_head"])
+        ),
+        dict(dropout=True),
+    ),
+    "NF4, recomputed": (
+        lambda: moved(get_peft_model(quantize(one_layer(), "nf4"), r=4)),
+        dict(plan=ResidualPlan.uniform(RECOMPUTE, 1)),
+    ),
+    "experts whole, with routers' losses": (
+        experts_whole,
+        dict(router_losses=RouterLosses(aux_loss_coef=0.3, z_loss_coef=0.2)),
+    ),
+}  # fmt: skip
+
+
+class Done(NamedTuple):
+    """Gradient sums of step 1 before clipping, weights after STEPS of SGD, metrics of the steps, what evaluation gives;
+    tensors by name."""
+
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    metrics: list[dict]
+    evaluated: list[float]
+
+
+def program_of(model: Decoder, devices: int | None, **options):
+    """(StepProgram, trainable, frozen)"""
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    mesh = None if devices is None else partition.make_mesh(devices)
+    options = dict(max_grad_norm=None, micro_batches=MICRO_BATCHES) | options
+    return StepProgram(graph, optax.sgd(0.05), lambda step: 0.05, mesh=mesh, **options), trainable, frozen
+
+
+@functools.cache
+def run(name: str, devices: int) -> Done:
+    make, options = MODELS[name]
+    program, trainable, frozen = program_of(make(), devices, **options)
+    place = functools.partial(NamedSharding, program.mesh)
+    state, frozen = jax.device_put((program.init(trainable, seed=0), frozen), place(partition.WHOLE))
+    sums = program.zero_sums(trainable, place(partition.UNSUMMED) if devices > 1 else None)
+    size = len(ROWS.tokens) // MICRO_BATCHES
+    parts = [jax.tree.map(lambda a, i=i: a[i * size : (i + 1) * size], ROWS) for i in range(MICRO_BATCHES)]
+    parts = jax.device_put(parts, place(partition.ROWS))
+    names = trainable_names(trainable)
+
+    def named(tree):
+        return dict(zip(names, map(np.asarray, jax.tree.leaves(tree)), strict=True))
+
+    metrics, gradients = [], {}
+    with jax.set_mesh(program.mesh):
+        accumulate = jax.jit(program.accumulate, donate_argnums=0)
+        update = jax.jit(program.update, donate_argnums=(0, 1))
+        evaluated = [float(x) for x in jax.tree.leaves(jax.jit(program.evaluate)(state, frozen, parts[0]))]
+        for _ in range(STEPS):
+            for index, batch in enumerate(parts):
+                sums = accumulate(sums, state, frozen, batch, jnp.int32(index))
+            if not gradients:
+                gradients = named(sums.gradients)
+                if devices > 1:
+                    gradients = {name: array.sum(0) for name, array in gradients.items()}
+            state, sums, found = update(state, sums)
+            metrics.append(jax.tree.map(np.asarray, found))
+    return Done(gradients, named(state.trainable), metrics, evaluated)
+
+
+@pytest.mark.parametrize(("name", "devices"), [*((name, 2) for name in MODELS), (next(iter(MODELS)), 4)])
+def test_gradients_and_weights_are_those_of_one_device(name, devices):
+    """Dropout's masks are the same too, or no gradient would be."""
+    got, want = run(name, devices), run(name, 1)
+    assert sum(np.linalg.norm(array) > 1e-3 for array in want.gradients.values()) > 0.9 * len(want.gradients)
+    for tensor in want.gradients:
+        for ours, theirs in ((got.gradients, want.gradients), (got.weights, want.weights)):
+            assert np.linalg.norm(ours[tensor] - theirs[tensor]) <= 1e-5 * np.linalg.norm(theirs[tensor]), tensor
+    np.testing.assert_allclose(got.evaluated, want.evaluated, rtol=1e-6)
+    for step, (ours, theirs) in enumerate(zip(got.metrics, want.metrics, strict=True)):
+        for key in theirs if step == 0 else ("loss", "count"):
+            np.testing.assert_allclose(*(jax.tree.leaves(each[key]) for each in (ours, theirs)), rtol=1e-5, err_msg=key)
+
+
+def test_devices_have_different_numbers_of_targets():
+    """What the test above stands on."""
+    for parts in (4, 8):
+        assert len(set(ROWS.weights.reshape(parts, -1).sum(1).tolist())) > 2
+    assert ROWS.weights[-1].sum() == 0
+
+
+def test_a_mesh_of_one_device_is_the_plain_program():
+    make, options = MODELS["experts whole, with routers' losses"]
+    programs = []
+    for devices in (None, 1):
+        program, trainable, frozen = program_of(make(), devices, **options)
+        state, sums = (jax.eval_shape(f, trainable) for f in (lambda t: program.init(t, 0), program.zero_sums))  # noqa: B023
+        batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ROWS)
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = jax.jit(program.accumulate).lower(sums, state, frozen, batch, index)
+        programs.append((lowered.as_text(), jax.jit(program.update).lower(state, sums).as_text()))
+    assert programs[0] == programs[1]
+
+
+def test_devices_exchange_nothing_until_the_update():
+    """But what routers' losses are products of; with adapters, the sums of a step are added up at once."""
+    found = {}
+    for name in ("NF4, recomputed", "experts whole, with routers' losses"):
+        make, options = MODELS[name]
+        program, trainable, frozen = program_of(make(), 2, **options)
+        place = functools.partial(NamedSharding, program.mesh)
+
+        def placed(tree, spec, place=place):
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(spec)), tree)
+
+        state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable), partition.WHOLE)  # noqa: B023
+        sums = placed(jax.eval_shape(program.zero_sums, trainable), partition.UNSUMMED)
+        frozen, batch = placed(frozen, partition.WHOLE), placed(ROWS, partition.ROWS)
+        index = placed(jax.ShapeDtypeStruct((), jnp.int32), partition.WHOLE)
+        found[name] = jax.jit(program.accumulate).lower(sums, state, frozen, batch, index).compile().as_text()
+    collectives = ("all-reduce(", "all-gather(", "all-to-all(", "collective-permute(", "reduce-scatter(")
+    assert not any(each in found["NF4, recomputed"] for each in collectives)
+    assert not any(each in found["experts whole, with routers' losses"] for each in collectives[1:])
+
+
+def test_parts_of_a_dropout_mask_are_those_of_the_whole():
+    key, rate, parts, tokens, width = jax.random.key(3), 0.3, 4, 6, 40
+    x = jnp.ones((parts * tokens, width))
+    part = jax.jit(lambda x, index: reference.dropout(x, rate, key, index))
+    got = jnp.concatenate([part(x[:tokens], jnp.int32(index)) for index in range(parts)])
+    np.testing.assert_array_equal(got, reference.dropout(x, rate, key))
+    # Past 2^32 elements: the numbers of the elements, as JAX hashes them.
+    tokens, width, index = 70_000, 30_000, 3
+    number = np.uint64(width) * (np.uint64(index * tokens) + np.arange(tokens - 2, tokens, dtype=np.uint64))
+    number = number[:, None] + np.arange(width, dtype=np.uint64)
+    assert (number >> np.uint64(32)).min() == 1
+    words = [jnp.asarray(word.astype(np.uint32)) for word in (number >> np.uint64(32), number & np.uint64(0xFFFFFFFF))]
+    one, other = threefry2x32_p.bind(*jax.random.key_data(key), *words)
+    got = reference._bits_of_rows(key, jnp.arange(index * tokens, (index + 1) * tokens, dtype=jnp.uint32)[-2:], width)
+    np.testing.assert_array_equal(got, one ^ other)
+
+
+def test_what_a_part_of_a_mask_cannot_be():
+    x = jnp.ones((2, 1 << 16))
+    with pytest.raises(ValueError, match="65536 columns in parts"):
+        reference.dropout(x, 0.5, jax.random.key(0), jnp.int32(1))
+    with pytest.raises(ValueError, match="needs a threefry2x32 key, this is rbg"):
+        reference.dropout(x[:, :4], 0.5, jax.random.key(0, impl="rbg"), jnp.int32(1))
