@@ -63,7 +63,8 @@ class Sums:
     on routers times the count, where they are asked for. own: the objective's own sums, by name.
 
     On a mesh of several devices each array has an axis more, in front: every device adds up its own rows, and the
-    update adds up the devices."""
+    devices are added up once, by the update, or in each place alike by a step's only micro-batch, whose gradients then
+    need no second place."""
 
     gradients: Any
     loss: jax.Array
@@ -175,7 +176,7 @@ class StepProgram:
 
         def local(sums, *others):
             sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
-            return jax.tree.map(lambda a: a[None], sums)
+            return jax.tree.map(lambda a: a[None], _of_all_devices(sums) if self.micro_batches == 1 else sums)
 
         rows, whole, unsummed = partition.ROWS, partition.WHOLE, partition.UNSUMMED
         run = partition.divided(local, self.mesh, (unsummed, whole, whole, rows, whole), unsummed)
@@ -229,6 +230,17 @@ class StepProgram:
             )
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
+    def total(self, sums: Sums) -> Sums:
+        """The sums of all devices, without the axis in front; for jit, under the mesh."""
+        if self.devices == 1:
+            return sums
+
+        def local(sums):
+            sums = jax.tree.map(lambda a: a[0], sums)
+            return sums if self.micro_batches == 1 else _of_all_devices(sums)
+
+        return partition.divided(local, self.mesh, (partition.UNSUMMED,), partition.WHOLE)(sums)
+
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.
 
@@ -239,9 +251,7 @@ class StepProgram:
           float32[n], one a trainable tensor.
         """
         with jax.named_scope("optimizer"):
-            given = sums
-            if self.devices > 1:  # in float32, whatever the gradients are kept in
-                sums = jax.tree.map(lambda a: a.sum(0, dtype=jnp.float32).astype(a.dtype), given)
+            given, sums = sums, self.total(sums)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
 
@@ -349,6 +359,11 @@ class StepProgram:
             whole = partition.WHOLE
             run = partition.divided(local, self.mesh, (whole, whole, partition.ROWS), whole)
         return run(state.trainable, frozen, batch)
+
+
+def _of_all_devices(sums: Sums) -> Sums:
+    """Added up in float32, whatever the gradients are kept in."""
+    return jax.tree.map(lambda a: partition.total(a.astype(jnp.float32)).astype(a.dtype), sums)
 
 
 # Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.

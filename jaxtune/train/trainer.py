@@ -152,9 +152,8 @@ class Trainer:
         self._follow_plan()
 
     def _place_on(self, mesh: jax.sharding.Mesh) -> None:
-        """Where arrays lie: `_sums` are one device's each, until an update adds them up."""
-        self.mesh = mesh
-        self._replicated = NamedSharding(mesh, partition.WHOLE)
+        """Where arrays lie."""
+        self.mesh, self._replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self._unsummed = NamedSharding(mesh, partition.UNSUMMED) if mesh.size > 1 else self._replicated
 

@@ -74,8 +74,7 @@ def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset
     parts, _ = trainer._load_step(0)
     first = trainer._at(programs, 0)
     sums = trainer._accumulate(first, sums, state, frozen, parts)
-    if trainer.mesh.size > 1:
-        sums = jax.tree.map(lambda a: np.asarray(a).sum(0), sums)
+    sums = jax.jit(trainer.program.total)(sums)
     scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))
     gradients = jax.tree.map(lambda g: jnp.asarray(np.asarray(g, np.float32) * scale), sums.gradients)
     gradients = saved_tensors(nnx.merge(trainer.graph, gradients, frozen))
@@ -147,9 +146,8 @@ def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset,
     trainer = Trainer(model, None, config, rows)
     trainer.planner.forecast = dataclasses.replace(trainer.planner.forecast, plan=plan)
     trainer._follow_plan()
-    where = next(iter(target.sharding().device_set))
-    mesh = jax.sharding.Mesh(np.array([where]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    trainer._place_on(mesh)
+    trainer._place_on(target.mesh(config.mesh.data))
+    trainer.program = dataclasses.replace(trainer.program, mesh=trainer.mesh)
     with target.lowering():
         programs = trainer.compile(*trainer.first_shapes())
     return {"accumulate": programs.accumulate, "update": programs.update}, found.plan.to_record()

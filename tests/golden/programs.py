@@ -13,7 +13,15 @@ import re
 import numpy as np
 
 from jaxtune.models.published import PUBLISHED
-from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.config import (
+    AdapterConfig,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from jaxtune.train.data.packing import Document
 from tests.golden import engine
 from tests.gpu.aot.target import H200
@@ -51,20 +59,22 @@ CASES = {
 }
 
 
-def record(name: str) -> dict:
+def record(name: str, devices: int = 1) -> dict:
+    """devices: that share so many times the rows."""
     case = CASES[name]
     config = TrainConfig(
         model=ModelConfig(path=case.model, load_in=case.load_in),  # type: ignore[arg-type]
         data=DataConfig(train="made here", length=case.length),
         adapter=case.adapter,
-        rows_per_step=case.rows,
+        rows_per_step=case.rows * devices,
+        mesh=MeshConfig(data=devices),
         steps=10,
         output="not written",
         **case.settings,
     )
     size = case.length // case.documents
     whole = Document(np.zeros(size, np.int32), np.ones(size, bool))
-    rows = dataset([whole] * (case.documents * case.rows), case.length)
+    rows = dataset([whole] * (case.documents * config.rows_per_step), case.length)
     programs, plan = engine.compiled_programs(H200, PUBLISHED[case.model], config, rows, case.layers)
     return {"plan": plan} | {name: described(program) for name, program in programs.items()}
 

@@ -72,6 +72,9 @@ MODELS = {
 }  # fmt: skip
 
 
+MODELS["a step's only micro-batch"] = (lambda: moved(get_peft_model(one_layer(), r=4)), dict(micro_batches=1))
+
+
 class Done(NamedTuple):
     """Gradient sums of step 1 before clipping, weights after STEPS of SGD, metrics of the steps, what evaluation gives;
     tensors by name."""
@@ -97,8 +100,9 @@ def run(name: str, devices: int) -> Done:
     place = functools.partial(NamedSharding, program.mesh)
     state, frozen = jax.device_put((program.init(trainable, seed=0), frozen), place(partition.WHOLE))
     sums = program.zero_sums(trainable, place(partition.UNSUMMED) if devices > 1 else None)
-    size = len(ROWS.tokens) // MICRO_BATCHES
-    parts = [jax.tree.map(lambda a, i=i: a[i * size : (i + 1) * size], ROWS) for i in range(MICRO_BATCHES)]
+    count = program.micro_batches
+    size = len(ROWS.tokens) // count
+    parts = [jax.tree.map(lambda a, i=i: a[i * size : (i + 1) * size], ROWS) for i in range(count)]
     parts = jax.device_put(parts, place(partition.ROWS))
     names = trainable_names(trainable)
 
@@ -114,9 +118,7 @@ def run(name: str, devices: int) -> Done:
             for index, batch in enumerate(parts):
                 sums = accumulate(sums, state, frozen, batch, jnp.int32(index))
             if not gradients:
-                gradients = named(sums.gradients)
-                if devices > 1:
-                    gradients = {name: array.sum(0) for name, array in gradients.items()}
+                gradients = named(jax.jit(program.total)(sums).gradients)
             state, sums, found = update(state, sums)
             metrics.append(jax.tree.map(np.asarray, found))
     return Done(gradients, named(state.trainable), metrics, evaluated)
@@ -157,7 +159,7 @@ def test_a_mesh_of_one_device_is_the_plain_program():
 
 
 def test_devices_exchange_nothing_until_the_update():
-    """But what routers' losses are products of; with adapters, the sums of a step are added up at once."""
+    """But what routers' losses are products of; a step's only micro-batch exchanges its gradients itself."""
     found = {}
     for name in ("NF4, recomputed", "experts whole, with routers' losses"):
         make, options = MODELS[name]

@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from jaxtune.pallas.dispatch import compile_for
 
@@ -59,6 +60,11 @@ class Target:
         """Where arguments of a program for this device are."""
         topology = topologies.get_topology_desc("", "cuda", target_config=self.description, topology="1x1x1")
         return SingleDeviceSharding(topology.devices[0])
+
+    def mesh(self, count: int) -> jax.sharding.Mesh:
+        """So many devices of one host, over the axis "data"."""
+        topology = topologies.get_topology_desc("", "cuda", target_config=self.description, topology=f"1x1x{count}")
+        return jax.sharding.Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
 
     @staticmethod
     def on_host(sharding: SingleDeviceSharding) -> SingleDeviceSharding:

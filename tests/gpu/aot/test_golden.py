@@ -7,6 +7,7 @@ import pytest
 from tests.golden import programs, records
 
 RECORD = records.read("programs")["cases"]
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 
 
 @pytest.mark.parametrize("name", programs.CASES)
@@ -17,3 +18,29 @@ def test_a_program_is_the_recorded_one(name):
 
 def test_every_configuration_is_recorded():
     assert RECORD.keys() == programs.CASES.keys()
+
+
+@pytest.mark.parametrize("name", ["8B, NF4 in 24 GB", "8B, all trained by 8-bit AdamW"])
+def test_each_of_two_devices_runs_what_one_runs(name):
+    """Twice the rows on two devices: the same kernels and copies, and but the gradients exchanged, once."""
+    got, alone = programs.record(name, devices=2), RECORD[name]
+
+    def libraries(kernels):
+        """Counts of what is called by name: our kernels, cuBLAS, cuDNN. XLA names its own fusions as it likes."""
+        return {name: count for name, count in kernels.items() if "$" in name or "mosaic" in name}
+
+    for program in ("accumulate", "update"):
+        assert libraries(got[program]["kernels"]) == libraries(alone[program]["kernels"])
+        assert got[program]["host_bytes"] == alone[program]["host_bytes"]
+        assert got[program]["copies"] == alone[program]["copies"]
+    exchanged = [kernel for kernel in got["accumulate"]["kernels"] for each in COLLECTIVES if each in kernel]
+    assert exchanged and all("all-reduce" in kernel for kernel in exchanged)
+    assert not any(each in kernel for kernel in got["update"]["kernels"] for each in COLLECTIVES)
+    wide = max((_float32_bytes(kernel) for kernel in exchanged), default=0)  # a gradient on its way
+    assert got["accumulate"]["temporary_bytes"] <= alone["accumulate"]["temporary_bytes"] * (1 + records.BYTES) + wide
+    assert got["update"]["temporary_bytes"] <= alone["update"]["temporary_bytes"] + 1024
+
+
+def _float32_bytes(kernel: str) -> int:
+    """Of the largest array in the name of a kernel, such as "all-reduce f32[1024,4096]"."""
+    return max(4 * math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"f32\[([\d,]+)\]", kernel))
