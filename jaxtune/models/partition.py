@@ -38,12 +38,14 @@ def make_mesh(data: int) -> Mesh:
     return jax.make_mesh((count,), (DATA,), axis_types=(AxisType.Auto,), devices=devices[:count])
 
 
-def divided(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """The function, run by every device of the mesh on its own part of arrays.
+def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
+    """The function, run by every device of the mesh on its own part of arrays; as it is, on one device or no mesh.
 
     Nothing checks what the specs say is whole. Inside, jax.grad is of a device's own share of a sum: a psum in what is
     differentiated would count each gradient once a device (see `total`).
     """
+    if mesh is None or mesh.size == 1:
+        return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

@@ -98,7 +98,7 @@ def on_each_device[**Parameters, Result](
             for index, array in zip(places, arrays, strict=True):
                 given[index] = array
             args, kwargs = jax.tree.unflatten(tree, given)
-            found = function(*args, **kwargs)
+            found = function(*args, **kwargs)  # type: ignore[call-arg]
             if results is None:
                 return found, ()
             sums = found[results:]  # type: ignore[index]

@@ -354,10 +354,8 @@ class StepProgram:
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
 
-        run = local
-        if self.devices > 1:
-            whole = partition.WHOLE
-            run = partition.divided(local, self.mesh, (whole, whole, partition.ROWS), whole)
+        whole = partition.WHOLE
+        run = partition.divided(local, self.mesh, (whole, whole, partition.ROWS), whole)
         return run(state.trainable, frozen, batch)
 
 
