@@ -21,3 +21,62 @@ def keys_table() -> str:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """mkdocs calls it with each page's text."""
     return markdown.replace(KEYS, keys_table()) if KEYS in markdown else markdown
+
+
+# ---- docs/compat.md, which is stored: `python scripts/docs_hooks.py` writes it again
+
+BEGIN, END = "<!-- arguments: begin -->", "<!-- arguments: end -->"
+
+
+def compat_tables() -> str:
+    """What becomes of every argument of jaxtune.compat's callables, a table for each."""
+    import dataclasses
+    import inspect
+
+    from jaxtune import compat
+    from jaxtune.compat import tables, trainer
+
+    def parameters(function: Any) -> list[str]:
+        return [
+            name for name, found in inspect.signature(function).parameters.items()
+            if found.kind not in (found.VAR_KEYWORD, found.VAR_POSITIONAL) and name != "self"
+        ]  # fmt: skip
+
+    model = compat.FastLanguageModel
+    callables = {
+        "FastLanguageModel.from_pretrained": (parameters(model.from_pretrained), tables.LOAD),
+        "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
+        "SFTConfig": ([field.name for field in dataclasses.fields(trainer._SFTFields)], tables.SFT),
+        "SFTTrainer": (parameters(compat.SFTTrainer.__init__), tables.TRAINER),
+        "save_pretrained_merged": (parameters(compat.CompatModel.save_pretrained_merged), tables.SAVE),
+        "generate": (parameters(compat.CompatModel.generate), tables.GENERATE),
+        "train_on_responses_only": (parameters(compat.train_on_responses_only), tables.RESPONSES),
+        "get_chat_template": (parameters(compat.get_chat_template), tables.TEMPLATE),
+    }
+    lines: list[str] = []
+    for name, (followed, others) in callables.items():
+        lines += [f"## {name}", "", "| argument | what becomes of it | |", "|---|---|---|"]
+        lines += [f"| `{argument}` | followed | |" for argument in followed]
+        for argument, fate in others.items():
+            free = " or ".join(f"`{value!r}`" for value in fate.free)
+            if fate.idle:
+                lines.append(f"| `{argument}` | nothing to do | {fate.text} |")
+            else:
+                lines.append(
+                    f"| `{argument}` | error{f', unless it is {free}' if free else ''} | instead: {fate.text} |"
+                )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def with_tables(text: str) -> str:
+    """The page with the tables between its marks."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{compat_tables()}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    page = Path(__file__).resolve().parents[1] / "docs/compat.md"
+    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -135,7 +135,8 @@ def test_defaults_are_unsloths(folder, tmp_path):
     assert (config.rows_per_step, config.micro_batches, config.epochs, config.seed) == (8, 2, 3.0, 3407)
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.name) == (5e-5, 0.001, "adamw_8bit")
     assert (config.schedule.name, config.schedule.warmup_ratio) == ("linear", 0.1)
-    assert (config.data.packing, config.data.length, config.precision) == (False, 64, "bf16")
+    # But for packing, which is on as in jaxtune's command.
+    assert (config.data.packing, config.data.length, config.precision) == (True, 64, "bf16")
     assert (config.checkpoint.every_steps, config.metrics.log_every, config.output) == (500, 1, "trainer_output")
 
 
@@ -306,11 +307,13 @@ ERRORS = [
     (config_(neftune_noise_alpha=5), "SFTConfig: neftune_noise_alpha = 5 is not supported"),
     (config_(packing_strategy="wrapped"), "packing_strategy = 'wrapped'"),
     (config_(lr_scheduler_type="polynomial"), "lr_scheduler_type = 'polynomial'"),
-    (config_(save_strategy="epoch"), "save_strategy = 'epoch'"),
+    (config_(save_strategy="best"), "save_strategy = 'best' is not supported; supported: 'steps', 'no', 'epoch'"),
     (config_(eval_strategy="steps"), "eval_strategy = 'steps' needs eval_dataset"),
     (config_(report_to="comet_ml"), "report_to = 'comet_ml'"),
     (config_(bf16=True, fp16=True), "bf16 and fp16 are both True"),
-    (config_(per_device_eval_batch_size=7), "per_device_eval_batch_size = 7"),
+    (config_(load_best_model_at_end=True), "Instead: save_steps equal to eval_steps"),
+    (config_(deepspeed="zero3.json"), "deepspeed = 'zero3.json' is not supported; leave it at None. Instead: several"),
+    (config_(packing_strategy="wrapped"), "Instead: 'bfd': whole documents"),
     (config_(completion_only_loss=True), "completion_only_loss = True needs prompt and completion"),
     (
         config_(learning_rat=1),
@@ -321,7 +324,7 @@ ERRORS = [
     (trainer_(callbacks=[1]), "SFTTrainer: callbacks = "),
     (trainer_(train_dataset=None), "train_dataset is missing"),
     (trainer_(train_dataset=[{"a": 1}]), "dataset_text_field = 'text' is not a column of the data set"),
-    (trainer_(model=3), "model is a int; load it with FastLanguageModel"),
+    (trainer_(model=3), "model is a int; give a name or folder, or load it with FastLanguageModel"),
     (trainer_(eval_dataset=[{"text": "x"}]), "train_dataset is messages, eval_dataset is text"),
 ]
 
@@ -336,5 +339,5 @@ def test_what_is_not_followed_is_an_error(folder, tmp_path, call, message):
 def test_a_model_without_adapter_is_not_trained_by_accident(folder):
     with pytest.raises(ValueError, match="the model has no adapter: call FastLanguageModel.get_peft_model"):
         SFTTrainer(load(folder, peft=False)[0], train_dataset=rows(2))
-    with pytest.raises(ValueError, match="save_method = 'merged_4bit' is not supported"):
-        load(folder)[0].save_pretrained_merged("x", save_method="merged_4bit")
+    with pytest.raises(ValueError, match="save_method = 'merged_8bit' is not supported"):
+        load(folder)[0].save_pretrained_merged("x", save_method="merged_8bit")

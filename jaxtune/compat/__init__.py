@@ -1,23 +1,59 @@
-"""Unsloth's and TRL's names, as thin maps onto jaxtune, so that a script written for them runs here.
+"""Unsloth's, TRL's and PEFT's names, as thin maps onto jaxtune, so that a script written for them runs here.
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
-Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them. An argument is followed,
-or is an error that names it when it is not at the one value that changes nothing: never ignored.
+Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them, but for packing, which is on
+as in jaxtune's command. An argument is followed; or changes nothing here, which one line says; or is an error that
+names what to use instead. The page "Arguments of other libraries" lists every one.
 
 jaxtune's modules are values: training returns a new one. Those scripts expect `model` itself to change, so their model
 is a `CompatModel`, which holds the current module: `SFTTrainer.train` puts the trained module into it, and whoever
 holds the model sees the trained weights. `model.module` is a plain `jaxtune.Decoder` for everything else.
 """
 
-from jaxtune.compat.model import CompatModel, FastLanguageModel, is_bfloat16_supported
-from jaxtune.compat.trainer import SFTConfig, SFTTrainer, train_on_responses_only
+from typing import Any
+
+from jaxtune.compat.adapters import LoraConfig
+from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
+from jaxtune.compat.texts import get_chat_template, standardize_data_formats, standardize_sharegpt
+from jaxtune.compat.trainer import SFTConfig, SFTTrainer, TrainingArguments, train_on_responses_only
 
 __all__ = [
     "CompatModel",
     "FastLanguageModel",
+    "FastModel",
+    "LoraConfig",
     "SFTConfig",
     "SFTTrainer",
+    "TrainingArguments",
+    "get_chat_template",
     "is_bfloat16_supported",
+    "standardize_data_formats",
+    "standardize_sharegpt",
     "train_on_responses_only",
 ]
+
+# Names that scripts import beside these, and what to do about them.
+_ELSEWHERE = {
+    "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3",
+    "UnslothTrainer": "use SFTTrainer",
+    "UnslothTrainingArguments": "use SFTConfig",
+    "UnslothVisionDataCollator": "images are not supported",
+    "GRPOTrainer": "reinforcement learning is not supported; use TRL",
+    "GRPOConfig": "reinforcement learning is not supported; use TRL",
+    "DPOTrainer": "preference training is not part of jaxtune.compat; use TRL",
+    "DPOConfig": "preference training is not part of jaxtune.compat; use TRL",
+    "TextStreamer": "import it from transformers",
+    "get_peft_model": "use FastLanguageModel.get_peft_model, or SFTTrainer(peft_config=...)",
+    "AutoModelForCausalLM": "use FastLanguageModel.from_pretrained, or give SFTTrainer the model's name",
+    "AutoTokenizer": "import it from transformers",
+    "DataCollatorForSeq2Seq": "leave data_collator out: rows are packed or padded already",
+    "DataCollatorForLanguageModeling": "leave data_collator out: rows are packed or padded already",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = _ELSEWHERE.get(name, f"there are: {', '.join(__all__)}")
+    raise ImportError(f"jaxtune.compat has no {name}: {hint}")

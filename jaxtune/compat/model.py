@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 
 import jaxtune
-from jaxtune.compat.arguments import (
-    DTYPES,
-    FIXED_GENERATE,
-    FIXED_LOAD,
-    FIXED_PEFT,
-    FIXED_SAVE,
-    RESIDUALS,
-    choose,
-    refuse,
-)
+from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
+from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.tables import DTYPES, GENERATE, LOAD, PEFT, RESIDUALS, SAVE
+from jaxtune.compat.texts import without_torch
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import experts, has_adapter
-from jaxtune.models.quant import dequantize
+from jaxtune.models.hf import hf_config_of
+from jaxtune.models.lora import has_adapter
+from jaxtune.models.quant import dequantize, quantize
 from jaxtune.terminal import say
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.report import parameter_counts
 
-ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf4", "lora": None}
 
 
 def is_bfloat16_supported() -> bool:
@@ -37,12 +34,20 @@ def is_bfloat16_supported() -> bool:
     return True
 
 
+class ModelSettings(SimpleNamespace):
+    """config.json's values as attributes. Setting one changes nothing: training reads the module."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
 class CompatModel:
     """The model of an Unsloth script: holds the current module, and what the trainer needs to know beside it.
 
     Attributes: module (jaxtune.Decoder; replaced by training), tokenizer, max_seq_length in tokens, residuals (a
     fixed plan such as "keep", or None: the planner chooses), adapter (how the adapter came to be: an AdapterConfig, or
-    None), full_finetuning, random_state.
+    None), full_finetuning, random_state, packing (what
+    SFTConfig's packing is where a script does not say), config (what config.json says, to be read).
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class CompatModel:
         adapter: AdapterConfig | None = None,
         full_finetuning: bool = False,
         random_state: int = 3407,
+        packing: bool = True,
     ):
         self.module = module
         self.tokenizer = tokenizer
@@ -63,6 +69,8 @@ class CompatModel:
         self.adapter = adapter
         self.full_finetuning = full_finetuning
         self.random_state = random_state
+        self.packing = packing
+        self.config = ModelSettings(**hf_config_of(module, tokenizer))
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
         """As the module: int32[B, T] -> float32[B, T, vocab]."""
@@ -86,55 +94,101 @@ class CompatModel:
         max_new_tokens: int = 64,
         do_sample: bool | None = None,
         temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        streamer: Any = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         **others: Any,
     ) -> np.ndarray:
         """transformers' generate: int[B, T] padded on either side -> int32[B, T + new], padded on the right.
 
-        Samples if do_sample, or if only a temperature is given; else takes the likeliest token. The module's adapters
-        are used as they are.
+        Samples if do_sample, or if only a temperature, top_k, top_p or min_p is given; else takes the likeliest token.
+        The module's adapters are used as they are. A streamer is given one row's tokens when all of them are there.
         """
-        refuse("generate", others, FIXED_GENERATE, CompatModel.generate)
+        settle("generate", others, GENERATE, CompatModel.generate)
         ids = np.atleast_2d(np.asarray(input_ids))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
-        sample = do_sample if do_sample is not None else temperature is not None
-        if do_sample is False and temperature not in (None, 1.0):
-            raise ValueError(f"generate: temperature = {temperature} has no effect with do_sample=False; drop one")
+        limits = {"top_k": (top_k, 0), "top_p": (top_p, 1.0), "min_p": (min_p, 0.0)}
+        asked = {name: value for name, (value, free) in limits.items() if value not in (None, free)}
+        sample = do_sample if do_sample is not None else temperature is not None or bool(asked)
+        for name, value in ({"temperature": temperature} | asked).items():
+            if do_sample is False and value not in (None, 1.0):
+                raise ValueError(f"generate: {name} = {value} has no effect with do_sample=False; drop one")
+        if streamer is not None and len(ids) > 1:
+            raise ValueError(f"generate: a streamer shows one row, and there are {len(ids)}: give them one by one")
         prompts = [row[used != 0].tolist() for row, used in zip(ids, mask, strict=True)]
         new = jaxtune.generate(
             self.module, prompts, max_new_tokens, (1.0 if temperature is None else temperature) if sample else 0.0,
-            seed=self.random_state, eos_token_ids=eos_token_id,
+            seed=self.random_state, eos_token_ids=eos_token_id, **asked,
         )  # fmt: skip
+        if streamer is not None:
+            streamer.put(ids[0])
+            for token in new[0]:
+                streamer.put(np.array([token]))
+            streamer.end()
         pads = (pad_token_id, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         pad = next(token for token in pads if token is not None)
         width = max(map(len, new))
         tail = np.array([row + [pad] * (width - len(row)) for row in new], np.int32)
         return np.concatenate([ids.astype(np.int32), tail], axis=1)
 
-    def save_pretrained(self, path: str | os.PathLike, **others: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
         """The adapter as a PEFT folder, or the whole model where there is no adapter."""
-        refuse("save_pretrained", others, FIXED_SAVE)
-        (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, path)
+        settle("save_pretrained", others, SAVE)
+        (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
     def save_pretrained_merged(
-        self, path: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
+        self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:
-        """save_method "merged_16bit": a whole model for transformers, in 16 bits; "lora": as save_pretrained."""
-        refuse("save_pretrained_merged", others, FIXED_SAVE)
+        """save_method "merged_16bit": a whole model for transformers, in 16 bits; "merged_4bit": in NF4, as
+        bitsandbytes stores it; "lora": as save_pretrained."""
+        where = "save_pretrained_merged"
+        settle(where, others, SAVE)
+        load_in = choose(where, "save_method", save_method, _MERGED)
         if save_method == "lora":
-            self.save_pretrained(path)
+            self.save_pretrained(save_directory)
             if tokenizer is not None:
-                tokenizer.save_pretrained(path)
-        elif save_method == "merged_16bit":
-            merged = jaxtune.merge_adapter(self.module) if self.has_adapter else dequantize(self.module)
-            merged.dtype = "bfloat16" if merged.dtype == "float32" else merged.dtype
-            jaxtune.save_pretrained(merged, path, tokenizer=tokenizer)
-        else:
-            raise ValueError(
-                f"save_pretrained_merged: save_method = {save_method!r} is not supported; "
-                "supported: 'merged_16bit', 'lora'"
-            )
+                tokenizer.save_pretrained(save_directory)
+            return
+        merged = jaxtune.merge_adapter(self.module) if self.has_adapter else dequantize(self.module)
+        merged.dtype = "bfloat16" if merged.dtype == "float32" else merged.dtype
+        jaxtune.save_pretrained(
+            merged if load_in is None else quantize(dequantize(merged), load_in), save_directory, tokenizer=tokenizer
+        )
+
+    def save_pretrained_gguf(self, save_directory: str | os.PathLike, *_: Any, **__: Any) -> None:
+        """Not supported; the error names the way."""
+        raise ValueError(
+            "save_pretrained_gguf is not supported. Instead: save_pretrained_merged(FOLDER, tokenizer), then "
+            f"llama.cpp's convert_hf_to_gguf.py FOLDER --outfile {os.fspath(save_directory)}.gguf"
+        )
+
+    def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
+        """As save_pretrained, into a repository of the hub, which is made where there is none."""
+        settle("push_to_hub", others, SAVE)
+        self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
+
+    def push_to_hub_merged(
+        self, repository: str, tokenizer: Any = None, save_method: str = "merged_16bit", token: str | None = None,
+        private: bool | None = None, **others: Any,
+    ) -> None:  # fmt: skip
+        """As save_pretrained_merged, into a repository of the hub, which is made where there is none."""
+        settle("push_to_hub_merged", others, SAVE)
+        self._push(
+            repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
+        )
+
+    @staticmethod
+    def _push(repository: str, token: str | None, private: bool | None, write: Callable[[str], None]) -> None:
+        from huggingface_hub import HfApi
+
+        hub = HfApi(token=token)
+        with TemporaryDirectory() as folder:
+            write(folder)
+            hub.create_repo(repository, private=private, exist_ok=True)
+            hub.upload_folder(repo_id=repository, folder_path=folder)
 
 
 class FastLanguageModel:
@@ -150,15 +204,17 @@ class FastLanguageModel:
         full_finetuning: bool = False,
         use_gradient_checkpointing: bool | str = "unsloth",
         random_state: int = 3407,
+        packing: bool = True,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
         """(model, tokenizer) of a model folder, a hub name, or an adapter folder that names its base.
 
         dtype None is bfloat16; torch's dtypes are taken by name. load_in_4bit, the default, is NF4 with double
         quantisation; full_finetuning turns it off. Loading draws nothing, so random_state is kept for sampling only.
+        packing is what SFTConfig's is where it does not say.
         """
         where = "FastLanguageModel.from_pretrained"
-        refuse(where, others, FIXED_LOAD, FastLanguageModel.from_pretrained)
+        settle(where, others, LOAD, FastLanguageModel.from_pretrained)
         if load_in_4bit and load_in_16bit:
             raise ValueError(
                 f"{where}: load_in_4bit = True, its default, and load_in_16bit = True contradict each other: pass "
@@ -182,8 +238,8 @@ class FastLanguageModel:
         if tokenizer is None:
             raise ValueError(f"{where}: {model_name} has no tokenizer files: put them into the model's folder")
         model = CompatModel(
-            module, tokenizer, max_seq_length, residuals,
-            adapter=adapter, full_finetuning=full_finetuning, random_state=random_state,
+            module, without_torch(tokenizer), max_seq_length, residuals, adapter=adapter,
+            full_finetuning=full_finetuning, random_state=random_state, packing=packing,
         )  # fmt: skip
         return model, tokenizer
 
@@ -202,11 +258,15 @@ class FastLanguageModel:
         use_dora: bool = False,
         rank_pattern: Mapping[str, int] | None = None,
         alpha_pattern: Mapping[str, float] | None = None,
+        target_parameters: Sequence[str] | None = None,
+        layers_to_transform: int | Sequence[int] | None = None,
+        finetune_last_n_layers: int | None = None,
+        init_lora_weights: bool | str = True,
         **others: Any,
     ) -> CompatModel:
         """A new model with LoRA adapters. embed_tokens and lm_head among target_modules are trained whole."""
         where = "FastLanguageModel.get_peft_model"
-        refuse(where, others, FIXED_PEFT, FastLanguageModel.get_peft_model)
+        settle(where, others, PEFT, FastLanguageModel.get_peft_model)
         if model.full_finetuning:
             raise ValueError(
                 f"{where}: the model was loaded with full_finetuning=True: load it without, or skip this call"
@@ -214,26 +274,17 @@ class FastLanguageModel:
         if max_seq_length not in (None, model.max_seq_length):
             raise ValueError(f"{where}: max_seq_length = {max_seq_length} belongs to from_pretrained; set it there")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
-        whole = set(modules_to_save or ())
-        if not isinstance(target_modules, str):
-            whole |= {name for name in target_modules if name in ("embed_tokens", "lm_head")}
-            rest = tuple(name for name in target_modules if name not in whole)
-            # The seven names mean every linear, also where a family fuses some of them (Phi-3).
-            target_modules = "all-linear" if set(rest) == set(ALL_LINEAR) else rest
-        # The seven names mean the experts too.
-        parameters = tuple(name for name, _ in experts(model.module)) if target_modules == "all-linear" else ()
-        settings: dict[str, Any] = dict(
-            r=r, lora_alpha=lora_alpha, target_modules=target_modules, target_parameters=parameters or None,
-            lora_dropout=lora_dropout, use_rslora=use_rslora,
-            use_dora=use_dora, modules_to_save=tuple(sorted(whole)) or None,
-            rank_pattern=dict(rank_pattern) if rank_pattern else None,
-            alpha_pattern=dict(alpha_pattern) if alpha_pattern else None,
+        module, adapter = adapted(
+            model.module, where, random_state, r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
+            use_rslora=use_rslora, use_dora=use_dora, target_modules=target_modules,
+            target_parameters=target_parameters, modules_to_save=modules_to_save, rank_pattern=rank_pattern,
+            alpha_pattern=alpha_pattern, init_lora_weights=init_lora_weights, experts_too=True,
+            layers_to_transform=last_layers(where, finetune_last_n_layers, layers_to_transform, model.module),
         )  # fmt: skip
-        module = jaxtune.get_peft_model(model.module, **settings, seed=random_state)
-        adapter = AdapterConfig(**settings)
         return CompatModel(
-            module, model.tokenizer, model.max_seq_length, residuals, adapter=adapter, random_state=random_state
-        )
+            module, model.tokenizer, model.max_seq_length, residuals, adapter=adapter, random_state=random_state,
+            packing=model.packing,
+        )  # fmt: skip
 
     @staticmethod
     def for_inference(model: CompatModel) -> CompatModel:
@@ -268,3 +319,6 @@ def _base_of(folder: str | os.PathLike) -> str | None:
     if not base:
         raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
     return base
+
+
+FastModel = FastLanguageModel

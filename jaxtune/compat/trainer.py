@@ -12,19 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
-from jaxtune.compat.arguments import (
-    FIXED_RESPONSES,
-    FIXED_SFT,
-    FIXED_TRAINER,
-    OPTIMIZERS,
-    RESIDUALS,
-    SCHEDULES,
-    choose,
-    refuse,
-)
-from jaxtune.compat.model import CompatModel
+from jaxtune.compat.adapters import adapted, lora_settings
+from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.model import CompatModel, FastLanguageModel
+from jaxtune.compat.rows import Tokenised, rows_and_format
+from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, SCHEDULES, SFT, TRAINER
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import is_quantized
 from jaxtune.train.config import (
@@ -38,7 +30,7 @@ from jaxtune.train.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from jaxtune.train.data.labels import IGNORE, derive_markers
+from jaxtune.train.data.labels import derive_markers
 from jaxtune.train.trainer import Trainer
 
 
@@ -48,7 +40,6 @@ class _SFTFields:
 
     output_dir: str = "trainer_output"
     per_device_train_batch_size: int = 4
-    per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int = 2
     max_steps: int = -1
     num_train_epochs: float = 3.0
@@ -75,11 +66,16 @@ class _SFTFields:
     eval_steps: int | None = None
     max_length: int | None = None
     max_seq_length: int | None = None
-    packing: bool = False
+    packing: bool | None = None
     dataset_text_field: str = "text"
     dataset_num_proc: int | None = None
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
+    chat_template_path: str | None = None
+    model_init_kwargs: Mapping[str, Any] | None = None
+    router_aux_loss_coef: float | None = None
+    eval_on_start: bool = False
+    full_determinism: bool = False
 
 
 class SFTConfig(_SFTFields):
@@ -88,8 +84,45 @@ class SFTConfig(_SFTFields):
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
         known = {field.name for field in dataclasses.fields(_SFTFields)}
         others = {name: value for name, value in arguments.items() if name not in known}
-        refuse("SFTConfig", others, FIXED_SFT, _SFTFields)
+        settle("SFTConfig", others, SFT, _SFTFields)
         super().__init__(output_dir or "trainer_output", **{n: v for n, v in arguments.items() if n in known})
+
+
+# transformers' defaults where they are not those of _SFTFields.
+_TRANSFORMERS = dict(
+    per_device_train_batch_size=8, gradient_accumulation_steps=1, weight_decay=0.0, optim="adamw_torch",
+    warmup_ratio=0.0, logging_steps=500, seed=42,
+)  # fmt: skip
+
+
+class TrainingArguments(SFTConfig):
+    """transformers' TrainingArguments, with its defaults; torch is not needed."""
+
+    def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
+        super().__init__(output_dir, **(_TRANSFORMERS | arguments))
+
+
+def _arguments(args: Any) -> SFTConfig:
+    """Ours of what a script gives: ours, or an object of transformers' or TRL's own class.
+
+    Raises:
+      ValueError: another object.
+    """
+    if args is None or isinstance(args, SFTConfig):
+        return args or SFTConfig()
+    kinds = [kind.__name__ for kind in type(args).__mro__]
+    if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
+        raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.SFTConfig")
+    known = {field.name for field in dataclasses.fields(_SFTFields)} | SFT.keys()
+    given = {}
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value, default = (getattr(one, "value", one) for one in (value, default))
+        # What its class fills in by itself asks for nothing.
+        if field.name in known and value != default and field.name not in ("logging_dir", "hub_strategy", "debug"):
+            given[field.name] = value
+    return TrainingArguments(**given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,35 +138,45 @@ class SFTTrainer:
     """TRL's SFTTrainer over jaxtune.train.Trainer. `train` puts the trained module into the model it was given.
 
     Args:
-      model: from FastLanguageModel. processing_class or tokenizer: the model's own by default.
+      model: from FastLanguageModel, or a hub name or folder, which is loaded and trained whole if there is no
+        peft_config. args: SFTConfig or TrainingArguments, also transformers' and TRL's own. peft_config: LoraConfig,
+        ours or PEFT's: the trainer's model is then a new one. processing_class or tokenizer: the model's by default.
       train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field, or
         messages, or prompt and completion. Text and messages are trained on whole, completions alone, as in TRL
         (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
-      formatting_func: row -> text, instead of a column.
+      formatting_func: row -> text, or columns of a batch -> texts, instead of a column.
       dataset_text_field, max_seq_length, packing, dataset_num_proc: as in SFTConfig, where older scripts had them.
     """
 
     def __init__(
         self,
-        model: CompatModel,
-        args: SFTConfig | None = None,
+        model: CompatModel | str | os.PathLike,
+        args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         tokenizer: Any = None,
-        formatting_func: Callable[[Mapping[str, Any]], str | list[str]] | None = None,
+        formatting_func: Callable[[Any], Any] | None = None,
+        peft_config: Any = None,
         **others: Any,
     ):
-        if not isinstance(model, CompatModel):
-            raise ValueError(f"SFTTrainer: model is a {type(model).__name__}; load it with FastLanguageModel")
-        if args is not None and not isinstance(args, SFTConfig):
-            raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.SFTConfig")
         if train_dataset is None:
             raise ValueError("SFTTrainer: train_dataset is missing")
         moved = {"dataset_text_field", "max_seq_length", "packing", "dataset_num_proc"} & others.keys()
-        settings = {field.name: getattr(args or SFTConfig(), field.name) for field in dataclasses.fields(_SFTFields)}
+        settings = {field.name: getattr(_arguments(args), field.name) for field in dataclasses.fields(_SFTFields)}
         self.args = SFTConfig(**(settings | {name: others.pop(name) for name in moved}))
-        refuse("SFTTrainer", others, FIXED_TRAINER, SFTTrainer)
+        if type(others.get("data_collator")).__name__ in _PADDING_COLLATORS:
+            others.pop("data_collator")  # it pads, which rows here need not
+        settle("SFTTrainer", others, TRAINER, SFTTrainer)
+        if isinstance(model, str | os.PathLike):
+            model = _loaded(os.fspath(model), self.args, full=peft_config is None)
+        if not isinstance(model, CompatModel):
+            raise ValueError(
+                f"SFTTrainer: model is a {type(model).__name__}; give a name or folder, or load it with "
+                "FastLanguageModel"
+            )
+        if peft_config is not None:
+            model = _with_adapter(model, peft_config, self.args.seed)
         if not model.has_adapter and not model.full_finetuning:
             raise ValueError(
                 "SFTTrainer: the model has no adapter: call FastLanguageModel.get_peft_model, or load it with "
@@ -145,7 +188,7 @@ class SFTTrainer:
         self._format = ""
         for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
             if dataset is not None:
-                self._rows[split], form = _rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
+                self._rows[split], form = rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
                 if self._format not in ("", form):
                     raise ValueError(
                         f"SFTTrainer: train_dataset is {self._format}, eval_dataset is {form}: make them alike"
@@ -153,26 +196,31 @@ class SFTTrainer:
                 self._format = form
         self._masking: dict[str, Any] = {"train_on": _train_on(self.args, self._format)}
         self.state = SimpleNamespace(log_history=[], global_step=0)
-        self.config("never")  # mistakes show here, not after the data
+        self.config(prepared=False)  # mistakes show here, not after the data
 
-    def config(self, resume: str = "never") -> TrainConfig:
-        """The TrainConfig that the arguments mean."""
+    def config(self, resume: str = "never", prepared: bool = True) -> TrainConfig:
+        """The TrainConfig that the arguments mean.
+
+        Args:
+          prepared: whether rows may be tokenised for it, where a strategy counts epochs.
+        """
         args, source = self.args, self.model.module.source
         lengths = [length for length in (args.max_length, args.max_seq_length) if length is not None]
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        if args.per_device_eval_batch_size not in (None, batch):
-            raise ValueError(
-                f"SFTConfig: per_device_eval_batch_size = {args.per_device_eval_batch_size} is not supported; "
-                f"evaluation uses per_device_train_batch_size = {batch}: leave it out"
-            )
-        saves = choose("SFTConfig", "save_strategy", str(args.save_strategy), {"steps": "steps", "no": "no"})
-        evaluates = choose("SFTConfig", "eval_strategy", str(args.eval_strategy), {"steps": "steps", "no": "no"})
-        if evaluates == "steps" and "eval" not in self._rows:
-            raise ValueError("SFTConfig: eval_strategy = 'steps' needs eval_dataset")
+        strategies = {"steps": "steps", "no": "no", "epoch": "epoch"}
+        saves = choose("SFTConfig", "save_strategy", _value(args.save_strategy), strategies)
+        evaluates = choose("SFTConfig", "eval_strategy", _value(args.eval_strategy), strategies)
+        if evaluates != "no" and "eval" not in self._rows:
+            raise ValueError(f"SFTConfig: eval_strategy = {evaluates!r} needs eval_dataset")
+        # Rows must be packed before an epoch's steps can be counted.
+        epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
+        every_save = {"steps": args.save_steps, "no": None, "epoch": epoch}[saves]
+        every_evaluation = {"steps": args.eval_steps or args.logging_steps, "no": None, "epoch": epoch}[evaluates]
+        packing = self.model.packing if args.packing is None else args.packing
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
-        optimizer: Any = choose("SFTConfig", "optim", getattr(args.optim, "value", args.optim), OPTIMIZERS)
+        optimizer: Any = choose("SFTConfig", "optim", _value(args.optim), OPTIMIZERS)
         return TrainConfig(
             model=ModelConfig(
                 path="in memory" if source is None else source.path,
@@ -183,7 +231,8 @@ class SFTTrainer:
                 eval="eval_dataset" if "eval" in self._rows else None,
                 format=self._format,
                 length=min([self.model.max_seq_length, *lengths]),
-                packing=args.packing,
+                packing=packing,
+                template=args.chat_template_path,
                 num_workers=args.dataset_num_proc,
                 **self._masking,
             ),
@@ -194,6 +243,8 @@ class SFTTrainer:
             micro_batches=parts,
             precision=_precision(args, self.model.module),
             seed=args.seed,
+            deterministic=args.full_determinism,
+            router_aux_loss_coef=args.router_aux_loss_coef,
             max_grad_norm=args.max_grad_norm or None,
             optim=OptimConfig(
                 name=optimizer,
@@ -207,13 +258,16 @@ class SFTTrainer:
             schedule=_schedule(args),
             memory=MemoryConfig(plan=residuals),
             checkpoint=CheckpointConfig(
-                every_steps=args.save_steps if saves == "steps" else None,
+                every_steps=every_save,
                 every_minutes=None,
                 keep=args.save_total_limit or 1_000_000,
                 resume=resume,  # type: ignore[arg-type]
             ),
             evaluation=EvaluationConfig(
-                every_steps=(args.eval_steps or args.logging_steps) if evaluates == "steps" else None, at_end=False
+                every_steps=every_evaluation,
+                at_start=args.eval_on_start,
+                # The run itself evaluates between steps only.
+                at_end=evaluates == "epoch" or (evaluates == "steps" and args.max_steps % every_evaluation == 0),
             ),
             metrics=_metrics(args),
             output=os.fspath(args.output_dir),
@@ -222,7 +276,12 @@ class SFTTrainer:
     @functools.cached_property
     def _prepared(self) -> Trainer:
         """Holds the tokenised rows; made when they are first needed, after train_on_responses_only."""
-        return self._trainer(self._rows["train"], self._rows.get("eval"))
+        config = self.config(prepared=False)
+        return Trainer(self.model.module, self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
+
+    @property
+    def _epoch_steps(self) -> int:
+        return max(1, self._prepared.batches.steps_per_epoch)
 
     def _trainer(self, train_rows, eval_rows, resume: str = "never") -> Trainer:
         return Trainer(self.model.module, self.tokenizer, self.config(resume), train_rows, eval_rows)
@@ -230,7 +289,7 @@ class SFTTrainer:
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
         """The tokenised rows: input_ids, and labels with -100 where nothing is trained."""
-        return _Tokenised(self._prepared.train_data.documents)
+        return Tokenised(self._prepared.train_data.documents)
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:
         """Trains; afterwards the model holds the trained module.
@@ -268,60 +327,34 @@ class SFTTrainer:
         self.model.save_pretrained(output_dir)
 
 
-class _Tokenised(Sequence):
-    """Documents as rows of input_ids and labels."""
-
-    def __init__(self, documents):
-        self._documents = documents
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        document = self._documents[range(len(self))[index]]
-        tokens = np.asarray(document.tokens)
-        labels = np.where(np.asarray(document.mask, bool), tokens, IGNORE)
-        return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+# Collators that pad rows of one batch to one length, and do nothing else.
+_PADDING_COLLATORS = ("DataCollatorForLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorWithPadding",
+                      "DefaultDataCollator", "DataCollatorWithFlattening")  # fmt: skip
 
 
-def _rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
-    """(rows for jaxtune, their form), by TRL's rules: a formatting function, a text column, then the known columns."""
-    if formatting_func is not None:
-        return [{"text": _formatted(formatting_func, row)} for row in dataset], "text"
-    if isinstance(dataset, str | os.PathLike):
-        return dataset, "auto"
-    columns = getattr(dataset, "column_names", None)
-    if columns is None:
-        dataset = list(dataset)
-        if not dataset:
-            raise ValueError("SFTTrainer: the data set has no rows")
-        columns = list(dataset[0])
-    if text_field in columns:
-        return (dataset, "text") if text_field == "text" else ([{"text": row[text_field]} for row in dataset], "text")
-    for names, form in (
-        (["messages"], "messages"),
-        (["prompt", "completion"], "prompt_completion"),
-        (["conversations"], "sharegpt"),
-    ):
-        if all(name in columns for name in names):
-            return dataset, form
-    raise ValueError(
-        f"SFTTrainer: dataset_text_field = {text_field!r} is not a column of the data set, nor are messages, or prompt "
-        f"and completion; it has {', '.join(map(str, columns))}. Name its text column, or give a formatting_func"
-    )
+def _value(setting: Any) -> Any:
+    """What a member of one of transformers' enumerations stands for; anything else as it is."""
+    return getattr(setting, "value", setting)
 
 
-def _formatted(formatting_func, row: Mapping[str, Any]) -> str:
-    text = formatting_func(row)
-    if isinstance(text, list) and len(text) == 1:
-        text = text[0]
-    if not isinstance(text, str):
-        raise ValueError(
-            f"SFTTrainer: formatting_func returned {type(text).__name__}; it gets one row and must return its text"
-        )
-    return text
+def _loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
+    """A model that a script names, as TRL loads it: in 16 bits, with room for max_length tokens (1,024)."""
+    given = dict(args.model_init_kwargs or {})
+    dtype = given.pop("dtype", given.pop("torch_dtype", None))
+    length = args.max_length or args.max_seq_length or 1024
+    model, _ = FastLanguageModel.from_pretrained(
+        name, length, None if dtype == "auto" else dtype, load_in_4bit=False, full_finetuning=full,
+        random_state=args.seed, **given,
+    )  # fmt: skip
+    return model
+
+
+def _with_adapter(model: CompatModel, peft_config: Any, seed: int) -> CompatModel:
+    module, adapter = adapted(model.module, "LoraConfig", seed, experts_too=False, **lora_settings(peft_config))
+    return CompatModel(
+        module, model.tokenizer, model.max_seq_length, model.residuals, adapter=adapter,
+        random_state=model.random_state, packing=model.packing,
+    )  # fmt: skip
 
 
 def _train_on(args: SFTConfig, form: str) -> str:
@@ -336,7 +369,7 @@ def _train_on(args: SFTConfig, form: str) -> str:
 
 
 def _schedule(args: SFTConfig) -> ScheduleConfig:
-    kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    kind = _value(args.lr_scheduler_type)
     name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
     if kind == "constant":  # as in transformers, "constant" has no warm-up
         return ScheduleConfig(name=name)
@@ -373,7 +406,7 @@ def train_on_responses_only(
 
     Without the two marker strings they are derived from the chat template.
     """
-    refuse("train_on_responses_only", others, FIXED_RESPONSES, train_on_responses_only)
+    settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
     if instruction_part is None and response_part is None:
         instruction_part, response_part = derive_markers(tokenizer or trainer.tokenizer)
     trainer._masking = {
@@ -383,5 +416,5 @@ def train_on_responses_only(
         "last_response_only": last_response_only,
     }
     trainer.__dict__.pop("_prepared", None)
-    trainer.config()
+    trainer.config(prepared=False)
     return trainer

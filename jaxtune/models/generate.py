@@ -32,6 +32,9 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     eos_token_ids: int | Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Continues each prompt.
@@ -45,6 +48,9 @@ def generate(
       max_new_tokens: at most so many new tokens a row.
       temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
       seed: of sampling. What a row draws depends on seed, its index and its step only.
+      top_k, top_p, min_p: which tokens sampling may take, all of them by default: the k likeliest (0: all); of these
+        the likeliest until their probabilities reach top_p; of these, those with at least min_p times the largest
+        probability. In this order, each over what the one before left, as in transformers.
       eos_token_ids: tokens that end a row. None: those of the model's generation_config.json or config.json, if it
         was loaded; an empty sequence: no token does.
     Returns:
@@ -54,6 +60,9 @@ def generate(
     """
     config = model.config
     rows = _checked(prompts, max_new_tokens, temperature, config.vocab_size, config.max_position_embeddings)
+    _check_sampling(temperature, top_k, top_p, min_p)
+    limited = (top_k, top_p, min_p) != (0, 1.0, 0.0)
+    limits = (np.int32(top_k or config.vocab_size), np.float32(top_p), np.float32(min_p))
     ends = np.atleast_1d(np.asarray(end_token_ids(model) if eos_token_ids is None else eos_token_ids, np.int32))
     count, longest = len(rows), max(map(len, rows))
     batch, new_bucket = _bucket(count, 1), _bucket(max_new_tokens, _SMALLEST_LENGTH)
@@ -78,8 +87,8 @@ def generate(
         # Until a row passes the switch of longrope; then on, with a prefill of everything.
         tokens, lengths, ended = jax.device_get(
             _program(
-                graph, new_bucket, temperature > 0, trainable, frozen, tokens, lengths, start, ended,
-                np.int32(max_new_tokens), np.int32(switch), ends, key, np.float32(temperature or 1.0),
+                graph, new_bucket, temperature > 0, limited, trainable, frozen, tokens, lengths, start, ended,
+                np.int32(max_new_tokens), np.int32(switch), ends, key, np.float32(temperature or 1.0), limits,
             )
         )  # fmt: skip
         if ended.all():
@@ -130,16 +139,45 @@ def end_token_ids(model: Decoder) -> list[int]:
     return []
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _check_sampling(temperature, top_k, top_p, min_p) -> None:
+    for name, value, good, what in (
+        ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "a whole number, 0 for all tokens"),
+        ("top_p", top_p, 0.0 < top_p <= 1.0, "above 0 and at most 1"),
+        ("min_p", min_p, 0.0 <= min_p <= 1.0, "from 0 to 1"),
+    ):
+        if not good:
+            raise ValueError(f"generate: {name} = {value!r}: must be {what}")
+    if temperature == 0 and (top_k, top_p, min_p) != (0, 1.0, 0.0):
+        raise ValueError(
+            f"generate: top_k = {top_k}, top_p = {top_p}, min_p = {min_p} have no effect with temperature = 0, which "
+            "takes the likeliest token: set a temperature, or drop them"
+        )
+
+
+def _limited(logits: jax.Array, top_k, top_p, min_p) -> jax.Array:
+    """logits [B, V], with -inf where a token may not be taken; see generate. The likeliest token always stays."""
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    ordered = jnp.take_along_axis(logits, order, axis=-1)
+    ordered = jnp.where(jnp.arange(logits.shape[-1]) < top_k, ordered, -jnp.inf)
+    shares = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(shares, axis=-1) - shares
+    ordered = jnp.where(before < top_p, ordered, -jnp.inf)
+    shares = jax.nn.softmax(ordered, axis=-1)
+    ordered = jnp.where(shares >= min_p * shares[:, :1], ordered, -jnp.inf)
+    return jnp.take_along_axis(ordered, jnp.argsort(order, axis=-1), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _program(
-    graph, new_bucket: int, sample: bool, trainable, frozen, tokens, lengths, start, ended,
-    max_new, switch, ends, key, temperature,
+    graph, new_bucket: int, sample: bool, limited: bool, trainable, frozen, tokens, lengths, start, ended,
+    max_new, switch, ends, key, temperature, limits,
 ):  # fmt: skip
     """Generates until every row has ended, or one that had at most `switch` tokens has more.
 
     Args:
       tokens: int32[B, P]; lengths: int32[B], those there are; start: int32[B], those of the prompt.
-      ended: bool[B]. max_new, switch: int32. ends: int32[n]. temperature: float32, used if `sample`.
+      ended: bool[B]. max_new, switch: int32. ends: int32[n]. temperature: float32, used if `sample`;
+        limits: top_k, top_p, min_p, used if `limited`.
     Returns:
       (tokens int32[B, P + new_bucket], lengths, ended)
     """
@@ -158,7 +196,10 @@ def _program(
         if not sample:
             return logits.argmax(-1).astype(jnp.int32)
         step_keys = jax.vmap(jax.random.fold_in)(keys, lengths - start)
-        return jax.vmap(jax.random.categorical)(step_keys, logits / temperature).astype(jnp.int32)
+        logits /= temperature
+        if limited:
+            logits = _limited(logits, *limits)
+        return jax.vmap(jax.random.categorical)(step_keys, logits).astype(jnp.int32)
 
     def append(tokens, lengths, ended, token):
         active = ~ended

@@ -21,7 +21,7 @@ from jaxtune.models.model_folder import load_tokenizer
 QUICKSTART = Path(jaxtune.__file__).parent / "quickstart"
 HUB_NAMES = (
     "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct",
-    "unsloth/Llama-3.2-1B-Instruct-bnb-4bit",
+    "unsloth/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
 from jaxtune.models.config import LayerSpec, RopeConfig, Source
-from jaxtune.models.generate import _program
+from jaxtune.models.generate import _limited, _program
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
@@ -148,6 +148,34 @@ def test_sampling_follows_the_softmax_and_the_seed():
     assert chi_square < 47 + 4 * (2 * 47) ** 0.5  # 47 degrees of freedom, four standard deviations
 
 
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        (dict(top_k=2), [0, 3]),
+        (dict(top_p=0.7), [0, 3]),  # 0.5 alone is less than 0.7; with 0.25 it is not
+        (dict(top_p=0.5), [3]),
+        (dict(min_p=0.3), [0, 3]),
+        (dict(top_k=3, top_p=0.99, min_p=0.21), [0, 1, 3]),  # 0.125 is a quarter of 0.5
+        (dict(top_k=1, temperature=9.0), [3]),
+        (dict(top_p=1e-6), [3]),
+    ],
+)
+def test_sampling_takes_only_what_the_limits_leave(limits, kept):
+    logits = jnp.log(jnp.array([[0.25, 0.125, 0.0625, 0.5, 0.0625]]))
+    settings = dict(top_k=5, top_p=1.0, min_p=0.0) | {k: v for k, v in limits.items() if k != "temperature"}
+    left = _limited(logits, **settings)
+    assert np.flatnonzero(np.isfinite(left[0])).tolist() == kept
+    np.testing.assert_array_equal(left[0][np.array(kept)], logits[0][np.array(kept)])
+
+
+def test_limits_of_sampling_reach_the_program():
+    model, prompt = tiny_model(), [5, 6, 7]
+    greedy = generate(model, [prompt], max_new_tokens=8)
+    assert generate(model, [prompt] * 3, max_new_tokens=8, temperature=3.0, top_k=1) == greedy * 3
+    drawn = {row[0] for row in generate(model, [prompt] * 64, 1, temperature=3.0, top_k=2)}
+    assert drawn == set(np.argsort(model(jnp.array([prompt]))[0, -1])[-2:].tolist())
+
+
 def test_one_compile_for_each_bucket_of_shapes():
     model = tiny_model(vocab_size=52)  # nobody else has compiled for it
     before = _program._cache_size()
@@ -177,6 +205,10 @@ def test_one_compile_for_each_bucket_of_shapes():
         (dict(prompts=[[1] * 100], max_new_tokens=29), "need 129 positions; the model has 128"),
         (dict(prompts=[[1]], max_new_tokens=0), "max_new_tokens = 0"),
         (dict(prompts=[[1]], temperature=-1.0), "temperature = -1"),
+        (dict(prompts=[[1]], top_p=0.9), "have no effect with temperature = 0"),
+        (dict(prompts=[[1]], temperature=1.0, top_p=0.0), "top_p = 0.0: must be above 0"),
+        (dict(prompts=[[1]], temperature=1.0, top_k=-1), "top_k = -1: must be a whole number"),
+        (dict(prompts=[[1]], temperature=1.0, min_p=2.0), "min_p = 2.0: must be from 0 to 1"),
     ],
 )
 def test_errors(arguments, message):

@@ -1,0 +1,170 @@
+"""Adapters as Unsloth's get_peft_model and PEFT's LoraConfig name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+import jaxtune
+from jaxtune.compat.arguments import settle
+from jaxtune.compat.tables import PEFT
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import experts, linears, matrices
+from jaxtune.train.config import AdapterConfig
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What PEFT adapts where target_modules is None, in every family that jaxtune has but Phi-3.
+_PEFTS_CHOICE, _PHI3S = ("q_proj", "v_proj"), ("qkv_proj",)
+
+
+class LoraConfig:
+    """PEFT's LoraConfig, with its defaults; PEFT itself is not needed, and its own class is taken too.
+
+    Raises:
+      ValueError: an argument that is not followed and would change the result.
+    """
+
+    def __init__(
+        self,
+        r: int = 8,
+        lora_alpha: float = 8,
+        target_modules: str | Sequence[str] | None = None,
+        lora_dropout: float = 0.0,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        modules_to_save: Sequence[str] | None = None,
+        rank_pattern: Mapping[str, int] | None = None,
+        alpha_pattern: Mapping[str, float] | None = None,
+        target_parameters: Sequence[str] | None = None,
+        layers_to_transform: int | Sequence[int] | None = None,
+        init_lora_weights: bool | str = True,
+        **others: Any,
+    ):
+        settle("LoraConfig", others, PEFT, LoraConfig.__init__)
+        self.settings: dict[str, Any] = dict(
+            r=r, lora_alpha=lora_alpha, target_modules=target_modules, lora_dropout=lora_dropout,
+            use_rslora=use_rslora, use_dora=use_dora, modules_to_save=modules_to_save, rank_pattern=rank_pattern,
+            alpha_pattern=alpha_pattern, target_parameters=target_parameters, layers_to_transform=layers_to_transform,
+            init_lora_weights=init_lora_weights,
+        )  # fmt: skip
+
+
+def lora_settings(config: Any) -> dict[str, Any]:
+    """The settings of a LoraConfig, ours or PEFT's.
+
+    Raises:
+      ValueError: another object, or a setting of PEFT's that is not followed.
+    """
+    if isinstance(config, LoraConfig):
+        return config.settings
+    if type(config).__name__ != "LoraConfig":
+        raise ValueError(f"SFTTrainer: peft_config is a {type(config).__name__}; only LoraConfig is supported")
+    given = {name: value for name, value in vars(config).items() if name not in ("peft_type", "auto_mapping")}
+    # PEFT fills what was not asked for with None, False or {}; none of that asks for anything.
+    empty = {name for name, value in given.items() if value is None or value is False or value == {}}
+    kept = {name: value for name, value in given.items() if name not in empty - {"init_lora_weights"}}
+    if isinstance(kept.get("target_modules"), set):
+        kept["target_modules"] = sorted(kept["target_modules"])
+    for name in ("runtime_config", "peft_version"):
+        kept.pop(name, None)
+    kept["task_type"] = getattr(kept.get("task_type"), "value", kept.get("task_type"))
+    return LoraConfig(**kept).settings
+
+
+def adapted(
+    module: Decoder,
+    where: str,
+    seed: int,
+    *,
+    target_modules: str | Sequence[str] | None,
+    target_parameters: Sequence[str] | None,
+    modules_to_save: Sequence[str] | None,
+    rank_pattern: Mapping[str, int] | None,
+    alpha_pattern: Mapping[str, float] | None,
+    layers_to_transform: int | Sequence[int] | None,
+    init_lora_weights: bool | str,
+    experts_too: bool,
+    **plain: Any,
+) -> tuple[Decoder, AdapterConfig]:
+    """(the module with adapters, their settings).
+
+    Args:
+      experts_too: whether the seven linears' names mean the experts as well, as Unsloth takes them.
+      plain: r, lora_alpha, lora_dropout, use_rslora, use_dora, as in jaxtune.get_peft_model.
+    """
+    if init_lora_weights not in (True, "gaussian"):
+        raise ValueError(
+            f"{where}: init_lora_weights = {init_lora_weights!r} is not supported; supported: True, 'gaussian'"
+        )
+    names = {name.rsplit(".", 1)[1] for name, _ in linears(module)}
+    if target_modules is None:
+        target_modules = _PHI3S if names.issuperset(_PHI3S) else _PEFTS_CHOICE
+    whole = set(modules_to_save or ())
+    if not isinstance(target_modules, str):
+        whole |= {name for name in target_modules if name in ("embed_tokens", "lm_head")}
+        rest = tuple(name for name in target_modules if name not in whole)
+        # The seven names mean every linear, also where a family fuses some of them (Phi-3).
+        target_modules = "all-linear" if set(rest) == set(ALL_LINEAR) else rest
+    if target_parameters is None and experts_too and target_modules == "all-linear":
+        target_parameters = [name for name, _ in experts(module)]
+    if layers_to_transform is not None:
+        target_modules = _in_layers(where, target_modules, layers_to_transform, module)
+    settings: dict[str, Any] = dict(
+        plain,
+        target_modules=target_modules,
+        target_parameters=tuple(target_parameters) if target_parameters else None,
+        modules_to_save=tuple(sorted(whole)) or None,
+        rank_pattern=dict(rank_pattern) if rank_pattern else None,
+        alpha_pattern=dict(alpha_pattern) if alpha_pattern else None,
+    )
+    made = jaxtune.get_peft_model(module, **settings, seed=seed)
+    if init_lora_weights == "gaussian":
+        _start_gaussian(made, seed)
+    return made, AdapterConfig(**settings)
+
+
+def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Sequence[int], module: Decoder) -> str:
+    """A regular expression on full names, which is how jaxtune names modules of some layers only."""
+    wanted = [layers] if isinstance(layers, int) else sorted(layers)
+    if isinstance(target_modules, str) and target_modules != "all-linear":
+        raise ValueError(
+            f"{where}: layers_to_transform = {layers!r} with target_modules = {target_modules!r}, which is a regular "
+            "expression already: name the layers in it, or give target_modules as a list"
+        )
+    outside = [index for index in wanted if not 0 <= index < module.config.num_layers]
+    if outside or not wanted:
+        raise ValueError(
+            f"{where}: layers_to_transform = {layers!r}: the model has layers 0 to {module.config.num_layers - 1}"
+        )
+    names = (
+        sorted({name.rsplit(".", 1)[1] for name, _ in linears(module)})
+        if target_modules == "all-linear"
+        else target_modules
+    )
+    return rf".*\.layers\.({'|'.join(map(str, wanted))})\..*({'|'.join(map(re.escape, names))})"
+
+
+def _start_gaussian(module: Decoder, seed: int) -> None:
+    """A of every adapter drawn anew: normal, of standard deviation 1 / r, as PEFT's "gaussian". B stays zero."""
+    pairs = [(name, matrix.lora) for name, matrix in matrices(module) if matrix.lora is not None]
+    keys = jax.random.split(jax.random.key(seed), len(pairs))
+    for (_, lora), key in zip(pairs, keys, strict=True):
+        a: nnx.Param = lora.a
+        drawn = jax.random.normal(key, a.get_value().shape) / lora.rank
+        a.set_value(drawn.astype(a.get_value().dtype))
+
+
+def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
+    """layers_to_transform of finetune_last_n_layers = count."""
+    if count is None:
+        return layers
+    if layers is not None:
+        raise ValueError(f"{where}: finetune_last_n_layers and layers_to_transform are both set: keep one")
+    total = module.config.num_layers
+    if not isinstance(count, int) or not 1 <= count <= total:
+        raise ValueError(f"{where}: finetune_last_n_layers = {count!r}: must be from 1 to {total}")
+    return list(range(total - count, total))

@@ -1,0 +1,84 @@
+"""Data sets as TRL takes them: rows and their form, and tokenised rows as scripts look at them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtune.train.data.labels import IGNORE
+
+
+class Tokenised(Sequence):
+    """Documents as rows of input_ids and labels."""
+
+    def __init__(self, documents):
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        document = self._documents[range(len(self))[index]]
+        tokens = np.asarray(document.tokens)
+        labels = np.where(np.asarray(document.mask, bool), tokens, IGNORE)
+        return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+
+
+def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
+    """(rows for jaxtune, their form), by TRL's rules: a formatting function, a text column, then the known columns."""
+    if formatting_func is not None:
+        return [{"text": text} for text in _formatted(formatting_func, list(dataset))], "text"
+    if isinstance(dataset, str | os.PathLike):
+        return dataset, "auto"
+    columns = getattr(dataset, "column_names", None)
+    if columns is None:
+        dataset = list(dataset)
+        if not dataset:
+            raise ValueError("SFTTrainer: the data set has no rows")
+        columns = list(dataset[0])
+    if text_field in columns:
+        return (dataset, "text") if text_field == "text" else ([{"text": row[text_field]} for row in dataset], "text")
+    for names, form in (
+        (["messages"], "messages"),
+        (["prompt", "completion"], "prompt_completion"),
+        (["conversations"], "sharegpt"),
+    ):
+        if all(name in columns for name in names):
+            return dataset, form
+    raise ValueError(
+        f"SFTTrainer: dataset_text_field = {text_field!r} is not a column of the data set, nor are messages, or prompt "
+        f"and completion; it has {', '.join(map(str, columns))}. Name its text column, or give a formatting_func"
+    )
+
+
+def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts that it makes of the rows; it takes one row, or (as Unsloth's do) a batch of columns."""
+    if not dataset:
+        return []
+    try:
+        first = formatting_func(dataset[0])
+    except Exception as error:  # a function of batches may fail at a row in any way
+        first = error
+    if isinstance(first, str) or (isinstance(first, list) and len(first) == 1 and isinstance(first[0], str)):
+        texts = [formatting_func(row) for row in dataset]
+        texts = [text[0] if isinstance(text, list) and len(text) == 1 else text for text in texts]
+    elif isinstance(first, list | Exception):
+        columns = {name: [row[name] for row in dataset] for name in dataset[0]}
+        texts = formatting_func(columns)
+        if isinstance(texts, Mapping) and "text" in texts:
+            texts = texts["text"]
+    else:
+        texts = [first]
+    wrong = next((text for text in texts if not isinstance(text, str)), None)
+    if wrong is not None or len(texts) != len(dataset):
+        found = f"{type(wrong).__name__}" if wrong is not None else f"{len(texts)} texts for {len(dataset)} rows"
+        raise ValueError(
+            f"SFTTrainer: formatting_func returned {found}; it gets one row and returns its text, or gets the columns "
+            "of a batch and returns a text for each row"
+        )
+    return [str(text) for text in texts]

@@ -1,0 +1,125 @@
+"""Tokenizers and conversations of Unsloth scripts, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtune.compat.arguments import settle
+from jaxtune.compat.tables import TEMPLATE
+from jaxtune.terminal import say
+from jaxtune.train.data.formats import ROLES
+from jaxtune.train.data.templates import resolve_template
+
+# Unsloth's names of templates: what the tokenizer's own template must hold to be the one that is named.
+_FAMILIES = {
+    "llama-3": "<|start_header_id|>", "llama3": "<|start_header_id|>", "llama-3.1": "<|start_header_id|>",
+    "llama-3.2": "<|start_header_id|>", "llama-3.3": "<|start_header_id|>", "llama-31": "<|start_header_id|>",
+    "mistral": "[INST]", "llama": "[INST]",
+    "gemma": "<start_of_turn>", "gemma2": "<start_of_turn>", "gemma-3": "<start_of_turn>", "gemma3": "<start_of_turn>",
+    "phi-3": "<|assistant|>", "phi-3.5": "<|assistant|>", "phi-35": "<|assistant|>", "phi-4": "<|im_sep|>",
+    "qwen-2.5": "<|im_start|>", "qwen2.5": "<|im_start|>", "qwen-25": "<|im_start|>", "qwen25": "<|im_start|>",
+    "qwen-3": "<|im_start|>", "qwen3": "<|im_start|>", "qwen3-instruct": "<|im_start|>",
+    "qwen3-thinking": "<|im_start|>", "gpt-oss": "<|channel|>", "gptoss": "<|channel|>",
+}  # fmt: skip
+
+
+class _Array(np.ndarray):
+    """A NumPy array with the `to` of torch's tensors, which has nothing to do: JAX places what it is given."""
+
+    def to(self, *_: Any, **__: Any) -> _Array:
+        return self
+
+
+def without_torch(tokenizer: Any) -> Any:
+    """The tokenizer, made to answer return_tensors="pt" with NumPy arrays and one line; it is changed in place."""
+    base = type(tokenizer)
+    if getattr(base, "_answers_numpy", False):
+        return tokenizer
+    told = False
+
+    def asked(options: dict[str, Any]) -> bool:
+        nonlocal told
+        if options.get("return_tensors") not in ("pt", "np"):
+            return False
+        if options["return_tensors"] == "pt" and not told:
+            told = True
+            say('tokenizer: return_tensors="pt" is answered with NumPy arrays; torch is not needed')
+        options["return_tensors"] = "np"
+        return True
+
+    def movable(answer: Any) -> Any:
+        if isinstance(answer, np.ndarray):
+            return answer.view(_Array)
+        for key, value in answer.items():
+            if isinstance(value, np.ndarray):
+                answer[key] = value.view(_Array)
+        answer.to = lambda *_, **__: answer  # BatchEncoding's own needs torch
+        return answer
+
+    def wrapped(name: str) -> Any:
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            arrays = asked(options)
+            answer = getattr(base, name)(self, *arguments, **options)
+            return movable(answer) if arrays else answer
+
+        return method
+
+    methods = {name: wrapped(name) for name in ("__call__", "apply_chat_template", "pad", "encode")}
+    tokenizer.__class__ = type(base.__name__, (base,), methods | {"_answers_numpy": True})
+    return tokenizer
+
+
+def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
+    """The tokenizer with the named template set: a packaged one (chatml, alpaca), a .jinja file, Jinja text, or
+    Unsloth's name of the template that the tokenizer has already.
+
+    Raises:
+      ValueError: a name of another family's template: its marks would be no tokens of this tokenizer.
+    """
+    settle("get_chat_template", others, TEMPLATE, get_chat_template)
+    if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
+        chat_template = chat_template[0]  # (template, what ends a turn)
+    mark = _FAMILIES.get(chat_template)
+    if mark is None:
+        tokenizer.chat_template = resolve_template(tokenizer, chat_template)
+        return tokenizer
+    if mark not in (tokenizer.chat_template or ""):
+        raise ValueError(
+            f"get_chat_template: chat_template = {chat_template!r} is not the template of this tokenizer, whose own "
+            f"has no {mark}. Use its own, 'chatml', 'alpaca', or the text of a template"
+        )
+    say(f"get_chat_template: {chat_template!r} is the tokenizer's own template, which stays")
+    return tokenizer
+
+
+def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
+    """The data set with conversations of {"role", "content"} in place of {"from", "value"}.
+
+    Args:
+      dataset: a datasets.Dataset or a list of dicts, with a column conversations.
+    """
+    idle = {"tokenizer", "aliases_for_system", "aliases_for_user", "aliases_for_assistant", "batch_size", "num_proc"}
+    if others.keys() - idle:
+        raise ValueError(f"standardize_sharegpt: {min(others.keys() - idle)} is not an argument that it has")
+
+    def standard(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"conversations": [_message(message) for message in row["conversations"]]}
+
+    if hasattr(dataset, "map"):
+        return dataset.map(standard, desc="standard roles")
+    return [dict(row) | standard(row) for row in dataset]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, str]:
+    if message.get("role") is not None:
+        return {"role": message["role"], "content": message["content"]}
+    speaker = message["from"]
+    if speaker not in ROLES:
+        raise ValueError(f"standardize_sharegpt: from = {speaker!r} is nobody's role; known: {', '.join(ROLES)}")
+    return {"role": ROLES[speaker], "content": message["value"]}
+
+
+standardize_data_formats = standardize_sharegpt

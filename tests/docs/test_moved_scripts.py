@@ -1,0 +1,244 @@
+"""Scripts for other libraries run with their import changed; every argument of those libraries has its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from jaxtune import compat
+from jaxtune.compat import arguments
+from jaxtune.compat.adapters import LoraConfig
+from jaxtune.models.lora import linears
+from scripts.docs_hooks import compat_tables, with_tables
+from tests.docs.pages import ROOT
+
+SIGNATURES = json.loads((ROOT / "tests/docs/signatures.json").read_text(encoding="utf-8"))["signatures"]
+TEXTS = ["The cat sat on the mat and looked at the moon.", "A short one."] * 8
+CHATS = [
+    [{"role": "user", "content": "Which number is next: 1, 2, 3?"}, {"role": "assistant", "content": "4"}],
+    [{"role": "user", "content": "Double each letter of AB."}, {"role": "assistant", "content": "AABB"}],
+]
+
+
+@pytest.fixture
+def from_the_hub(workplace, monkeypatch):
+    """Data sets of the hub, as the scripts name them, and a fresh memory of what was told."""
+    import datasets
+
+    def load_dataset(name, split=None, **_):
+        rows = [{"text": text} for text in TEXTS] if name == "json" else [{"messages": chat} for chat in CHATS * 4]
+        made = datasets.Dataset.from_list(rows)
+        return made if split else datasets.DatasetDict(train=made, test=made.select(range(4)))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(arguments, "_told", set())
+    return workplace
+
+
+def run_script(name: str, **numbers: str) -> dict:
+    """Runs an example with some of its numbers replaced; each must be there."""
+    text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    for key, value in numbers.items():
+        text, count = re.subn(rf"\b{key}( ?= ?)[^,\n]+", rf"{key}\g<1>{value}", text, count=1)
+        assert count == 1, key
+    namespace = {"__name__": "__main__"}
+    exec(compile(text, name, "exec"), namespace)
+    return namespace
+
+
+def test_unsloths_quick_start(from_the_hub):
+    made = run_script("unsloth_quickstart.py", max_seq_length="64", max_steps="2", gradient_accumulation_steps="1")
+    config = made["trainer"].config()
+    assert (config.model.load_in, config.data.packing, config.optim.name) == ("nf4", True, "adamw_8bit")
+    assert len(made["trainer"].state.log_history) == 2
+    assert (from_the_hub / "lora_model/adapter_model.safetensors").is_file()
+
+
+def test_trls_quick_start(from_the_hub, monkeypatch):
+    whole = compat.SFTTrainer.__init__
+
+    def short(self, model, *arguments, **others):  # the script has no numbers to replace
+        args = compat.SFTConfig(max_steps=2, max_length=64, per_device_train_batch_size=2, dataset_num_proc=1)
+        whole(self, model, args, *arguments, **others)
+
+    monkeypatch.setattr(compat.SFTTrainer, "__init__", short)
+    trainer = run_script("trl_quickstart.py")["trainer"]
+    assert trainer.config().adapter is None and trainer.config().data.format == "messages"
+    assert np.isfinite([line["loss"] for line in trainer.state.log_history]).all()
+
+
+def test_a_script_with_training_arguments(from_the_hub, capsys):
+    made = run_script("peft_training_arguments.py", per_device_train_batch_size="1", num_train_epochs="1")
+    trainer = made["trainer"]
+    config, told = trainer.config(), capsys.readouterr().out
+    steps = trainer._epoch_steps
+    assert (config.checkpoint.every_steps, config.evaluation.every_steps, config.epochs) == (steps, steps, 1)
+    assert (config.optim.name, config.optim.weight_decay, config.schedule.warmup_ratio) == ("adamw_8bit", 0.0, 0.03)
+    assert (config.adapter.r, config.adapter.lora_dropout, config.seed) == (16, 0.05, 42)
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [trainer.state.global_step]
+    for name in ("dataloader_num_workers", "group_by_length", "run_name", "per_device_eval_batch_size"):
+        assert told.count(f"SFTConfig: {name} does nothing here: ") == 1
+    assert "bf16 does nothing" not in told and "dataloader_pin_memory" not in told  # at its default, nothing is told
+    assert (from_the_hub / "peft_model/adapter_config.json").is_file()
+
+
+def load(**settings):
+    return compat.FastLanguageModel.from_pretrained("base", 64, load_in_4bit=False, dtype="float32", **settings)
+
+
+def test_layers_to_transform_and_the_gaussian_start(workplace):
+    plain, _ = load()
+    peft = compat.FastLanguageModel.get_peft_model
+    chosen = peft(plain, r=4, target_modules=["q_proj"], layers_to_transform=[0], init_lora_weights="gaussian")
+    adapted = {name: linear.lora for name, linear in linears(chosen.module) if linear.lora is not None}
+    assert list(adapted) == ["model.layers.0.self_attn.q_proj"]
+    a = np.asarray(adapted["model.layers.0.self_attn.q_proj"].a[...])
+    assert abs(a.std() * 4 - 1) < 0.1  # of 768 numbers
+    assert len([1 for _, linear in linears(peft(plain, finetune_last_n_layers=1).module) if linear.lora]) == 7
+    with pytest.raises(ValueError, match="the model has layers 0 to 0"):
+        peft(plain, layers_to_transform=1)
+    with pytest.raises(ValueError, match="init_lora_weights = 'pissa' is not supported"):
+        peft(plain, init_lora_weights="pissa")
+
+
+def test_generation_and_tokenizers_without_torch(workplace, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    from transformers import TextStreamer
+
+    model, tokenizer = load()
+    assert model.config.hidden_size == 192 and model.config.to_dict()["model_type"] == "llama"
+    inputs = tokenizer(["Once upon a time"], return_tensors="pt").to("cuda")
+    tokenizer(["again"], return_tensors="pt")
+    assert capsys.readouterr().out.count("is answered with NumPy arrays") == 1
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    out = model.generate(**inputs, streamer=streamer, max_new_tokens=6, use_cache=True, eos_token_id=[])
+    start = inputs["input_ids"].shape[1]
+    assert capsys.readouterr().out == tokenizer.decode(out[0, start:]) + "\n"
+    chat = tokenizer.apply_chat_template(
+        CHATS[0][:1], add_generation_prompt=True, return_tensors="pt", return_dict=False, tokenize=True
+    ).to("cuda")
+    sampled = model.generate(input_ids=chat, max_new_tokens=6, temperature=1.5, min_p=0.1, top_p=0.9, eos_token_id=[])
+    assert sampled.shape == (1, chat.shape[-1] + 6)
+    with pytest.raises(ValueError, match="top_p = 0.5 has no effect with do_sample=False"):
+        model.generate(chat, do_sample=False, top_p=0.5)
+
+
+def test_templates_and_conversations(workplace):
+    _, tokenizer = load()
+    own = tokenizer.chat_template
+    assert compat.get_chat_template(tokenizer, "phi-3").chat_template == own
+    with pytest.raises(ValueError, match=r"chat_template = 'llama-3.1' is not the template of this tokenizer"):
+        compat.get_chat_template(tokenizer, chat_template="llama-3.1")
+    shared = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+    [row] = compat.standardize_sharegpt(shared)
+    assert row["conversations"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match="from = 'nobody' is nobody's role"):
+        compat.standardize_sharegpt([{"conversations": [{"from": "nobody", "value": "a"}]}])
+
+
+def test_a_formatting_function_of_batches(workplace):
+    model, tokenizer = load()
+    model = compat.FastLanguageModel.get_peft_model(model, r=2)
+
+    def of_batch(examples):
+        return [f"{q} {a}" for q, a in zip(examples["q"], examples["a"])]
+
+    rows = [{"q": "one", "a": "two"}, {"q": "three", "a": "four"}]
+    trainer = compat.SFTTrainer(
+        model, compat.SFTConfig(packing=False), train_dataset=rows, formatting_func=of_batch, dataset_num_proc=1
+    )
+    texts = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in trainer.train_dataset}
+    assert texts == {"one two", "three four"}
+
+
+def test_saving_in_four_bits_and_to_the_hub(workplace, monkeypatch):
+    import huggingface_hub
+
+    calls = []
+
+    class Hub:
+        def __init__(self, token):
+            calls.append(("token", token))
+
+        def create_repo(self, name, **options):
+            calls.append(("create", name, options))
+
+        def upload_folder(self, repo_id, folder_path):
+            calls.append(("upload", repo_id, sorted(path.name for path in workplace.__class__(folder_path).iterdir())))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    model, tokenizer = load()
+    model = compat.FastLanguageModel.get_peft_model(model, r=2)
+    model.push_to_hub("me/adapter", token="hf_x", private=True)
+    assert calls[:2] == [("token", "hf_x"), ("create", "me/adapter", dict(private=True, exist_ok=True))]
+    assert "adapter_model.safetensors" in calls[2][2]
+    model.push_to_hub_merged("me/model", tokenizer, save_method="merged_4bit")
+    assert {"model.safetensors", "tokenizer.json"} <= set(calls[-1][2])
+    model.save_pretrained_merged("four_bits", tokenizer, save_method="merged_4bit")
+    stored = json.loads((workplace / "four_bits/config.json").read_text())["quantization_config"]
+    assert stored["bnb_4bit_quant_type"] == "nf4"
+    with pytest.raises(ValueError, match="convert_hf_to_gguf"):
+        model.save_pretrained_gguf("gguf", tokenizer, quantization_method="q4_k_m")
+
+
+def test_objects_of_peft_and_transformers_are_taken(workplace):
+    """By their classes' names and fields: neither library is needed."""
+
+    class Kind(enum.Enum):
+        COSINE = "cosine"
+
+    @dataclasses.dataclass
+    class TrainingArguments:
+        output_dir: str = "theirs"
+        learning_rate: float = 5e-5
+        lr_scheduler_type: Kind = Kind.COSINE
+        max_steps: int = 3
+        some_new_field: int = 0
+        deepspeed: str | None = None
+
+    Theirs = type("LoraConfig", (), {})
+    config = Theirs()
+    vars(config).update(r=3, target_modules={"v_proj", "q_proj"}, lora_alpha=6, init_lora_weights=True, bias="none",
+                        fan_in_fan_out=False, layers_pattern=None, task_type="CAUSAL_LM", loftq_config={})  # fmt: skip
+
+    def trainer(args, peft_config=config):
+        return compat.SFTTrainer("base", args, train_dataset=[{"text": "x"}], peft_config=peft_config)
+
+    made = trainer(TrainingArguments(learning_rate=1e-3, max_steps=9)).config()
+    assert (made.steps, made.optim.learning_rate, made.seed) == (9, 1e-3, 42)
+    assert (made.adapter.r, made.adapter.target_modules) == (3, ("q_proj", "v_proj"))
+    with pytest.raises(ValueError, match="deepspeed = 'z3' is not supported"):
+        trainer(TrainingArguments(deepspeed="z3"))
+    with pytest.raises(ValueError, match="peft_config is a dict; only LoraConfig"):
+        trainer(None, {"r": 3})
+    assert LoraConfig().settings["r"] == 8
+
+
+def test_every_argument_of_the_libraries_has_its_place():
+    """Followed, nothing to do, or refused: each name of their signatures is in the table of its callable."""
+    text = compat_tables()
+    sections = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", text, flags=re.M)[1:]}
+    for name, theirs in SIGNATURES.items():
+        ours = re.findall(r"^\| `(\w+)` \|", sections[name], re.M)
+        assert len(set(ours)) == len(ours), name
+        missing = [argument for argument in theirs if argument not in ours]
+        assert not missing, f"{name}: {missing}"
+
+
+def test_the_page_of_arguments_is_the_code():
+    text = (ROOT / "docs/compat.md").read_text(encoding="utf-8")
+    assert text == with_tables(text), "write it again: python scripts/docs_hooks.py"
+
+
+def test_a_missing_name_says_what_to_do():
+    with pytest.raises(ImportError, match="jaxtune.compat has no GRPOTrainer: reinforcement learning is not supported"):
+        from jaxtune.compat import GRPOTrainer  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="there are: CompatModel"):
+        compat.Nonsense  # noqa: B018
+    assert not hasattr(compat, "__wrapped__")
