@@ -32,20 +32,37 @@ from jaxtune.train.planning.forecasts import (
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
 
 _TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
+_PLACED_ALONE = 7  # groups of residuals, at most, each with a placement of its own
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
-@functools.cache
-def _layer_plans(known: tuple[Residual, ...], offload: bool) -> tuple[LayerPlan, ...]:
-    """The plans to choose from: residuals that are decided together have one placement."""
+def layer_plans(parts: StepCost, offload: bool) -> tuple[LayerPlan, ...]:
+    """The plans to choose from, each for one layer: residuals that are decided together have one placement.
+
+    Of many groups the largest are placed each alone and the small ones all alike: what little they hold is not worth
+    that every group more makes three times as many plans.
+    """
     together: dict[str, list[Residual]] = {}
-    for residual in known:
+    for residual in parts.known:
         if not residual.small:
             together.setdefault(residual.decided_with or residual.name, []).append(residual)
+    groups = list(together.values())
+    free = [group for group in groups if all(residual.recomputable for residual in group)]
+    if len(free) > _PLACED_ALONE:
+        free.sort(key=lambda group: sum(parts.residuals[r.name] for r in group), reverse=True)
+        bound = [group for group in groups if group not in free]
+        groups = [*bound, *free[:_PLACED_ALONE], [r for group in free[_PLACED_ALONE:] for r in group]]
+    return _placed(parts.known, tuple(tuple(group) for group in groups), offload)
+
+
+@functools.cache
+def _placed(
+    known: tuple[Residual, ...], groups: tuple[tuple[Residual, ...], ...], offload: bool
+) -> tuple[LayerPlan, ...]:
     placements: tuple[Placement, ...] = ("keep", "offload", "recompute") if offload else ("keep", "recompute")
     plans = []
-    for chosen in itertools.product(placements, repeat=len(together)):
-        pairs = list(zip(together.values(), chosen, strict=True))
+    for chosen in itertools.product(placements, repeat=len(groups)):
+        pairs = list(zip(groups, chosen, strict=True))
         if all(how != "recompute" or all(r.recomputable for r in group) for group, how in pairs):
             named: dict[str, Placement] = {r.name: how for group, how in pairs for r in group}
             plans.append(LayerPlan(**named).resolved(known))
@@ -156,7 +173,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
 def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
     """The layer plans that no other beats in memory kept, memory at work and time at once."""
     of = layer_forecasts(parts, tokens, device, tile)
-    table = [(plan, of(plan)) for plan in _layer_plans(parts.known, device.link > 0)]
+    table = [(plan, of(plan)) for plan in layer_plans(parts, device.link > 0)]
     figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]).T
     # [i, j]: i is no worse than j in anything.
     no_more = functools.reduce(np.logical_and, (figure[:, None] <= figure[None, :] for figure in figures))
