@@ -83,7 +83,7 @@ def planned(
     target: Any, shape: str, layers: int, rows: int, length: int, rank: int, load_in: str | None, plan: str,
     optim: OptimConfig = ADAMW,
 ) -> tuple[TrainConfig, Any, cost.StepCost, forecasts.Forecast]:  # fmt: skip
-    """(config, abstract model, anatomy, forecast) of a step of `layers` layers of a shape, one micro-batch."""
+    """(config, abstract model, step cost, forecast) of a step of `layers` layers of a shape, one micro-batch."""
     hf = SHAPES[shape] | {"num_hidden_layers": layers}
     experts = EXPERTS if config_from_hf(hf).moe is not None else None
     config = TrainConfig(

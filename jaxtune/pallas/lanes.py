@@ -330,6 +330,31 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
     return load(chunk, x_ref)
 
 
+def _products(words, rights, pair, name: str):
+    """For 16 rows of 64 elements, a lane's four numbers of each of the products with 8 columns.
+
+    words: of the lane's codes, two for each half of the rows. rights: by product, the lane's eight of its columns.
+    pair: (word, byte) -> the two elements that a byte of a word stands for. name: of the elements' dtype in PTX.
+    """
+    f32 = ir.F32Type.get()
+    zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+    products = [[zero] * 4 for _ in rights]
+    for step in range(4):
+        bytes_ = [2 * (step % 2), 2 * (step % 2) + 1]
+        left = [pair(words[half][step // 2], byte) for byte in bytes_ for half in range(2)]
+        for width, right in enumerate(rights):
+            products[width] = utils.inline_ptx(
+                f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
+                "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+                *left,
+                *right[2 * step : 2 * step + 2],
+                *products[width],
+                result_types=(f32,) * 4,
+                convergent=True,
+            )
+    return products
+
+
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
     """acc + one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
 
@@ -392,27 +417,13 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         sums = [
             [_item(r, 0), _item(r, 1)] for r in acc.registers.flat
         ]  # by 16 rows of products, 8 columns, half of the rows
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         widths = acc.shape[1] // 8
         x_words = iter(_words(register, 4) for register in x.registers.flat)
         for block in range(2):
             rights = [[*next(x_words), *next(x_words)] for _ in range(widths)]
             for eight in range(parts):
                 words = [held[2 * eight + half][block] for half in range(2)]
-                products = [[zero] * 4 for _ in range(widths)]
-                for step in range(4):
-                    bytes_ = [2 * (step % 2), 2 * (step % 2) + 1]
-                    left = [pair(words[half][step // 2], byte) for byte in bytes_ for half in range(2)]
-                    for width in range(widths):
-                        products[width] = utils.inline_ptx(
-                            f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
-                            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                            *left,
-                            *rights[width][2 * step : 2 * step + 2],
-                            *products[width],
-                            result_types=(f32,) * 4,
-                            convergent=True,
-                        )
+                products = _products(words, rights, pair, name)
                 for width in range(widths):
                     for half in range(2):
                         kept = sums[(eight * widths + width) * 2 + half]

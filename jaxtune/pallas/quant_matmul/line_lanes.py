@@ -25,6 +25,7 @@ from jaxtune.pallas.lanes import (
     _load,
     _mul,
     _product,
+    _products,
     _scalar,
     _shift_right,
     _thread,
@@ -207,7 +208,6 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
             )
             return llvm.load(i32, _address(table_smem, place, i8))
 
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         registers = np.empty_like(acc.registers)
         for number in range(groups):
             words = []
@@ -217,20 +217,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
             at = _add(own_scales, _const(16 * number))
             scales = llvm.load(ir.VectorType.get((2,), f32), _address(scales_smem, at, f32))
             scales = [_item(scales, half) for half in range(2)]
-            products = [[zero] * 4 for _ in range(widths)]
-            for step in range(4):
-                bytes_ = [2 * (step % 2), 2 * (step % 2) + 1]
-                left = [pair(words[half][step // 2], byte) for byte in bytes_ for half in range(2)]
-                for width in range(widths):
-                    products[width] = utils.inline_ptx(
-                        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
-                        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                        *left,
-                        *rights[width][2 * step : 2 * step + 2],
-                        *products[width],
-                        result_types=(f32,) * 4,
-                        convergent=True,
-                    )
+            products = _products(words, rights, pair, name)
             for width in range(widths):
                 place = number * widths + width
                 kept = [_item(acc.registers.flat[place], index) for index in range(4)]

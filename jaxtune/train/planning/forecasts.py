@@ -22,7 +22,7 @@ from jaxtune.train.planning.plan import StepPlan
 _PASSES_FORWARD, _PASSES_BACKWARD = 2.0, 2.2
 # Four bits to 16: bytes moved for an element, at the speed of our kernel.
 _DECODE_BYTES, _DECODE_SHARE = 2.5, 0.8
-_EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dense ones; by three steps of gpt-oss-20b
+EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dense ones; by three steps of gpt-oss-20b
 # Attention against large products, and the tokens at which it reaches half of that; its backward against it.
 _ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
 _ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
@@ -89,7 +89,7 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     rate = device.gemm * tokens / (tokens + _HALF_SPEED_TOKENS)
     weights = work.weight_bytes / device.copy
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
-    product = product / (_EXPERT_SHARE if work.empty_flops else 1.0) + _decode_seconds(work, device)
+    product = product / (EXPERT_SHARE if work.empty_flops else 1.0) + _decode_seconds(work, device)
     attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
