@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models import quant, shards
+from jaxtune.models import fp8_files, quant, shards
 from jaxtune.models.families.common import ExpertFiles
-from jaxtune.pallas.formats import MXFP4, FourBit, mxfp4
+from jaxtune.pallas.formats import FP8, MXFP4, FourBit, mxfp4
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 
 _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -91,8 +91,9 @@ def gather_experts(
             raise ValueError(
                 f"{first.file}: {name}: of its experts' matrices some are in four bits, or of another type"
             )
+        in_fp8 = tuple(part for part in parts if isinstance(part, fp8_files.FP8Entry))
         for part in parts:
-            if not packed:
+            if not packed and not isinstance(part, fp8_files.FP8Entry):
                 shards.check_entry(part)
             if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
                 raise ValueError(
@@ -109,7 +110,10 @@ def gather_experts(
             name, first.dtype, (num_experts, len(matrices) * rows, columns), parts[0].file, parts[0].offset,
             sum(part.size_bytes for part in parts),
         )  # fmt: skip
-        whole[name] = StackedPackedEntry(*fields, packed) if packed else StackedEntry(*fields, parts)
+        if in_fp8:
+            whole[name] = fp8_files.stacked(fields, in_fp8, len(matrices))
+        else:
+            whole[name] = StackedPackedEntry(*fields, packed) if packed else StackedEntry(*fields, parts)
     return whole
 
 
@@ -201,8 +205,8 @@ def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> dic
     }
 
 
-def split_packed_experts(name: str, value: FourBit, files: ExpertFiles | None) -> dict[str, tuple]:
-    """As split_experts, of a matrix in four bits: the bytes that it has.
+def split_packed_experts(name: str, value: FourBit | FP8, files: ExpertFiles | None) -> dict[str, tuple]:
+    """As split_experts, of a matrix in four bits or in FP8: the bytes that it has.
 
     Pieces that are not whole groups of doubly quantised absmax have theirs in float32.
 
@@ -211,10 +215,12 @@ def split_packed_experts(name: str, value: FourBit, files: ExpertFiles | None) -
     """
     if files is None:
         raise ValueError(
-            f"save_pretrained: {name} is in four bits, and no checkpoint of this family stores its experts so: "
+            f"save_pretrained: {name} is quantised, and no checkpoint of this family stores its experts so: "
             "use dequantize first (jaxtune.models.quant)"
         )
     rows, pieces = _pieces(name, value.shape, files)
+    if isinstance(value, FP8):
+        return fp8_files.split_experts(value, rows, pieces)
     size = rows * value.shape[2]
     if size % BLOCK:
         raise ValueError(

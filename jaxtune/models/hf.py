@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import threading
+import types
 import warnings
 from collections import deque
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import expert_files, quant, shards
+from jaxtune.models import expert_files, fp8_files, quant, shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
@@ -36,9 +37,9 @@ from jaxtune.models.model_folder import (
     weight_entries,
 )
 from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
-from jaxtune.pallas.formats import NF4, FourBit
+from jaxtune.pallas.formats import FP8, FourBit, Stored
 
-_PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry)
+_PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry, fp8_files.FP8Entry)
 _ROUTER = ".mlp.gate.weight"
 # Of each variable: {tensor of the file: (shape, dtype, function that gives it)}.
 Planned = dict[str, dict[str, tuple]]
@@ -108,8 +109,8 @@ def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fol
 
 
 @jax.jit
-def _all_finite(tensor: jax.Array | FourBit) -> jax.Array:
-    """bool[]: of a tensor in one pass; of one in four bits, whether its scales are."""
+def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
+    """bool[]: of a tensor in one pass; of a quantised one, its scales, and its codes where they are floats."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
@@ -117,14 +118,14 @@ def _all_finite(tensor: jax.Array | FourBit) -> jax.Array:
 def _stream(
     entries: Mapping[str, shards.TensorEntry],
     dtype: str,
-    encoded: frozenset[str] = frozenset(),
+    encoded: Mapping[str, str] = types.MappingProxyType({}),
     opened: frozenset[str] = frozenset(),
     cancelled: threading.Event | None = None,
-) -> tuple[dict[str, jax.Array | FourBit], str]:
+) -> tuple[dict[str, jax.Array | Stored], str]:
     """({name: array on the default device in dtype}, fingerprint). Reads and transfers run in a few threads.
 
-    Tensors named in `encoded` are turned into NF4 on the device, one at a time; packed ones stay as they are, but for
-    those named in `opened`.
+    Tensors named in `encoded` are turned into that format on the device, one at a time; packed ones stay as they are,
+    but for those named in `opened`.
     Every tensor is looked over for values that are not finite, where it lies; the answers are waited for at the end.
     The fingerprint covers our names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
     checkpoint is cut into other shards.
@@ -136,6 +137,8 @@ def _stream(
         if isinstance(entry, _PACKED):
             if isinstance(entry, quant.PackedEntry):
                 packed, digest = quant.read_packed(entry)
+            elif isinstance(entry, fp8_files.FP8Entry):
+                packed, digest = fp8_files.read_fp8(entry, dtype)
             else:
                 packed, digest = expert_files.read_packed_experts(entry)
             packed = jax.device_put(packed)
@@ -149,7 +152,7 @@ def _stream(
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             array = jax.device_put(host).astype(dtype)
-            return jax.block_until_ready(array if name not in encoded else NF4.encode(array)), digest
+            return jax.block_until_ready(quant.encode(array, encoded[name]) if name in encoded else array), digest
 
     arrays, digests, finite = {}, {}, {}
     waiting: deque = deque()
@@ -195,7 +198,7 @@ class Pretrained:
 
     Args and errors: as in from_pretrained, but for a tensor's own bytes, which `load` reads.
 
-    Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in four bits).
+    Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in few bits).
     """
 
     def __init__(
@@ -231,7 +234,7 @@ class Pretrained:
         if hf is not whole:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
-        entries = quant.gather_packed(entries)
+        entries = fp8_files.gather_fp8(quant.gather_packed(entries))
         if config.moe is not None:
             files = getattr(family(config.family), "EXPERT_FILES", None)
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
@@ -241,10 +244,16 @@ class Pretrained:
         self._opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
         packed -= self._opened  # a linear of transformers 4's, small, and no matrix of ours
         if packed - quantizable:
-            raise ValueError(f"{folder}: {_listed(packed - quantizable)} in four bits; only linears of layers can be")
+            raise ValueError(f"{folder}: {_listed(packed - quantizable)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
-        # What a checkpoint with four-bit weights keeps in 16 bits, it keeps so on purpose.
-        self._encoded = frozenset(quantizable) if load_in and not packed else frozenset()
+        stored = {"fp8" if isinstance(entries[name], fp8_files.FP8Entry) else "nf4" for name in packed}
+        if load_in is not None and stored - {load_in}:
+            raise ValueError(
+                f"{folder}: load_in = {load_in!r}, but its weights are stored in {' and '.join(sorted(stored))}: leave "
+                "load_in out, or take the 16-bit original"
+            )
+        # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
+        self._encoded = dict.fromkeys(quantizable, load_in) if load_in and not packed else {}
 
     def load(self, cancelled: threading.Event | None = None) -> Decoder:
         """The model. Once `cancelled` is set, a load in another thread ends early, with a CancelledError."""
@@ -267,11 +276,12 @@ def from_pretrained(
       path: folder with config.json and safetensors, or a hub name (the local cache comes first).
       dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it.
       load_in: None: weights are kept in `dtype`. "nf4": the linears of the layers are quantised on the way, as
-        bitsandbytes does it with double quantisation. A checkpoint of bitsandbytes in four bits stays as it is stored.
+        bitsandbytes does it with double quantisation. "fp8": they become e4m3 with a scale for each row. A checkpoint
+        that is stored in four bits or in FP8 stays as it is.
       max_length: tokens of the longest row you mean to use; refused if the model has no positions for it.
     Returns:
       (model, tokenizer); the tokenizer is None where the folder has no tokenizer files. The model lies on the default
-      device, every weight trainable, or none if any is in four bits; model.source says where it came from.
+      device, every weight trainable, or none if any is quantised; model.source says where it came from.
     Raises:
       ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
     """
@@ -325,7 +335,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     quantization = quant.quantization_config(model)
     if quantization is not None:
         files = getattr(family(model.config.family), "EXPERT_FILES", None)
-        if files is not None:  # routers are linears in transformers 4
+        if files is not None and "llm_int8_skip_modules" in quantization:  # routers are linears in transformers 4
             modules = dict.fromkeys((files.module, "mlp"))
             layers = range(model.config.num_layers)
             quantization["llm_int8_skip_modules"] += [f"model.layers.{i}.{m}.gate" for m in modules for i in layers]
@@ -358,6 +368,10 @@ def model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
 def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[str, tuple]:
     """{tensor name: (shape, dtype, function that gives it)} of what is written for a variable."""
     value = variable.get_value()
+    if isinstance(value, FP8):
+        if ".experts." in name:
+            return expert_files.split_packed_experts(name, value, files)
+        return fp8_files.checkpoint_tensors(name, value)
     if isinstance(value, FourBit):
         if ".experts." in name:
             parts = expert_files.split_packed_experts(name, value, files)
@@ -381,7 +395,8 @@ def save_pretrained(
     """Writes a model as a Hugging Face folder that transformers loads.
 
     Weights are written in model.dtype, those in four bits as bitsandbytes' checkpoints hold them (experts as those of
-    transformers 4 do, see expert_files: transformers 5 has no experts in four bits); one tensor is in host memory at a
+    transformers 4 do, see expert_files: transformers 5 has no experts in four bits), those in FP8 as Qwen's or as
+    compressed-tensors' do, see fp8_files; one tensor is in host memory at a
     time. Weights that QAT put on a grid are written as they are, and config.json names the grid ("qat").
     The folder appears whole or not at all.
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtune.models import partition
 from jaxtune.models.fake_quant import FakeQuant, adapter_gradients, straight_through
-from jaxtune.pallas.formats import FourBit, dense
+from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 
@@ -58,7 +58,7 @@ class Lora(nnx.Module):
         """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def weights(self, base: jax.Array | FourBit) -> LoraWeights:
+    def weights(self, base: jax.Array | Stored) -> LoraWeights:
         a, b = self.a[...], self.b[...]
         row_scale = None
         if self.magnitude is not None:
@@ -90,7 +90,7 @@ def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """weight [out, in] as in Hugging Face checkpoints or in four bits, optional bias [out], optional adapter.
+    """weight [out, in] as in Hugging Face checkpoints or in few bits, optional bias [out], optional adapter.
 
     fake_quant: how the weight, with its adapter merged in, is rounded before it multiplies; None: not at all.
     original: of a head that trains beside adapters (modules_to_save), the weight that it began with.
@@ -114,8 +114,8 @@ class Linear(nnx.Module):
         return out_size, in_size
 
     @property
-    def stored_weight(self) -> jax.Array | FourBit:
-        """The weight as it is kept; it cannot be indexed, as variables are, where it is in four bits."""
+    def stored_weight(self) -> jax.Array | Stored:
+        """The weight as it is kept; it cannot be indexed, as variables are, where it is quantised."""
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:

@@ -233,7 +233,7 @@ def without_adapter(model: Decoder) -> Decoder:
     """The model with its adapter off: what it was before get_peft_model or load_adapter.
 
     Adapters of linears and experts are left out, DoRA's magnitudes with them; modules_to_save have the weights that
-    they began with; a model prepared for QAT computes with weights that are not rounded. Weights in four bits stay so.
+    they began with; a model prepared for QAT computes with weights that are not rounded. Quantised weights stay so.
 
     Returns:
       a new model, all frozen, that shares every array with `model`: it costs no memory, and training `model` does not

@@ -15,7 +15,7 @@ from jaxtune.models.linear import Frozen, Linear, merged_weight
 from jaxtune.models.lora import copy_structure, matrices
 from jaxtune.models.quant import convert_qat, dequantize, qat_spec
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.formats import FourBit, dense
+from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
@@ -85,7 +85,7 @@ def merge_adapter(model: Decoder) -> Decoder:
     Merged weights have the dtype that the base is stored in; modules_to_save take the place of the base's. The result
     is a base again: no adapters, every tensor an `nnx.Param`, tied heads tied.
 
-    Over four-bit weights the adapter is merged into the dequantised ones, which it was trained over, in the compute
+    Over quantised weights the adapter is merged into the dequantised ones, which it was trained over, in the compute
     dtype: the merged model's weights are 16-bit (32-bit where it computes in float32), those without an adapter too.
     In a model prepared for QAT the merged weights are put on its grid, as its forward does; see convert_qat.
 
@@ -137,7 +137,7 @@ def merge_adapter(model: Decoder) -> Decoder:
             )
     if missed := sorted(set(adapted) - set(outcomes)):
         raise ArithmeticError(f"merge_adapter: not merged: {', '.join(missed)}")
-    changed = len(outcomes) + sum(isinstance(matrix.stored_weight, FourBit) for _, matrix in matrices(merged))
+    changed = len(outcomes) + sum(isinstance(matrix.stored_weight, Stored) for _, matrix in matrices(merged))
     merged = dequantize(merged)
     if qat_spec(merged) is not None:
         merged = convert_qat(merged)  # the linears without an adapter

@@ -1,4 +1,4 @@
-"""Four-bit weights of a model: which ones, how bitsandbytes' checkpoints store them, and training for such weights.
+"""Quantised weights of a model: which ones, how bitsandbytes' checkpoints store four bits, and training for them.
 
 Beside `X.weight` (the codes, as bytes of whatever dtype) lie `X.weight.absmax`, `.quant_map`, with double quantisation
 `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`): the bytes of a JSON object
@@ -19,15 +19,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import shards
+from jaxtune.models import fp8_files, shards
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
-from jaxtune.pallas.formats import FP4, NF4, FourBit, dense
+from jaxtune.pallas.formats import FP4, FP8, NF4, FourBit, Stored, dense
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 
-LOAD_IN = ("nf4",)
+LOAD_IN = ("nf4", "fp8")
 _TYPES: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
 _PART = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)")
 _STATE = "quant_state.bitsandbytes__"
@@ -39,14 +39,20 @@ def check_load_in(load_in: str | None) -> None:
         raise ValueError(f"load_in {load_in!r} is not supported; supported: None, {', '.join(map(repr, LOAD_IN))}")
 
 
+def encode(array: jax.Array, load_in: str) -> Stored:
+    """A weight [..., out, in] in a format of LOAD_IN: NF4 with double quantisation, or FP8 by rows."""
+    return NF4.encode(array) if load_in == "nf4" else FP8.encode(array)
+
+
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """The model with linears and experts of its layers in four bits; embeddings, head, norms, routers and biases stay
-    as they are.
+    """The model with linears and experts of its layers in few bits; embeddings, head, norms, routers and biases stay as
+    they are.
 
     Args:
+      load_in: "nf4" or "fp8", see encode.
       skip_modules: names, or last parts of names, of linears that are left alone (o_proj).
     Returns:
-      a new model, all frozen: four-bit weights train through adapters (get_peft_model).
+      a new model, all frozen: quantised weights train through adapters (get_peft_model).
     Raises:
       ValueError: another format; a model with adapters; a name that matches nothing.
     """
@@ -60,23 +66,29 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
             raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, such as {next(iter(modules))}")
     for name, linear in modules.items():
         weight = linear.stored_weight
-        if not isinstance(weight, FourBit) and not any(name_matches(name, skipped) for skipped in skip_modules):
-            linear.weight = Frozen(NF4.encode(weight))
+        if not isinstance(weight, Stored) and not any(name_matches(name, skipped) for skipped in skip_modules):
+            linear.weight = Frozen(encode(weight, load_in))
     return model
 
 
 def dequantize(model: Decoder) -> Decoder:
-    """A new model without four-bit weights: decoded to model.dtype."""
+    """A new model without quantised weights: decoded to model.dtype."""
     model = copy_structure(model)
     for _, linear in matrices(model):
         weight = linear.stored_weight
-        if isinstance(weight, FourBit):
+        if isinstance(weight, Stored):
             linear.weight = Frozen(dense(weight, model.dtype))
     return model
 
 
 def is_quantized(model: Decoder) -> bool:
-    return any(isinstance(matrix.stored_weight, FourBit) for _, matrix in matrices(model))
+    return stored_in(model) is not None
+
+
+def stored_in(model: Decoder) -> str | None:
+    """The format of LOAD_IN that the model's quantised weights are in; None where there are none."""
+    kinds = {type(matrix.stored_weight) for _, matrix in matrices(model)}
+    return "fp8" if FP8 in kinds else "nf4" if any(issubclass(kind, FourBit) for kind in kinds) else None
 
 
 # ---- quantisation-aware training
@@ -277,8 +289,10 @@ def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int,
 
 
 def quantization_config(model: Decoder) -> dict[str, Any] | None:
-    """What config.json says of the four-bit weights, in transformers' words; None where there are none."""
+    """What config.json says of the quantised weights, in transformers' words; None where there are none."""
     weights = {name: matrix.stored_weight for name, matrix in matrices(model)}
+    if stored_in(model) == "fp8":
+        return fp8_files.quantization_config(weights)
     packed = [weight for weight in weights.values() if isinstance(weight, FourBit)]
     if not packed:
         return None
@@ -295,6 +309,6 @@ def quantization_config(model: Decoder) -> dict[str, Any] | None:
 
 
 def parameters(state: nnx.State) -> int:
-    """Parameters of a state; one in four bits counts as one."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, FourBit))
+    """Parameters of a state; one in few bits counts as one."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Stored))
     return sum(leaf.size for leaf in leaves)

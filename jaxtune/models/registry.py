@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from jaxtune.models import fp8_files
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families import (
     gemma2,
@@ -74,7 +75,7 @@ def family(model_type: str | None) -> ModuleType:
 
 
 def _check_quantization(quantization, model_type) -> None:
-    """Refuses what a checkpoint may be quantised by, except for bitsandbytes in four bits, and gpt-oss's MXFP4."""
+    """Refuses what a checkpoint may be quantised by, except for bitsandbytes in four bits, FP8, and gpt-oss's MXFP4."""
     if not quantization:
         return
     settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
@@ -82,11 +83,14 @@ def _check_quantization(quantization, model_type) -> None:
     four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
     if method == "mxfp4" and model_type == "gpt_oss":
         return
+    if method in ("fp8", "compressed-tensors"):
+        fp8_files.check_config(settings)
+        return
     if method != "bitsandbytes" or not four_bit:
         bits = " in 8 bits" if method == "bitsandbytes" else ""
         raise ValueError(
             f"config.json: quantization_config says quant_method {method!r}{bits}; of quantised checkpoints only those "
-            "of bitsandbytes in four bits can be loaded: use the 16-bit original"
+            "of bitsandbytes in four bits and those in FP8 can be loaded: use the 16-bit original"
         )
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-_STORED = DTYPES | {"U8": np.dtype(np.uint8)}  # bytes: parts of tensors in four bits
+# Bytes are parts of tensors in four bits, and e4m3 has scales beside it.
+_STORED = DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 _DTYPE_NAMES = {dtype.name: name for name, dtype in _STORED.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
@@ -68,7 +69,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     except SafetensorError as error:
         for entry in entries.values():
             if entry.dtype in _STORED:
-                _check_size(entry)
+                check_size(entry)
         raise ValueError(f"{file}: its safetensors header is corrupt ({error}); fetch the file again") from None
     return entries
 
@@ -88,12 +89,13 @@ def check_entry(entry: TensorEntry) -> None:
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
-            "(of quantised checkpoints, those of bitsandbytes in four bits can be loaded)"
+            "(of quantised checkpoints, those of bitsandbytes in four bits and those in FP8 can be loaded)"
         )
-    _check_size(entry)
+    check_size(entry)
 
 
-def _check_size(entry: TensorEntry) -> None:
+def check_size(entry: TensorEntry) -> None:
+    """Refuses a size that does not fit the shape."""
     want = math.prod(entry.shape) * _STORED[entry.dtype].itemsize
     if want != entry.size_bytes:
         raise ValueError(

@@ -80,7 +80,8 @@ class ModelConfig:
     from_config: Annotated[str | None, "A config.json: random weights, for pretraining from scratch."] = None
     tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
     load_in: Annotated[
-        Literal["nf4"] | None, "Four-bit NormalFloat for the frozen weights of the layers; null: 16 bits."
+        Literal["nf4", "fp8"] | None,
+        "The frozen weights of the layers in four bits (NormalFloat) or in eight (e4m3); null: 16 bits.",
     ] = None
 
     def __post_init__(self) -> None:
@@ -496,7 +497,7 @@ class TrainConfig:
             )
         _require(
             self.model.load_in is None or self.adapter is not None, "model.load_in", self.model.load_in,
-            "weights in four bits are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
+            "quantised weights are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
         )  # fmt: skip
         _require(
             self.optim.weights != "bf16" or self.adapter is None, "optim.weights", "bf16",

@@ -15,7 +15,7 @@ import jax
 from jaxtune.files import atomic_write
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
-from jaxtune.models.quant import is_quantized
+from jaxtune.models.quant import stored_in
 from jaxtune.train.checkpoint import CheckpointError
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
@@ -232,13 +232,12 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     elif adapter is None or (adapter.path is None and not gives_adapter(model, _settings_of(adapter))):
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
         adapter = AdapterConfig(**plain)
-    four_bits = is_quantized(model)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
     load_in = config.model.load_in
-    if not four_bits:
+    if stored_in(model) is None:
         load_in = None
     elif load_in is None and not stored_so:
-        load_in = "nf4"
+        load_in = stored_in(model)
     return dataclasses.replace(config, adapter=adapter, model=dataclasses.replace(config.model, load_in=load_in))
 
 

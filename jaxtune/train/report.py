@@ -26,7 +26,7 @@ from jaxtune.train.step import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """(trainable, all) parameters; adapters count in both, one in four bits as one."""
+    """(trainable, all) parameters; adapters count in both, a quantised one as one."""
     return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 

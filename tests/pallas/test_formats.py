@@ -13,7 +13,7 @@ from nf4_cases import cases
 
 from jaxtune.pallas.formats import FP4, NF4, dense
 from jaxtune.pallas.formats.blockwise8 import dynamic_map
-from jaxtune.pallas.formats.four_bit import _rounded_quotient
+from jaxtune.pallas.formats.division import _rounded_quotient
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 GOLDEN = np.load(Path(__file__).resolve().parent.parent / "goldens" / "nf4.npz")

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Scratch, Segment, Sizes
-from jaxtune.pallas.formats import FourBit
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias
 from jaxtune.pallas.routing import (
@@ -75,7 +75,7 @@ class ExpertLora(nnx.Module):
 
 class ExpertLinear(nnx.Module):
     """One matrix of every expert: weight [E, out, in], or [E, in, out] if transposed (as in Hugging Face's class), or
-    that in four bits; optional bias [E, out], optional adapter."""
+    that quantised; optional bias [E, out], optional adapter."""
 
     def __init__(
         self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
@@ -97,7 +97,7 @@ class ExpertLinear(nnx.Module):
         return (experts, second, first) if self.transposed else (experts, first, second)
 
     @property
-    def stored_weight(self) -> jax.Array | FourBit:
+    def stored_weight(self) -> jax.Array | Stored:
         return self.weight.get_value()
 
     def adapter(self) -> GroupedLora | None:
@@ -289,7 +289,7 @@ class MoE(nnx.Module):
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up
         weights = [linear.stored_weight for linear in (self.experts.gate_up_proj, self.experts.down_proj)]
-        decoded = max((w.size for w in weights if isinstance(w, FourBit)), default=0) * sizes.dtype.itemsize
+        decoded = max((w.size for w in weights if isinstance(w, Stored)), default=0) * sizes.dtype.itemsize
         if sizes.hopper and not decoded:  # grouped_matmul's `gathers`
             work = max(2 * gate_up, gate_up + 1.3 * rows)
         else:

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtune.pallas.arguments import FLOATS, Arguments, describe
 from jaxtune.pallas.formats import blockwise8
 from jaxtune.pallas.formats.blockwise8 import dynamic_map, nearest_codes
+from jaxtune.pallas.formats.division import divide
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
@@ -145,21 +146,16 @@ class FP4(FourBit):
     table = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
 
 
-def dense(weight: jax.Array | FourBit, dtype=None) -> jax.Array:
-    """A weight as an array: an array as it is, four bits decoded to `dtype` (by default that they came in)."""
-    return weight.decode(dtype) if isinstance(weight, FourBit) else weight
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)
     divisors = jnp.where(absmax == 0, 1, absmax)
-    scaled = blocks * _divide(jnp.ones_like(divisors), divisors)[:, None]
+    scaled = blocks * divide(jnp.ones_like(divisors), divisors)[:, None]
     if size % BLOCK:
         # As bitsandbytes: the short block is divided, and its absmax is never zero.
-        scaled = scaled.at[-1].set(_divide(blocks[-1], jnp.broadcast_to(divisors[-1], BLOCK)))
+        scaled = scaled.at[-1].set(divide(blocks[-1], jnp.broadcast_to(divisors[-1], BLOCK)))
         absmax = absmax.at[-1].set(jnp.where(absmax[-1] == 0, _TINY, absmax[-1]))
     bounds = (NF4.table[:-1] + NF4.table[1:]) / np.float32(2)
     # The number of bounds below: an element on a bound takes the lower entry.
@@ -175,7 +171,7 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
     nested = nested.reshape(-1, NESTED_BLOCK)
     nested_absmax = jnp.abs(nested).max(axis=1)
     divisors = jnp.where(nested_absmax == 0, 1, nested_absmax)
-    nested = nested * _divide(jnp.ones_like(divisors), divisors)[:, None]
+    nested = nested * divide(jnp.ones_like(divisors), divisors)[:, None]
     steps = dynamic_map(signed=True)
     codes8 = nearest_codes(nested.reshape(-1)[: absmax.size], signed=True)
     return NF4(codes, codes8, nested_absmax, jnp.asarray(steps), offset, shape, dtype.name)
@@ -188,30 +184,4 @@ def _mean(values: jax.Array) -> jax.Array:
     while values.size > 1:
         half = values.size // 2
         values = values[:half] + values[half:]
-    return _divide(values[0], jnp.float32(count))
-
-
-def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
-    """float32 x / y, correctly rounded: XLA's own on an NVIDIA GPU (div.full.f32) may be two units off."""
-    return _rounded_quotient(x, y, x / y)
-
-
-def _rounded_quotient(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
-    """The float32 nearest to x / y, from one at most a few units off; all normal numbers, or `quotient` as it is."""
-
-    def parts(value):  # value = mantissa * 2^(exponent - 150)
-        bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
-        return (bits & 0x7FFFFF) | 0x800000, ((bits >> 23) & 0xFF).astype(jnp.int32)
-
-    (mx, ex), (my, ey) = parts(x), parts(y)
-    for _ in range(2):  # a second time where the first one crosses a power of two
-        mq, eq = parts(quotient)
-        # x - y * quotient, exactly: it is a few times my, so 32 bits of the product are enough.
-        shift = (ex - ey - eq + 150).astype(jnp.uint32)
-        rest = jax.lax.bitcast_convert_type((mx << shift) - my * mq, jnp.int32)
-        divisor = my.astype(jnp.int32)
-        units = jnp.floor_divide(2 * rest + divisor, 2 * divisor)
-        bits = jax.lax.bitcast_convert_type(quotient, jnp.int32) + units
-        normal = (ex > 0) & (ey > 0) & (ey < 255) & (eq > 0) & (eq < 255)
-        quotient = jnp.where(normal, jax.lax.bitcast_convert_type(bits, jnp.float32), quotient)
-    return quotient
+    return divide(values[0], jnp.float32(count))

@@ -64,3 +64,8 @@ class Stored:
 
     def _decode(self, dtype) -> jax.Array:
         raise NotImplementedError
+
+
+def dense(weight: jax.Array | Stored, dtype=None) -> jax.Array:
+    """A weight as an array: an array as it is, one in few bits decoded to `dtype` (by default that it came in)."""
+    return weight.decode(dtype) if isinstance(weight, Stored) else weight

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.quant_matmul import mosaic, reference, triton
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's.
@@ -39,7 +38,7 @@ class LoraWeights:
 @meshes.on_any_mesh
 def quant_matmul(
     x: jax.Array,
-    weights: Sequence[jax.Array | FourBit],
+    weights: Sequence[jax.Array | Stored],
     loras: Sequence[LoraWeights | None] | None = None,
     biases: Sequence[jax.Array | None] | None = None,
     *,
@@ -52,7 +51,7 @@ def quant_matmul(
 
     Args:
       x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
-      weights: each [out_i, in], an array or in four bits. Those in four bits are decoded to x's dtype for each product,
+      weights: each [out_i, in], an array or quantised. Quantised ones are decoded to x's dtype for each product,
         get no gradient, and leave nothing decoded behind for the backward.
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
@@ -67,7 +66,7 @@ def quant_matmul(
     """
     check = Arguments("quant_matmul")
     check.array("x", x, "... in", FLOATS)
-    check.sequence("weights", weights, "arrays or weights in four bits")
+    check.sequence("weights", weights, "arrays or quantised weights")
     count = len(weights)
     for name, given in (("loras", loras), ("biases", biases)):
         if given is not None:
@@ -75,7 +74,7 @@ def quant_matmul(
     loras = tuple(loras) if loras is not None else (None,) * count
     biases = tuple(biases) if biases is not None else (None,) * count
     for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
-        check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(FourBit,))
+        check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(Stored,))
         if lora is not None:
             check.is_a(f"loras[{i}]", lora, LoraWeights, "a LoraWeights or None")
             check.array(f"loras[{i}].a", lora.a, f"r_{i} in", FLOATS)
@@ -97,7 +96,7 @@ def quant_matmul(
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weight as an array, x), for a product of the two: a weight in four bits, of any shape, is decoded to x's dtype
+    """(weight as an array, x), for a product of the two: a quantised weight, of any shape, is decoded to x's dtype
     when x is there, and not before."""
     if not isinstance(weight, Stored):
         return weight, x
@@ -116,7 +115,7 @@ def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation
 
     def refusal(kernels) -> str | None:
         if not packed:
-            return "no weight in four bits"
+            return "no quantised weight"
         return next((reason for w in packed if (reason := kernels.refusal(w, dtype)) is not None), None)
 
     return {

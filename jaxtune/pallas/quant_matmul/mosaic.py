@@ -24,7 +24,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
-from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul import line_matmul, row_matmul
@@ -41,6 +41,8 @@ def refusal(weight: Stored, dtype) -> str | None:
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
+    if isinstance(weight, FP8):
+        return "a weight in FP8"
     if weight.size % SMALLEST:
         return f"{weight.size} elements, no multiple of {SMALLEST}"
     return _first_use(weight, jnp.dtype(dtype))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, FourBit
-from jaxtune.pallas.formats.mxfp4 import MXFP4
 
 __all__ = ["dequantize", "refusal", "small_matmul", "small_refusal"]
 
@@ -33,8 +32,8 @@ def refusal(weight: Stored, dtype) -> str | None:
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if isinstance(weight, MXFP4):
-        return "a weight in MXFP4"
+    if not isinstance(weight, FourBit):
+        return f"a weight in {type(weight).__name__}"
     if dtype not in (*_DTYPES, jnp.float32):
         return f"dtype {jnp.dtype(dtype).name}"
     return None

@@ -26,7 +26,7 @@ from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.formats import FourBit
+from jaxtune.pallas.formats import FourBit, Stored
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.train import optimizer_offload
 from jaxtune.train.config import TrainConfig
@@ -160,7 +160,8 @@ def step_cost(model: Decoder, config: TrainConfig, length: int | None = None, ke
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
-    packed = sum(nbytes(leaf) for leaf in jax.tree.leaves(frozen, is_leaf=_is_packed) if _is_packed(leaf))
+    leaves = jax.tree.leaves(frozen, is_leaf=_is_stored)
+    packed = sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, FourBit))
     fixed = {
         "frozen weights": nbytes(frozen) + _PACKED_SLACK * packed,
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
@@ -241,8 +242,8 @@ def _update_bytes(masters, config: TrainConfig) -> float:
     return size * 24.0 if config.optim.offload else 0.0
 
 
-def _is_packed(leaf) -> bool:
-    return isinstance(leaf, FourBit)
+def _is_stored(leaf) -> bool:
+    return isinstance(leaf, Stored)
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
@@ -307,7 +308,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
         sums["flops"] += 2.0 * used
         sums["weight_bytes"] += nbytes(weight)
-        sums["decoded"] += size if _is_packed(weight) else 0.0
+        sums["decoded"] += size if _is_stored(weight) else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     if segment.attention_width:
         sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys

@@ -1,0 +1,228 @@
+"""Models in FP8: checkpoints of both layouts in and out, quantised on the way, training, merging, experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+from tiny import CONFIGS, golden_tokens
+from tiny_models import adapted_model, named
+
+from jaxtune.models import shards
+from jaxtune.models.generate import generate
+from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
+from jaxtune.models.lora import matrices
+from jaxtune.models.merge import merge_adapter
+from jaxtune.models.quant import dequantize, quantize, stored_in
+from jaxtune.pallas.formats import FP8
+from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, make_config
+
+E4M3 = ml_dtypes.float8_e4m3fn
+# Larger than one block, and no multiple of it: 192 x 144 and the like.
+CONFIG = CONFIGS["llama"] | {"hidden_size": 144, "intermediate_size": 192, "num_hidden_layers": 1}
+OFFICIAL = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+CHANNELS = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+    "kv_cache_scheme": None, "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token",
+                                  "dynamic": True},
+        }
+    },
+}  # fmt: skip
+
+
+def load_file(file: Path) -> dict[str, np.ndarray]:
+    """safetensors' own reader has no e4m3 for numpy."""
+    return {name: shards.read_tensor(entry) for name, entry in shards.read_header(file).items()}
+
+
+def made(config: dict, dtype="bfloat16"):
+    return model_from_config(config, jax.random.key(0), dtype)
+
+
+def in_fp8(folder: Path, config: dict, dtype=np.float32) -> dict[str, np.ndarray]:
+    """Rewrites a 16-bit folder's linears as a checkpoint of this quantization_config; returns its tensors."""
+    draw, tensors = np.random.default_rng(0), load_file(folder / "model.safetensors")
+    tiles = config["quant_method"] == "fp8"
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        out, in_ = tensors[name].shape
+        shape = (-(-out // 128), -(-in_ // 128)) if tiles else (out, 1)
+        tensors[name] = (draw.normal(size=(out, in_)) * 100).clip(-448, 448).astype(E4M3)
+        key = "weight_scale_inv" if tiles else "weight_scale"
+        tensors[name.removesuffix("weight") + key] = draw.uniform(1e-4, 3e-4, shape).astype(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    found = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(found | {"quantization_config": config}))
+    return tensors
+
+
+def wide(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """A linear's float32 weight by the definition of its layout, number by number."""
+    codes = tensors[f"{name}.weight"].astype(np.float32)
+    if f"{name}.weight_scale" in tensors:
+        return codes * tensors[f"{name}.weight_scale"].astype(np.float32)
+    scales = tensors[f"{name}.weight_scale_inv"].astype(np.float32)
+    rows, columns = np.indices(codes.shape) // 128
+    return codes * scales[rows, columns]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("plain") / "model"
+    save_pretrained(made(CONFIG), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(plain, tmp_path) -> Path:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in plain.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"), [(OFFICIAL, np.float32), (OFFICIAL, ml_dtypes.bfloat16), (CHANNELS, ml_dtypes.bfloat16)]
+)
+def test_a_checkpoint_is_read_and_written_bit_for_bit(folder, tmp_path, config, dtype):
+    tensors = in_fp8(folder, config, dtype)
+    model, _ = from_pretrained(folder)
+    assert stored_in(model) == "fp8" and not jax.tree.leaves(nnx.state(model, nnx.Param))
+    for name, matrix in matrices(model):
+        expected = wide(tensors, name).astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(np.asarray(matrix.stored_weight.decode()), expected)
+
+    save_pretrained(model, tmp_path / "again")
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape), name
+        np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8), name)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == config
+    assert from_pretrained(tmp_path / "again")[0].base_fingerprint == model.base_fingerprint
+
+
+def test_a_mistake_in_a_checkpoint_is_named(folder):
+    tensors = in_fp8(folder, OFFICIAL)
+    name = "model.layers.0.mlp.up_proj"
+
+    def refused(words: str, **changed):
+        kept = {k: v for k, v in (tensors | changed).items() if v is not None}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(folder)
+
+    key = f"{name}.weight_scale_inv"
+    refused(r"up_proj.weight is stored as F8_E4M3 and has 0 scales", **{key: None})
+    refused(r"no weight in F8_E4M3 beside it", **{f"{name}.weight": np.zeros((192, 144), np.float32)})
+    refused(r"which is no scale of .*up_proj.weight \[192, 144\]", **{key: np.ones((2, 3), np.float32)})
+    refused(r"values that are not finite.*up_proj", **{key: np.full((2, 2), np.inf, np.float32)})
+    broken = tensors[f"{name}.weight"].copy()
+    broken[0, 0] = np.nan
+    refused(r"values that are not finite.*up_proj", **{f"{name}.weight": broken})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (OFFICIAL | {"activation_scheme": "static"}, r"activation_scheme = 'static': of 'fp8' only 'dynamic'"),
+        (OFFICIAL | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]: must be \[128, 128\]"),
+        (CHANNELS | {"format": "pack-quantized"}, r"format = 'pack-quantized': of 'compressed-tensors' only"),
+        (CHANNELS | {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 8}}}}, r"a.weights.type = 'int'"),
+        (CHANNELS | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme"),
+    ],
+)
+def test_what_is_not_read_is_refused_in_words(folder, config, words):
+    in_fp8(folder, OFFICIAL)
+    found = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=words):
+        from_pretrained(folder)
+
+
+def test_another_format_is_not_taken_in_silence(folder):
+    in_fp8(folder, OFFICIAL)
+    with pytest.raises(ValueError, match="load_in = 'nf4', but its weights are stored in fp8: leave load_in out"):
+        from_pretrained(folder, load_in="nf4")
+    assert stored_in(from_pretrained(folder, load_in="fp8")[0]) == "fp8"
+
+
+def test_16_bit_weights_are_quantised_on_the_way(plain):
+    model, _ = from_pretrained(plain, load_in="fp8")
+    original, _ = from_pretrained(plain)
+    for (_, matrix), (_, other) in zip(matrices(model), matrices(original), strict=True):
+        expected = FP8.encode(other.stored_weight, ROW)
+        jax.tree.map(np.testing.assert_array_equal, matrix.stored_weight, expected)
+    tokens = golden_tokens() % CONFIG["vocab_size"]
+    np.testing.assert_allclose(model(tokens), dequantize(model)(tokens), atol=2e-2)
+    assert len(generate(model, [[1, 5, 7]], max_new_tokens=2)) == 1
+
+
+# ---- training
+
+
+def test_a_run_on_fp8_weights_trains_its_adapter_and_merges(tmp_path):
+    """The step's loss and gradients are those of the decoded weights."""
+    base = quantize(made(CONFIG, "float32"), "fp8")
+    config = make_config(tmp_path / "run", steps=3)
+    losses = []
+    for model in (base, dequantize(base)):
+        trainer = Trainer(adapted_model(model), None, config, dataset(documents(12)))
+        trained = trainer.train()
+        losses.append([line["loss"] for line in trainer.history])
+        config = make_config(tmp_path / "other", steps=3)
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    assert trainer.planner.cost.known  # it was planned, too
+    merged = merge_adapter(trained)
+    tokens = golden_tokens() % CONFIG["vocab_size"]
+    np.testing.assert_allclose(merged(tokens), trained(tokens), atol=1e-4)
+
+
+# ---- experts
+
+
+def test_experts_in_fp8_go_through_files(tmp_path):
+    config = CONFIGS["qwen3_moe"] | {"moe_intermediate_size": 128, "num_hidden_layers": 1}
+    save_pretrained(made(config), tmp_path / "model")
+    tensors = in_fp8(tmp_path / "model", OFFICIAL)
+    model, _ = from_pretrained(tmp_path / "model")
+    experts = dict(matrices(model))["model.layers.0.mlp.experts.gate_up_proj"].stored_weight
+    assert isinstance(experts, FP8) and experts.block == TILE
+    for expert in range(experts.shape[0]):
+        pair = [wide(tensors, f"model.layers.0.mlp.experts.{expert}.{m}_proj") for m in ("gate", "up")]
+        np.testing.assert_array_equal(experts.decode(jnp.float32)[expert], np.concatenate(pair))
+    save_pretrained(model, tmp_path / "again")
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8), name)
+
+
+def test_experts_whose_blocks_would_meet_are_refused(tmp_path):
+    config = CONFIGS["qwen3_moe"] | {"moe_intermediate_size": 48, "num_hidden_layers": 1}
+    save_pretrained(made(config), tmp_path / "model")
+    in_fp8(tmp_path / "model", OFFICIAL)
+    with pytest.raises(ValueError, match="has 48 rows in FP8 blocks that would run into those of the matrix beside it"):
+        from_pretrained(tmp_path / "model")
+
+
+def test_the_names_of_adapters_are_those_of_the_16_bit_model():
+    plain, packed = (adapted_model(m) for m in (made(CONFIG), quantize(made(CONFIG), "fp8")))
+    assert named(plain).keys() == named(packed).keys()
