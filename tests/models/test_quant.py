@@ -16,7 +16,7 @@ from random_weights import random_tensor, write_checkpoint
 from tiny import golden_tokens
 from tiny_models import adapted_model, named, shaken, tiny_model
 
-from jaxtune.models import hf, shards
+from jaxtune.models import hf, quant, shards
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.generate import generate
@@ -232,7 +232,7 @@ def test_quantised_on_the_way_as_bitsandbytes_does(plain):
 def test_one_tensor_is_encoded_at_a_time(plain, monkeypatch):
     """Beyond what stays, the device holds one tensor on its way."""
     busy, most = 0, 0
-    encode = hf.NF4.encode
+    encode = quant.NF4.encode
 
     def watched(array):
         nonlocal busy, most
@@ -243,7 +243,7 @@ def test_one_tensor_is_encoded_at_a_time(plain, monkeypatch):
         finally:
             busy -= 1
 
-    monkeypatch.setattr(hf.NF4, "encode", staticmethod(watched))
+    monkeypatch.setattr(quant.NF4, "encode", staticmethod(watched))
     from_pretrained(plain, load_in="nf4")
     assert most == 1
 
