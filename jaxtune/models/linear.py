@@ -92,6 +92,7 @@ def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
 class Linear(nnx.Module):
     """weight [out, in] as in Hugging Face checkpoints or in few bits, optional bias [out], optional adapter.
 
+    fp8: a weight in FP8 is multiplied as it is stored, see quant_matmul.
     fake_quant: how the weight, with its adapter merged in, is rounded before it multiplies; None: not at all.
     original: of a head that trains beside adapters (modules_to_save), the weight that it began with.
     """
@@ -106,6 +107,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
         self.lora: Lora | None = nnx.data(None)  # a Lora, once the model has adapters
         self.fake_quant: FakeQuant | None = None
+        self.fp8 = False
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -151,6 +153,7 @@ def apply_together(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | N
         dropout_rate=max(rates, default=0.0),
         dropout_key=key,
         dropout_part=partition.part_of_rows(),
+        fp8=any(linear.fp8 for linear in linears),
     )
     return tuple(
         out

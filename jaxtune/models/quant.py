@@ -26,6 +26,7 @@ from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
 from jaxtune.pallas.formats import FP4, FP8, NF4, FourBit, Stored, dense
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.quant_matmul import fp8_product
 
 LOAD_IN = ("nf4", "fp8")
 _TYPES: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
@@ -79,6 +80,29 @@ def dequantize(model: Decoder) -> Decoder:
         if isinstance(weight, Stored):
             linear.weight = Frozen(dense(weight, model.dtype))
     return model
+
+
+def compute_in_fp8(model: Decoder) -> Decoder:
+    """A new model over the same arrays whose linears in FP8 multiply as they are stored, forward and backward.
+
+    Adapters, norms, routers, embeddings and the head compute as before; experts in FP8 are decoded for each product.
+
+    Raises:
+      ValueError: no linear is in FP8, or one has scales that the product cannot take (fp8_product.refusal).
+    """
+    model = copy_structure(model)
+    found = [(name, linear) for name, linear in linears(model) if isinstance(linear.stored_weight, FP8)]
+    if not found:
+        raise ValueError("model.compute = 'fp8': no linear of the model is in FP8; set model.load_in = fp8")
+    for name, linear in found:
+        if (reason := fp8_product.refusal(linear.stored_weight)) is not None:
+            raise ValueError(f"model.compute = 'fp8': {name}.weight {reason}; set model.compute = null")
+        linear.fp8 = True
+    return model
+
+
+def computes_in_fp8(model: Decoder) -> bool:
+    return any(linear.fp8 for _, linear in linears(model))
 
 
 def is_quantized(model: Decoder) -> bool:

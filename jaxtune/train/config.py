@@ -83,6 +83,11 @@ class ModelConfig:
         Literal["nf4", "fp8"] | None,
         "The frozen weights of the layers in four bits (NormalFloat) or in eight (e4m3); null: 16 bits.",
     ] = None
+    compute: Annotated[
+        Literal["fp8"] | None,
+        "fp8: linears in FP8 multiply as they are stored (experimental: its quality has not been measured); null: in "
+        "the precision of the run.",
+    ] = None
 
     def __post_init__(self) -> None:
         if self.path is not None and self.from_config is not None:

@@ -8,14 +8,14 @@ import json
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxtune.files import atomic_write
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
-from jaxtune.models.quant import stored_in
+from jaxtune.models.quant import computes_in_fp8, stored_in
 from jaxtune.train.checkpoint import CheckpointError
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
@@ -49,6 +49,7 @@ _INCOMPATIBLE = (
         for key in (
             "model.from_config",
             "model.load_in",
+            "model.compute",
             "adapter",
             "rows_per_step",
             "precision",
@@ -216,7 +217,8 @@ def _flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
-    """The config with `adapter` and `model.load_in` as the model has them: config.yaml and checkpoints hold it.
+    """The config with `adapter`, `model.load_in` and `model.compute` as the model has them, for config.yaml and
+    checkpoints.
 
     A setting that already describes the model stays as it was written ("all-linear" stays that); an adapter that came
     from a folder stays named by it.
@@ -238,7 +240,9 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
         load_in = None
     elif load_in is None and not stored_so:
         load_in = stored_in(model)
-    return dataclasses.replace(config, adapter=adapter, model=dataclasses.replace(config.model, load_in=load_in))
+    compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
+    kept = dataclasses.replace(config.model, load_in=load_in, compute=compute)
+    return dataclasses.replace(config, adapter=adapter, model=kept)
 
 
 def _settings_of(adapter: AdapterConfig) -> dict:

@@ -13,14 +13,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 from tiny import CONFIGS, golden_tokens
-from tiny_models import adapted_model, named
+from tiny_models import adapted_model, named, shaken
 
 from jaxtune.models import shards
 from jaxtune.models.generate import generate
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
-from jaxtune.models.lora import matrices
+from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import dequantize, quantize, stored_in
+from jaxtune.models.quant import compute_in_fp8, dequantize, quantize, stored_in
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.train.trainer import Trainer
@@ -193,6 +193,28 @@ def test_a_run_on_fp8_weights_trains_its_adapter_and_merges(tmp_path):
     merged = merge_adapter(trained)
     tokens = golden_tokens() % CONFIG["vocab_size"]
     np.testing.assert_allclose(merged(tokens), trained(tokens), atol=1e-4)
+
+
+def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
+    base = quantize(made(CONFIG, "float32"), "fp8")
+    losses = {}
+    for name, model in (("plain", base), ("fp8", compute_in_fp8(base))):
+        model = shaken(get_peft_model(model, r=4), 1)
+        trainer = Trainer(model, None, make_config(tmp_path / name, steps=4), dataset(documents(16)))
+        trainer.train()
+        losses[name] = np.array([line["loss"] for line in trainer.history])
+        assert trainer.config.model.compute == (None if name == "plain" else "fp8")  # config.yaml says it
+    assert (losses["plain"] != losses["fp8"]).all()
+    np.testing.assert_allclose(losses["fp8"], losses["plain"], rtol=0.02)
+    assert losses["fp8"][-1] < losses["fp8"][0]
+
+
+def test_products_in_fp8_need_weights_in_fp8(folder):
+    with pytest.raises(ValueError, match="no linear of the model is in FP8; set model.load_in = fp8"):
+        compute_in_fp8(made(CONFIG))
+    in_fp8(folder, OFFICIAL)
+    with pytest.raises(ValueError, match=r"compute = 'fp8': .*weight has a scale for each 128 x 128.*compute = null"):
+        compute_in_fp8(from_pretrained(folder)[0])
 
 
 # ---- experts

@@ -376,7 +376,7 @@ def test_an_embedding_in_four_bits_is_refused(folder):
         arrays["model.embed_tokens.weight.absmax"] = arrays[f"{UP}.absmax"][:64]
 
     rewrite(folder, rename)
-    with pytest.raises(ValueError, match="model.embed_tokens.weight in four bits; only linears of layers can be"):
+    with pytest.raises(ValueError, match="model.embed_tokens.weight is quantised; only linears of layers can be"):
         from_pretrained(folder)
 
 

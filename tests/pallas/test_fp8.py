@@ -117,3 +117,65 @@ def test_experts_in_fp8_multiply_as_their_decoded_weights():
     np.testing.assert_allclose(np.asarray(out)[held], np.asarray(plain)[held], rtol=1e-5, atol=1e-5)
     first = np.asarray(x[:5]) @ np.asarray(weight.decode(jnp.float32))[0].T
     np.testing.assert_allclose(np.asarray(out)[:5], first, rtol=1e-4, atol=1e-4)
+
+
+# ---- products as they are stored
+
+
+def _in_fp8(x: np.ndarray) -> np.ndarray:
+    """Each row rounded to e4m3 by its largest magnitude, in float32."""
+    scale = np.abs(x).max(1, keepdims=True) / np.float32(448)
+    scale[scale == 0] = 1
+    return np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [ROW, MATRIX])
+def test_both_products_are_those_of_rounded_rows(block):
+    """x W^T of x's rounded rows; dy W of dy's, which take the scales of W's rows before they are rounded."""
+    draw = np.random.default_rng(0)
+    rows = draw.normal(size=(48, 80)) * np.logspace(-3, 1, 48)[:, None]
+    weight = FP8.encode(rows.astype(np.float32), block)
+    x, dy = (draw.normal(size=(16, n)).astype(np.float32) for n in (80, 48))
+    x[3] = 0
+    out, pull = jax.vjp(lambda x: quant_matmul(x, [weight], fp8=True)[0], jnp.asarray(x))
+    wide, codes = np.asarray(weight.decode(jnp.float32)), np.asarray(weight.codes).astype(np.float32)
+    scales = np.broadcast_to(np.asarray(weight.scales), (48, 1))[:, 0]
+    np.testing.assert_allclose(out, _in_fp8(x) @ wide.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(pull(jnp.asarray(dy))[0], _in_fp8(dy * scales) @ codes, rtol=1e-4, atol=1e-5)
+    # The error that the rounding makes: 2^-4 of a number at most, which averages out to under 4 % of the product.
+    for got, exact in ((out, x @ wide.T), (pull(jnp.asarray(dy))[0], dy @ wide)):
+        assert np.linalg.norm(got - exact) < 0.04 * np.linalg.norm(exact)
+
+
+def test_a_tokens_outliers_touch_no_other_token():
+    """A massive activation, and channels 50 times larger, cost precision where they are and nowhere else."""
+    draw = np.random.default_rng(0)
+    weight = FP8.encode(draw.normal(size=(32, 256)).astype(np.float32))
+    x = draw.normal(size=(8, 256)).astype(np.float32)
+    plain = np.asarray(quant_matmul(jnp.asarray(x), [weight], fp8=True)[0])
+    spiked = x.copy()
+    spiked[2, 7] = 3000.0
+    got = np.asarray(quant_matmul(jnp.asarray(spiked), [weight], fp8=True)[0])
+    others = np.arange(8) != 2
+    np.testing.assert_array_equal(got[others], plain[others])
+    exact = spiked[2] @ np.asarray(weight.decode(jnp.float32)).T
+    assert np.linalg.norm(got[2] - exact) < 0.04 * np.linalg.norm(exact)
+    x[:, ::64] *= 50
+    got, exact = quant_matmul(jnp.asarray(x), [weight], fp8=True)[0], x @ np.asarray(weight.decode(jnp.float32)).T
+    assert np.linalg.norm(got - exact) < 0.04 * np.linalg.norm(exact)
+
+
+def test_adapters_multiply_what_is_not_rounded():
+    draw = np.random.default_rng(0)
+    zero = FP8.encode(np.zeros((16, 32), np.float32))
+    x = jnp.asarray(draw.normal(size=(4, 32)), jnp.float32)
+    lora = LoraWeights(*(jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 32), (16, 3))))
+    got = quant_matmul(x, [zero], [lora], fp8=True)[0]
+    np.testing.assert_array_equal(got, quant_matmul(x, [zero], [lora])[0])
+
+
+def test_scales_inside_the_sum_are_refused():
+    tiles = FP8.encode(np.ones((130, 130), np.float32), TILE)
+    with pytest.raises(ValueError, match=r"weights\[0\] has a scale for each 128 x 128 numbers"):
+        quant_matmul(jnp.ones((2, 130)), [tiles], fp8=True)

@@ -239,7 +239,7 @@ def test_who_serves_which_call():
         assert name == "reference" and reason in refused["mosaic"]
         with pytest.raises(ValueError, match=reason):
             chosen(*options, implementation="mosaic")
-    with pytest.raises(ValueError, match="no weight in four bits"):
+    with pytest.raises(ValueError, match="no quantised weight"):
         chosen(jnp.bfloat16, jnp.zeros((32, 64)), implementation="mosaic")
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.quant_matmul import mosaic, reference, triton
+from jaxtune.pallas.formats import FP8, Stored
+from jaxtune.pallas.quant_matmul import fp8_product, mosaic, reference, triton
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
@@ -45,6 +45,7 @@ def quant_matmul(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     dropout_part: jax.Array | int = 0,
+    fp8: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiplies x by one to n weights that share it, with their adapters and biases.
@@ -58,6 +59,8 @@ def quant_matmul(
         each module); no dropout without a key.
       dropout_part: int32[], which of equal parts x is of all the tokens that the mask is drawn for, in order: the same
         mask however tokens are divided over devices. Other parts than 0 need a key of JAX's default kind (threefry).
+      fp8: weights in FP8 are multiplied as they are stored: rows of x, and of gradients, are rounded to e4m3, each by
+        its largest magnitude, and sums are float32 (fp8_product.py). Adapters multiply x as it is.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
@@ -75,6 +78,8 @@ def quant_matmul(
     biases = tuple(biases) if biases is not None else (None,) * count
     for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
         check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(Stored,))
+        if fp8 and isinstance(weight, FP8) and (reason := fp8_product.refusal(weight)) is not None:
+            raise ValueError(f"quant_matmul: fp8=True, but weights[{i}] {reason}")
         if lora is not None:
             check.is_a(f"loras[{i}]", lora, LoraWeights, "a LoraWeights or None")
             check.array(f"loras[{i}].a", lora.a, f"r_{i} in", FLOATS)
@@ -84,6 +89,7 @@ def quant_matmul(
                 check.array(f"loras[{i}].row_scale", lora.row_scale, f"out_{i}", FLOATS)
         if bias is not None:
             check.array(f"biases[{i}]", bias, f"out_{i}", FLOATS)
+    check.is_a("fp8", fp8, bool, "True or False")
     check.number("dropout_rate", dropout_rate, least=0, below=1)
     typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
     if dropout_key is not None and not typed:
@@ -92,7 +98,7 @@ def quant_matmul(
     kernels = IMPLEMENTATIONS[name]
     if not (isinstance(dropout_part, int) and dropout_part == 0):
         check.array("dropout_part", jnp.asarray(dropout_part), "", INTEGERS)
-    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels)
+    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels, fp8)
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:

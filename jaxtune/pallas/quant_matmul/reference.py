@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jax.lax import optimization_barrier
 
-from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.formats.four_bit import FourBit
+from jaxtune.pallas.quant_matmul import fp8_product
 
 
 def refusal(weight: Stored, dtype) -> str | None:
@@ -68,10 +69,15 @@ def decoded(weight, x, kernels: ModuleType):
     return weight, x
 
 
-def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
-    """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
+def _times(x, weight, contract, kernels: ModuleType, fp8: bool, more=None, bias=None):
+    """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias.
+
+    fp8: a weight in FP8 is multiplied as it is stored.
+    """
     call = (weight, x.dtype, x.shape[0])
-    if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
+    if fp8 and isinstance(weight, FP8):
+        out = fp8_product.product(x, weight, contract)
+    elif isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
         weight, x = decoded(weight, x, kernels)
@@ -109,9 +115,9 @@ def _products_fwd(x, source, weights, loras, biases, static):
     """x [tokens, in]; source: the adapters' input if it differs from x (dropout), else None; loras: (a, b) pairs;
     biases: one entry a weight, or None.
 
-    static: (which weight each adapter belongs to, scales, kernels for weights in four bits).
+    static: (which weight each adapter belongs to, scales, kernels for weights in four bits, fp8 of `_times`).
     """
-    owners, scales, kernels = static
+    owners, scales, kernels, fp8 = static
     more: list = [None] * len(weights)
     inner = None
     if loras:
@@ -119,13 +125,13 @@ def _products_fwd(x, source, weights, loras, biases, static):
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (_scaled(part, scale), b)
     outputs = tuple(
-        _times(x, weight, (1, 1), kernels, *rest) for weight, *rest in zip(weights, more, biases, strict=True)
+        _times(x, weight, (1, 1), kernels, fp8, *rest) for weight, *rest in zip(weights, more, biases, strict=True)
     )
     return outputs, (x, source, weights, loras, biases, inner)
 
 
 def _products_bwd(static, residuals, doutputs):
-    owners, scales, kernels = static
+    owners, scales, kernels, fp8 = static
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
     dloras = []
@@ -143,7 +149,7 @@ def _products_bwd(static, residuals, doutputs):
             dsource, more = _product(*more, (1, 0)), None
     dx = None
     for dout, weight in zip(doutputs, weights, strict=True):
-        part = _times(dout, weight, (1, 0), kernels, more)
+        part = _times(dout, weight, (1, 0), kernels, fp8, more)
         dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the c of the left GEMM
         more = None
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
@@ -192,7 +198,7 @@ def _bits_of_rows(key, rows: jax.Array, width: int) -> jax.Array:
     return one ^ other
 
 
-def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType):
+def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, fp8: bool):
     """See api.quant_matmul; `kernels` as on top of this file."""
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
@@ -204,7 +210,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     # A row scale stands between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
-    static = (owners, scales, kernels)
+    static = (owners, scales, kernels, fp8)
     outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, static)  # type: ignore
     finished = []
     for out, row_scale, bias in zip(outputs, row_scales, biases, strict=True):

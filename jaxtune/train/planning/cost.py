@@ -21,7 +21,7 @@ from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import quantize
+from jaxtune.models.quant import compute_in_fp8, quantize
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
@@ -253,6 +253,8 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
         model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
         if config.model.load_in is not None:
             model = quantize(model, config.model.load_in)
+            if config.model.compute == "fp8":
+                model = compute_in_fp8(model)
         if config.adapter is not None:
             settings = dataclasses.asdict(config.adapter)
             settings.pop("path")

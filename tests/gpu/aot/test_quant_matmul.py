@@ -10,7 +10,7 @@ import pytest
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.adam8 import api as adam8
-from jaxtune.pallas.formats import MXFP4, NF4
+from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.quant_matmul import line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from tests.gpu.aot.target import H200
@@ -105,6 +105,19 @@ def test_both_directions_decode_by_the_kernel():
     program = compiled(step, array(256, 1024), [packed(2048, 1024), packed(1024, 1024)], array(256, 2048))
     assert dispatch.record["quant_matmul"] == ("mosaic", {})
     assert program.as_text().count(KERNEL) == 3  # forward of the second (its result is the cotangent), backward of both
+
+
+def test_products_in_fp8_take_the_codes_as_they_are():
+    """One forward and one backward, each by a matrix product of XLA's over e4m3; no weight is decoded."""
+
+    def step(x, weight, dout):
+        output, pullback = jax.vjp(lambda x: quant_matmul(x, [weight], fp8=True)[0], x)
+        return output, pullback(dout)
+
+    weight = jax.eval_shape(FP8.encode, array(4096, 1024))
+    text = compiled(step, array(512, 1024), weight, array(512, 4096)).as_text()
+    assert len(re.findall(r"= \S+ (?:fusion|custom-call)\(.*(?:calls=%gemm_fusion|matmul\$f8)", text)) == 2
+    assert not re.search(r"(bf16|f32)\[4096,1024\]", text)
 
 
 @pytest.mark.parametrize(
