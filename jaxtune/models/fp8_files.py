@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -123,7 +124,9 @@ def _entry(name: str, codes: shards.TensorEntry, scales: shards.TensorEntry) -> 
     return FP8Entry(name, codes.dtype, codes.shape, codes.file, codes.offset, size, ((codes, scales),), block)
 
 
-def stacked(fields: tuple, parts: tuple[FP8Entry, ...], together: int) -> FP8Entry:
+def stacked(
+    fields: tuple[str, str, tuple[int, ...], Path, int, int], parts: tuple[FP8Entry, ...], together: int
+) -> FP8Entry:
     """The entry of a tensor [E, out, in] in pieces, `together` of which make the rows of one expert.
 
     Raises:

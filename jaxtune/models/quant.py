@@ -91,13 +91,15 @@ def compute_in_fp8(model: Decoder) -> Decoder:
       ValueError: no linear is in FP8, or one has scales that the product cannot take (fp8_product.refusal).
     """
     model = copy_structure(model)
-    found = [(name, linear) for name, linear in linears(model) if isinstance(linear.stored_weight, FP8)]
-    if not found:
-        raise ValueError("model.compute = 'fp8': no linear of the model is in FP8; set model.load_in = fp8")
-    for name, linear in found:
-        if (reason := fp8_product.refusal(linear.stored_weight)) is not None:
+    for name, linear in linears(model):
+        weight = linear.stored_weight
+        if not isinstance(weight, FP8):
+            continue
+        if (reason := fp8_product.refusal(weight)) is not None:
             raise ValueError(f"model.compute = 'fp8': {name}.weight {reason}; set model.compute = null")
         linear.fp8 = True
+    if not computes_in_fp8(model):
+        raise ValueError("model.compute = 'fp8': no linear of the model is in FP8; set model.load_in = fp8")
     return model
 
 

@@ -113,7 +113,7 @@ OPS = {
         ("weights", zeros(3, 64), TypeError, r"weights is an array float32\[3, 64\]; it must be a list or tuple"),
         ("weights", [], ValueError, "weights has 0 entries"),
         ("weights", [zeros(64)], ValueError, r"weights\[0\] is float32\[64\]; its shape must be \[out_0, in\]"),
-        ("weights", ["nf4"], TypeError, r"weights\[0\] is a str .*or FourBit"),
+        ("weights", ["nf4"], TypeError, r"weights\[0\] is a str .*or Stored"),
         ("weights", [dataclasses.replace(WEIGHT, shape=(7, 64))], ValueError,
          r"weights\[0\] is damaged: codes is uint8\[192\]; shape \(7, 64\) asks for uint8\[224\]"),
         ("loras", [None], ValueError, "loras has 1 entries; it must have 2"),
