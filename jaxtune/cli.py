@@ -360,6 +360,34 @@ def info(arguments: Sequence[str]) -> None:
     _print_columns([(name, recipe_summary(path)) for name, path in packaged_recipes().items()])
 
 
+def report(arguments: Sequence[str]) -> None:
+    """Write a run as one HTML page: curves, samples, settings; it needs no network."""
+    parser = _parser("report", report.__doc__)
+    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("--output", help="the page to write (default: report.html in the run's folder)")
+    options = parser.parse_args(arguments)
+    from jaxtune.files import atomic_write
+    from jaxtune.train.run_page import run_page
+
+    page = Path(options.output or Path(options.run) / "report.html")
+    atomic_write(page, run_page(Path(options.run)))
+    say(f"wrote {page}")
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Look at this machine: driver, GPU, memory, disk, speed, a kernel; and say what to do about what is wrong."""
+    parser = _parser("doctor", doctor.__doc__)
+    parser.add_argument("--quick", action="store_true", help="measure no speeds")
+    options = parser.parse_args(arguments)
+    from jaxtune.doctor import findings
+
+    wrong = 0
+    for finding in findings(measure=not options.quick):
+        say(finding.to_text(), flush=True)
+        wrong += finding.state == "wrong"
+    return int(wrong > 0)
+
+
 def tune(arguments: Sequence[str]) -> None:
     """Measure the blocks of the kernels on this GPU and keep the fastest.
 
@@ -448,6 +476,8 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "profile": profile,
     "info": info,
     "tune": tune,
+    "report": report,
+    "doctor": doctor,
 }
 
 if __name__ == "__main__":

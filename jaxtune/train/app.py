@@ -148,7 +148,10 @@ def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console
     for question, expected, given in answers[: settings.sample_rows]:
         mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
         console.print(f"  {question!r} -> {given!r} ({mark})")
-    return {"exact_match": score, "rows": len(rows)}
+    samples = [
+        dict(zip(("question", "expected", "given"), one, strict=True)) for one in answers[: settings.sample_rows]
+    ]
+    return {"exact_match": score, "rows": len(rows), "samples": samples}
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:

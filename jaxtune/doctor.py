@@ -1,0 +1,212 @@
+"""What of this machine is right for training, and what to do about the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+# The oldest driver for CUDA 12 and for CUDA 13 (NVIDIA's compatibility tables).
+_DRIVERS = {"cuda13": 580, "cuda12": 525}
+_LEAST_DISK_GB, _SLOW_SHARE = 20, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. state: ok; note: slower or less than could be; wrong: training will not work.
+    fix: what to do, where it is not ok."""
+
+    state: Literal["ok", "note", "wrong"]
+    what: str
+    fix: str = ""
+
+    def to_text(self) -> str:
+        return f"{self.state:<6}{self.what}" + (f"\n      {self.fix}" if self.fix else "")
+
+
+def findings(measure: bool = True) -> Iterator[Finding]:
+    """Looks at one thing after the other: packages, driver, GPU, memory, disk, products, the link, a kernel.
+
+    Args:
+      measure: also time products and copies (about ten seconds on a GPU, once; the result is kept).
+    """
+    yield _packages()
+    card = _nvidia_smi()
+    yield _driver(card)
+    yield from _devices(card)
+    yield from _room()
+    if measure and _on_gpu():
+        yield from _rates()
+    yield _attention()
+
+
+def _on_gpu() -> bool:
+    import jax
+
+    return jax.devices()[0].platform == "gpu"
+
+
+def _packages() -> Finding:
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    if metadata.version("jax") != metadata.version("jaxlib"):
+        return Finding(
+            "wrong", f"packages: {versions}", "jax and jaxlib must be of one version: pip install -U jax jaxlib"
+        )
+    return Finding("ok", f"packages: {versions}")
+
+
+def _nvidia_smi() -> dict[str, str] | None:
+    """What nvidia-smi says of the first GPU; None where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    fields = ("name", "driver_version", "memory.total", "memory.used")
+    command = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    lines = done.stdout.strip().splitlines()
+    values = [value.strip() for value in lines[0].split(",")] if lines else []
+    if done.returncode != 0 or len(values) != len(fields):
+        return {"error": (done.stderr or done.stdout).strip().splitlines()[0] if done.stderr or done.stdout else "?"}
+    return dict(zip(fields, values, strict=True))
+
+
+def _driver(card: dict[str, str] | None) -> Finding:
+    if card is None:
+        return Finding(
+            "note", "driver: there is no nvidia-smi, so no NVIDIA driver",
+            "a CPU is enough for the quickstart and for --plan plan.device=NAME; a GPU needs NVIDIA's driver",
+        )  # fmt: skip
+    if "error" in card:
+        return Finding("wrong", f"driver: nvidia-smi fails: {card['error']}", "install NVIDIA's driver anew, or reboot")
+    version = card["driver_version"]
+    major = int(re.match(r"\d*", version)[0] or 0)  # type: ignore[index]
+    extra = next((name for name, least in _DRIVERS.items() if major >= least), None)
+    if extra is None:
+        return Finding(
+            "wrong", f"driver: {version}", f"install NVIDIA's driver {min(_DRIVERS.values())} or newer, better 580"
+        )
+    return Finding("ok", f"driver: {version}, which runs pip install 'jaxtune[{extra}]'")
+
+
+def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
+    import jax
+
+    from jaxtune.profile.data_sheets import refusal
+
+    devices = jax.devices()
+    if not _on_gpu():
+        if card is not None and "error" not in card:
+            missing = importlib.util.find_spec("jax_cuda13_plugin") or importlib.util.find_spec("jax_cuda12_plugin")
+            fix = (
+                "JAX_PLATFORMS keeps JAX from it: unset it"
+                if "cpu" in os.environ.get("JAX_PLATFORMS", "")
+                else "pip install 'jaxtune[cuda13]' (or cuda12: see the driver above)"
+                if missing is None
+                else "see what JAX says: python -c 'import jax; jax.devices(\"cuda\")'"
+            )
+            yield Finding("wrong", f"GPU: {card['name']} is there, and JAX does not use it", fix)
+        else:
+            yield Finding("note", f"GPU: none; JAX runs on {devices[0].device_kind}")
+        return
+    for device in devices:
+        problem = refusal(device.device_kind)
+        if problem:
+            yield Finding("wrong", f"GPU: {device.device_kind}", f"{problem}; use a newer card")
+            continue
+        limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+        yield Finding("ok", f"GPU: {device.device_kind}, {limit / 1e9:.1f} GB for JAX")
+    used = card and "error" not in card and float(card["memory.used"] or 0) / 1024
+    if used and used > 2:
+        yield Finding("note", f"GPU memory in use by all programs: {used:.1f} GiB", "nvidia-smi lists them")
+    if importlib.util.find_spec("jax_triton") is None and getattr(devices[0], "compute_capability", "") < "9":
+        yield Finding("note", "jax-triton is not installed", "pip install jax-triton: kernels for cards before Hopper")
+
+
+def _room() -> Iterator[Finding]:
+    from huggingface_hub import constants
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    yield Finding("ok", f"host memory: {memory:.0f} GB")
+    folder = Path(constants.HF_HUB_CACHE)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free / 1e9
+    if free < _LEAST_DISK_GB:
+        yield Finding(
+            "note",
+            f"disk: {free:.0f} GB free for models ({folder})",
+            "an 8B model takes 16 GB; HF_HOME moves the folder",
+        )
+    else:
+        yield Finding("ok", f"disk: {free:.0f} GB free for models ({folder})")
+
+
+def _rates() -> Iterator[Finding]:
+    import jax
+
+    from jaxtune import profile
+    from jaxtune.profile.data_sheets import data_sheet
+
+    rates = profile.ceilings()
+    sheet = data_sheet(jax.devices()[0].device_kind)
+    for what, value, unit, of in (
+        ("products in bf16", rates.gemm_bf16_tflops, "TFLOP/s", sheet and sheet.bf16_tflops),
+        ("copies in device memory", rates.copy_tbps, "TB/s", sheet and sheet.copy_tbps),
+        ("link to the device", rates.to_device_gbps, "GB/s", sheet and sheet.link_gbps),
+        ("link to the host", rates.to_host_gbps, "GB/s", sheet and sheet.link_gbps),
+    ):
+        beside = f" (data sheet: {of:g})" if of else ""
+        if of and value < _SLOW_SHARE * of:
+            fix = (
+                "the card may sit in a slot with fewer lanes: nvidia-smi -q shows its link"
+                if "link" in what
+                else "another program may use the card, or heat or a power limit slows it: nvidia-smi -q -d PERFORMANCE"
+            )
+            yield Finding("note", f"{what}: {value:.3g} {unit}{beside}", fix)
+        else:
+            yield Finding("ok", f"{what}: {value:.3g} {unit}{beside}")
+
+
+def _attention() -> Finding:
+    """The chosen attention against the definition, forward and backward, on packed rows."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtune.pallas.attention import attention, packed_layout
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((2, 256, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64))
+    query, key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True))
+    layout = packed_layout((2, 256), jnp.broadcast_to(1 + jnp.arange(256) // 100, (2, 256)))
+
+    def run(implementation: str | None, *arrays: jax.Array) -> list[jax.Array]:
+        def total(*arrays: jax.Array) -> jax.Array:
+            out = attention(*arrays, layout, scale=0.125, implementation=implementation)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return [jax.jit(attention_of(implementation))(*arrays), *jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays)]
+
+    def attention_of(implementation: str | None) -> Callable[..., jax.Array]:
+        return lambda *arrays: attention(*arrays, layout, scale=0.125, implementation=implementation)
+
+    begun = time.monotonic()
+    wide = [array.astype(jnp.float32) for array in (query, key, value)]
+    errors = [
+        float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs))
+        for ours, theirs in zip(run(None, query, key, value), run("reference", *wide), strict=True)
+    ]
+    what = f"attention: error {max(errors):.1e} beside float32, in {time.monotonic() - begun:.1f} s"
+    if not max(errors) < 0.02:
+        return Finding("wrong", what, "please report it with the output of: jaxtune info --kernels")
+    return Finding("ok", what)

@@ -1,0 +1,167 @@
+"""A run as one HTML page: its curves, its samples, its settings. Nothing is fetched; all figures are in the file."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtune.train import metrics as m
+from jaxtune.train.record import CONFIG
+
+_RESULTS = "results.json"
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 190, 62, 24
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2126; --soft: #5b636d; --line: #dfe2e6; --page: #fbfbfa; --panel: #fff;
+  --first: #2e5e8c; --second: #d08770; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #a2abb6; --line: #323841; --page: #14171b;
+  --panel: #1b1f25; --first: #6d97ec; --second: #f0a040; } }
+body { margin: 0; background: var(--page); color: var(--ink); font: 14px/1.5 system-ui, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 20px; margin: 0 0 8px; } h2 { font-size: 15px; margin: 28px 0 8px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
+figure { margin: 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
+figcaption { font-weight: 600; } svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
+table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
+tr + tr > * { border-top: 1px solid var(--line); } pre { white-space: pre-wrap; margin: 0; }
+.first { stroke: var(--first); fill: none; stroke-width: 1.6; } .second { stroke: var(--second); fill: none; }
+.second-dot { fill: var(--second); } .soft { color: var(--soft); }
+"""
+
+
+def run_page(folder: Path) -> str:
+    """The page of a run's folder.
+
+    Raises:
+      ValueError: a folder that holds no run.
+    """
+    if not (folder / m.JSONL).is_file():
+        raise ValueError(f"{folder} is not a run's folder: there is no {m.JSONL} in it")
+    lines = m.read_metrics(folder / m.JSONL)
+    results = _json(folder / _RESULTS)
+    body = [
+        f"<h1>{_text(folder.resolve().name)}</h1>",
+        _table(_facts(lines, results), "facts"),
+        '<div class="grid">',
+        _chart("loss", "loss", [("training", _points(lines, "loss")), ("evaluation", _points(lines, "eval_loss"))]),
+        _chart("rate", "learning rate", [("learning rate", _points(lines, "learning_rate"))]),
+        _chart("speed", "tokens/s", [("tokens/s", _points(lines, "tokens_per_second"))]),
+        _chart("memory", "peak memory, GB", [("peak", _points(lines, "peak_memory_bytes", 1e-9))]),
+        "</div>",
+        _samples(results),
+        "<h2>Settings</h2>",
+        f'<pre id="config">{_text(_read(folder / CONFIG))}</pre>',
+    ]
+    title = f"{folder.resolve().name} - jaxtune"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><main>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _points(lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
+    """(step, value) of the lines that have a finite number there."""
+    found = [(line["step"], line[key] * scale) for line in lines if isinstance(line.get(key), int | float)]
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a person asks first, each in a few words."""
+    facts: list[tuple[str, str]] = []
+    if lines:
+        facts.append(("steps", f"{lines[-1]['step']:,}"))
+    if len(lines) > 1:
+        facts.append(("time", m.duration(max(0.0, lines[-1]["time"] - lines[0]["time"]))))
+    for key, name in (("loss", "training loss, first and last"), ("eval_loss", "evaluation loss, first and last")):
+        if points := _points(lines, key):
+            facts.append((name, f"{points[0][1]:.4f}, {points[-1][1]:.4f}"))
+    matches = [(when, results[when]["exact_match"]) for when in ("before", "after") if _scored(results, when)]
+    if matches:
+        facts.append(("exact match", ", ".join(f"{100 * score:.1f} % {when} training" for when, score in matches)))
+    if speeds := [value for _, value in _points(lines, "tokens_per_second")]:
+        facts.append(("speed, median", f"{statistics.median(speeds):,.0f} tokens/s"))
+    if peaks := [value for _, value in _points(lines, "peak_memory_bytes", 1e-9)]:
+        facts.append(("peak memory", f"{max(peaks):.2f} GB"))
+    skipped = [value for _, value in _points(lines, "skipped")]
+    if skipped and skipped[-1]:
+        facts.append(("updates skipped, as they were not finite", f"{skipped[-1]:.0f}"))
+    return facts
+
+
+def _scored(results: dict[str, Any], when: str) -> bool:
+    return isinstance(results.get(when), dict) and isinstance(results[when].get("exact_match"), int | float)
+
+
+def _table(rows: Sequence[Sequence[str]], name: str, head: Sequence[str] = ()) -> str:
+    cells = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    first = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
+    return f'<table id="{name}">{first}{cells}</table>'
+
+
+def _samples(results: dict[str, Any]) -> str:
+    """Held-out questions with what was expected and what the model said before and after training."""
+    before, after = (results[when].get("samples", []) if _scored(results, when) else [] for when in ("before", "after"))
+    if not after:
+        return ""
+    said = {sample["question"]: sample["given"] for sample in before}
+    rows = [
+        (sample["question"], sample["expected"], said.get(sample["question"], "-"), sample["given"]) for sample in after
+    ]
+    head = ("question", "expected", "before training", "after training")
+    return "<h2>Samples</h2>\n" + _table(rows, "samples", head)
+
+
+def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, float]]]]) -> str:
+    """Lines over the steps; a second series is drawn with dots, as it has few points. Empty without any point."""
+    points = [point for _, values in series for point in values]
+    if not points:
+        return ""
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    low, high = (low, high) if high > low else (low - abs(low or 1) / 2, high + abs(high or 1) / 2)
+
+    def at(step: int, value: float) -> tuple[float, float]:
+        x = _LEFT + (_WIDTH - _LEFT - 10) * (step - first) / max(1, last - first)
+        return round(x, 1), round(8 + (_HEIGHT - 8 - _BOTTOM) * (high - value) / (high - low), 1)
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(caption)} by step">']
+    for value in (high, (high + low) / 2, low):
+        _, y = at(first, value)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y}" y2="{y}" stroke="var(--line)"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value:,.4g}</text>')
+    for step, anchor in ((first, "start"), (last, "end")):
+        parts.append(f'<text x="{at(step, low)[0]}" y="{_HEIGHT - 6}" text-anchor="{anchor}">step {step:,}</text>')
+    for style, (_, values) in zip(("first", "second"), series, strict=False):
+        path = " ".join(f"{x},{y}" for x, y in (at(*point) for point in values))
+        parts.append(f'<polyline class="{style}" points="{path}"/>')
+        if style == "second" or len(values) == 1:
+            dots = (at(*point) for point in values)
+            parts += [f'<circle class="second-dot" cx="{x}" cy="{y}" r="2.5"/>' for x, y in dots]
+    named = ", ".join(
+        f"{label} {'(line)' if i == 0 else '(dots)'}" for i, (label, values) in enumerate(series) if values
+    )
+    note = f' <span class="soft">{_text(named)}</span>' if len(series) > 1 else ""
+    return f'<figure id="{name}"><figcaption>{_text(caption)}{note}</figcaption>{"".join(parts)}</svg></figure>'

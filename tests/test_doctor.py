@@ -1,0 +1,91 @@
+"""jaxtune doctor: what it finds, and what it says to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxtune import cli, doctor
+
+
+def tell_of(monkeypatch, tmp_path, text: str, code: int = 0):
+    """An nvidia-smi that says `text`."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{text}'\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_a_machine_without_a_gpu_is_told_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("ok    packages: jax ")]
+    assert "note  driver: there is no nvidia-smi, so no NVIDIA driver" in lines
+    assert "note  GPU: none; JAX runs on cpu" in lines
+    assert [line for line in lines if line.startswith("ok    attention: error ")]
+    assert not [line for line in lines if "TFLOP/s" in line]  # a CPU's speed says nothing
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "words"),
+    [
+        ("580.65.06", "ok", "pip install 'jaxtune[cuda13]'"),
+        ("550.54.15", "ok", "pip install 'jaxtune[cuda12]'"),
+        ("470.10", "wrong", "install NVIDIA's driver 525 or newer"),
+    ],
+)
+def test_the_driver_says_which_extra_it_runs(monkeypatch, tmp_path, version, state, words):
+    tell_of(monkeypatch, tmp_path, f"NVIDIA H200, {version}, 143771, 500")
+    finding = doctor._driver(doctor._nvidia_smi())
+    assert finding.state == state and words in finding.to_text()
+
+
+def test_a_driver_that_fails_is_wrong(monkeypatch, tmp_path):
+    tell_of(monkeypatch, tmp_path, "Driver/library version mismatch", 18)
+    finding = doctor._driver(doctor._nvidia_smi())
+    assert finding.state == "wrong" and "Driver/library version mismatch" in finding.what
+
+
+def test_a_gpu_that_jax_does_not_use_is_wrong(monkeypatch, tmp_path, capsys):
+    tell_of(monkeypatch, tmp_path, "NVIDIA H200, 580.65.06, 143771, 500")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert cli.main(["doctor", "--quick"]) == 1
+    text = capsys.readouterr().out
+    assert "wrong GPU: NVIDIA H200 is there, and JAX does not use it\n      JAX_PLATFORMS keeps JAX from it" in text
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    [finding] = doctor._devices({"name": "NVIDIA H200", "memory.used": "500"})
+    assert "pip install 'jaxtune[cuda13]'" in finding.fix
+
+
+def test_slow_cards_and_old_ones_are_named(monkeypatch):
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 100e9},
+                             compute_capability="9.0")  # fmt: skip
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    rates = SimpleNamespace(gemm_bf16_tflops=680.0, copy_tbps=4.2, to_device_gbps=12.0, to_host_gbps=55.0)
+    monkeypatch.setattr("jaxtune.profile.ceilings", lambda: rates)
+    states = {finding.what.split(":")[0]: finding for finding in doctor._rates()}
+    assert [name for name, finding in states.items() if finding.state != "ok"] == ["link to the device"]
+    assert "fewer lanes" in states["link to the device"].fix
+    [ok, busy] = doctor._devices({"name": "H200", "memory.used": "20480"})
+    assert (ok.state, busy.what) == ("ok", "GPU memory in use by all programs: 20.0 GiB")
+    device.device_kind = "Tesla V100-SXM2-16GB"
+    wrong = next(doctor._devices(None))
+    assert wrong.state == "wrong" and "use a newer card" in wrong.fix
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
+    from jaxtune.pallas import attention as package
+
+    whole = package.attention
+    monkeypatch.setattr(
+        package, "attention",
+        lambda q, k, v, layout, *, scale, implementation=None: whole(
+            q, k, v, layout, scale=scale * (1.5 if implementation is None else 1.0), implementation=implementation
+        ),
+    )  # fmt: skip
+    finding = doctor._attention()
+    assert finding.state == "wrong" and "jaxtune info --kernels" in finding.fix
