@@ -141,6 +141,11 @@ def test_a_kernel_runs_on_each_device(name):
             found = jax.jit(run)(*arrays), jax.jit(by_rows)(*arrays)
             divided = jax.device_put(weight, NamedSharding(mesh, PartitionSpec()))
             over = jax.jit(matmul)(jax.device_put(x, NamedSharding(mesh, spec)), divided)
+        explicit = jax.make_mesh((DEVICES,), (name,), devices=jax.devices()[:DEVICES])
+        with jax.set_mesh(explicit):
+            arrays = jax.device_put((gate, up, dgated), NamedSharding(explicit, spec))
+            found = *found, jax.jit(run)(*arrays)
+        assert found[2][0].sharding.spec[0] == name
     assert seen == [(ROWS // DEVICES, CHUNK)]
     assert (f"tensor<{ROWS // DEVICES}x{CHUNK}xbf16>" in lowered) == (name == "data")
     for got in found:

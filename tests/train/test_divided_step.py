@@ -7,6 +7,7 @@ gradients themselves, tensor by tensor, and weights after SGD.
 from __future__ import annotations
 
 import functools
+import shutil
 from typing import NamedTuple
 
 import jax
@@ -26,9 +27,11 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas.quant_matmul import reference
+from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
 from jaxtune.train.loss import RouterLosses
 from jaxtune.train.step import StepProgram, trainable_names
-from tests.train.tiny_runs import LENGTH, dataset, documents
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 MOE = MoEConfig(4, 2, 8, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.5)
 MICRO_BATCHES, STEPS = 2, 3
@@ -202,3 +205,41 @@ def test_what_a_part_of_a_mask_cannot_be():
         reference.dropout(x, 0.5, jax.random.key(0), jnp.int32(1))
     with pytest.raises(ValueError, match="needs a threefry2x32 key, this is rbg"):
         reference.dropout(x[:, :4], 0.5, jax.random.key(0, impl="rbg"), jnp.int32(1))
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path, capsys):
+    """From the last checkpoint but one: on one device nearly as it was, on two again bit for bit."""
+    save = CheckpointConfig(every_steps=1, every_minutes=None, keep=3)
+    model = get_peft_model(one_layer(), r=4, lora_dropout=0.2)
+
+    def train(devices):
+        config = make_config(tmp_path, steps=3, mesh=MeshConfig(data=devices), checkpoint=save)
+        trainer = Trainer(model, None, config, dataset(documents(12)))
+        trained = jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(trainer.train(), nnx.Param)))
+        return trained, [line["loss"] for line in trainer.history]
+
+    want, losses = train(2)
+    for devices in (1, 2):
+        shutil.rmtree(tmp_path / "checkpoints" / "step_00000003")
+        capsys.readouterr()
+        got, loss = train(devices)
+        assert ("numerics.mesh_data: saved 2, now 1" in capsys.readouterr().out) == (devices == 1)
+        np.testing.assert_allclose(loss, losses[2:], rtol=1e-6)
+        for ours, theirs in zip(got, want, strict=True):
+            if devices == 1:
+                np.testing.assert_allclose(ours, theirs, atol=1e-6 * np.abs(theirs).max())
+            else:
+                np.testing.assert_array_equal(ours, theirs)
+
+
+def test_all_devices_by_minus_one(tmp_path):
+    def trainer(**changes):
+        config = make_config(tmp_path, mesh=MeshConfig(data=-1), steps=1, **changes)
+        return Trainer(lora_model(), None, config, dataset(documents(40)))
+
+    assert trainer(rows_per_step=8).program.devices == jax.device_count() == 8
+    assert trainer(rows_per_step=8).config.mesh.data == -1  # as it was written
+    with pytest.raises(ConfigError, match="mesh.data = 8: must divide the 4 rows of a micro-batch"):
+        trainer(rows_per_step=4)
+    with pytest.raises(ConfigError, match="mesh.data = 0: must be greater than 0, or -1 for all devices"):
+        MeshConfig(data=0)

@@ -270,10 +270,13 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         bytes_["trained weights in the compute dtype"] = parts.cast_bytes
     if parts.head_bytes and what.startswith("the backward"):
         bytes_["gradient of the head"] = parts.head_gradient_bytes
-    if parts.update_bytes > sum(bytes_.values()):
-        bytes_ = {"the update of the largest tensor": parts.update_bytes}
-    bytes_ = {**parts.fixed, **bytes_}
     micro = plan.micro_batches
+    update = {"the update of the largest tensor": parts.update_bytes}
+    if parts.devices > 1 and micro > 1:
+        update["gradient sums of all devices"] = 4.0 * parts.trained
+    if sum(update.values()) > sum(bytes_.values()):
+        bytes_ = update
+    bytes_ = {**parts.fixed, **bytes_}
     if micro == 1 and parts.less_sums:
         bytes_["gradient sums"] -= parts.less_sums
     step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
