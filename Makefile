@@ -32,7 +32,7 @@ quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minu
 	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
 
 test: env  ## tests on CPU (no torch, no GPU)
-	$(PY) -m pytest tests -q -n 2 --dist worksteal --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden $(PYTEST_ARGS)
+	$(PY) -m pytest tests -q -n 2 --dist worksteal -p tests.remembered --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden $(PYTEST_ARGS)
 
 GPU_PY ?= python3
 gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers

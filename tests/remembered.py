@@ -1,11 +1,10 @@
-"""Tests that passed on this machine with the same files are not run again: for tests against other libraries and other
-devices' compilers, which take minutes and which few changes can break.
+"""Tests that passed on this machine with the same files are not run again.
 
-    python -m pytest tests/parity -p tests.remembered
+    python -m pytest tests -p tests.remembered
 
 A test's key is a digest of the files that it can read: its own, whatever those import of this repository, file by file,
 the data beside them, and the versions that are installed. Of the family modules, a test with a parameter `name` that is
-a family counts its own. A test of a file that starts programs or imports by name counts every file.
+a family counts its own. A test of a file that starts programs, imports by name or looks for files counts every file.
 
 The keys of passed tests stand in $JAXTUNE_CI_CACHE, and without it nothing is remembered. JAXTUNE_PARITY=all runs all.
 What is not run is deselected, and said at the end: a skip would have to be allowed.
@@ -79,20 +78,21 @@ def reachable(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
 
 
 def _by_name(file: Path) -> bool:
-    """Whether a file of the tests can reach others than it imports."""
-    words = {"subprocess", "importlib", "runpy", "multiprocessing"}
+    """Whether a file of the tests can reach others than it imports, or reads files that it finds."""
+    words = {"subprocess", "importlib", "runpy", "multiprocessing", "ROOT", "parents[", "glob(", "iterdir("}
     text = file.read_text(encoding="utf-8")
     return any(word in text for word in words) or "import jaxtune\n" in text
 
 
 @functools.cache
 def _everything() -> frozenset[Path]:
-    return frozenset(
-        file
-        for folder in ("jaxtune", "tests", "benchmarks", "scripts")
-        for file in (ROOT / folder).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    )
+    """Every file of the repository but what is made in it: environments, caches and builds begin with a dot or are
+    named here."""
+    made = {"__pycache__", "build", "dist", "site", "runs"}
+    places = [place for place in ROOT.iterdir() if place.name not in made]
+    places = [place for place in places if not place.name.startswith(".") or place.name == ".ci"]
+    found = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place])]
+    return frozenset(file for file in found if file.is_file() and not made & set(file.relative_to(ROOT).parts))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import pytest
 from checks import shapes_of
 from flax import nnx
 from random_weights import write_checkpoint
-from tests.train.test_loop import assert_same
+from tests.train.test_trainer import assert_same
 from tiny import CONFIGS
 from tiny_models import tiny_model
 

@@ -272,7 +272,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests/models"]
-from tests.train.test_loop import resumable
+from tests.train.test_trainer import resumable
 from jaxtune.train.trainer import Trainer
 from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED
