@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -127,8 +128,8 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
             continue
         limit = (device.memory_stats() or {}).get("bytes_limit", 0)
         yield Finding("ok", f"GPU: {device.device_kind}, {limit / 1e9:.1f} GB for JAX")
-    used = card and "error" not in card and float(card["memory.used"] or 0) / 1024
-    if used and used > 2:
+    used = 0.0 if card is None or "error" in card else float(card["memory.used"] or 0) / 1024
+    if used > 2:
         yield Finding("note", f"GPU memory in use by all programs: {used:.1f} GiB", "nvidia-smi lists them")
     if importlib.util.find_spec("jax_triton") is None and getattr(devices[0], "compute_capability", "") < "9":
         yield Finding("note", "jax-triton is not installed", "pip install jax-triton: kernels for cards before Hopper")
@@ -190,15 +191,14 @@ def _attention() -> Finding:
     query, key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True))
     layout = packed_layout((2, 256), jnp.broadcast_to(1 + jnp.arange(256) // 100, (2, 256)))
 
+    def out(implementation: str | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, layout, scale=0.125, implementation=implementation)
+
     def run(implementation: str | None, *arrays: jax.Array) -> list[jax.Array]:
-        def total(*arrays: jax.Array) -> jax.Array:
-            out = attention(*arrays, layout, scale=0.125, implementation=implementation)
-            return (out.astype(jnp.float32) ** 2).sum()
-
-        return [jax.jit(attention_of(implementation))(*arrays), *jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays)]
-
-    def attention_of(implementation: str | None) -> Callable[..., jax.Array]:
-        return lambda *arrays: attention(*arrays, layout, scale=0.125, implementation=implementation)
+        """The result, and the gradients of the sum of its squares."""
+        forward = functools.partial(out, implementation)
+        backward = jax.grad(lambda *arrays: (forward(*arrays).astype(jnp.float32) ** 2).sum(), argnums=(0, 1, 2))
+        return [jax.jit(forward)(*arrays), *jax.jit(backward)(*arrays)]
 
     begun = time.monotonic()
     wide = [array.astype(jnp.float32) for array in (query, key, value)]

@@ -49,6 +49,7 @@ def compat_tables() -> str:
         "SFTConfig": ([field.name for field in dataclasses.fields(trainer._SFTFields)], tables.SFT),
         "SFTTrainer": (parameters(compat.SFTTrainer.__init__), tables.TRAINER),
         "save_pretrained_merged": (parameters(compat.CompatModel.save_pretrained_merged), tables.SAVE),
+        "save_pretrained_gguf": (parameters(compat.CompatModel.save_pretrained_gguf), tables.SAVE),
         "generate": (parameters(compat.CompatModel.generate), tables.GENERATE),
         "train_on_responses_only": (parameters(compat.train_on_responses_only), tables.RESPONSES),
         "get_chat_template": (parameters(compat.get_chat_template), tables.TEMPLATE),
@@ -58,6 +59,8 @@ def compat_tables() -> str:
         lines += [f"## {name}", "", "| argument | what becomes of it | |", "|---|---|---|"]
         lines += [f"| `{argument}` | followed | |" for argument in followed]
         for argument, fate in others.items():
+            if argument in followed:
+                continue
             free = " or ".join(f"`{value!r}`" for value in fate.free)
             if fate.idle:
                 lines.append(f"| `{argument}` | nothing to do | {fate.text} |")

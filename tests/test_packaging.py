@@ -102,6 +102,45 @@ def test_the_wheel_holds_recipes_types_and_licence(tmp_path, monkeypatch):
     assert {name.split("/")[0] for name in names} == {"jaxtune", f"jaxtune-{jaxtune.__version__}.dist-info"}
 
 
+def test_built_files_install_and_run(tmp_path):
+    """The wheel made from the sdist, as an index would hand it out: installed in a folder of its own, it is what runs.
+    What it depends on is this environment's."""
+    from hatchling import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        sdist = tmp_path / build.build_sdist(str(tmp_path))
+        shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
+        [source] = (tmp_path / "source").iterdir()
+        assert {"README.md", "CHANGELOG.md", "docs", "examples", "tests", "mkdocs.yml"} <= {
+            p.name for p in source.iterdir()
+        }
+        patch.chdir(source)
+        wheel = tmp_path / build.build_wheel(str(tmp_path))
+    folder = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", folder, wheel], check=True)
+    env = {**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu", "JAXTUNE_CACHE": str(tmp_path / "cache")}
+
+    def run(*words: str | Path) -> str:
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("-c", "import jaxtune; print(jaxtune.__file__)").strip() == str(folder / "jaxtune/__init__.py")
+    assert "What is 726 in Roman numerals?" in run(folder / "bin/jaxtune", "train", "quickstart", "--check")
+
+
+def test_the_image_installs_what_there_is():
+    """The Dockerfile's files and extra exist; building it needs a network and is not done here."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for line in re.findall(r"^COPY (.+)$", text, re.M):
+        *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources), line
+    [extra] = re.findall(r"'\.\[(\w+)\]'", text)
+    assert extra in PROJECT["optional-dependencies"]
+
+
 # ---- The interpreter search. `usable` and `broken` are what the search may find under a name.
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
 from jaxtune.compat.arguments import choose, settle
-from jaxtune.compat.tables import DTYPES, GENERATE, LOAD, PEFT, RESIDUALS, SAVE
+from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import without_torch
+from jaxtune.export.api import export_model
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import hf_config_of
 from jaxtune.models.lora import has_adapter
@@ -158,12 +159,18 @@ class CompatModel:
             merged if load_in is None else quantize(dequantize(merged), load_in), save_directory, tokenizer=tokenizer
         )
 
-    def save_pretrained_gguf(self, save_directory: str | os.PathLike, *_: Any, **__: Any) -> None:
-        """Not supported; the error names the way."""
-        raise ValueError(
-            "save_pretrained_gguf is not supported. Instead: save_pretrained_merged(FOLDER, tokenizer), then "
-            f"llama.cpp's convert_hf_to_gguf.py FOLDER --outfile {os.fspath(save_directory)}.gguf"
-        )
+    def save_pretrained_gguf(
+        self, save_directory: str | os.PathLike, tokenizer: Any = None,
+        quantization_method: str | Sequence[str] = "fast_quantized", **others: Any,
+    ) -> None:  # fmt: skip
+        """A GGUF file for llama.cpp in each of the ways named: f32, f16, bf16, q8_0 or q4_0, each in a folder of its
+        own below save_directory."""
+        where = "save_pretrained_gguf"
+        settle(where, others, SAVE)
+        methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
+        for outtype in dict.fromkeys(choose(where, "quantization_method", method, GGUF) for method in methods):
+            folder = Path(save_directory) / outtype
+            export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
         """As save_pretrained, into a repository of the hub, which is made where there is none."""

@@ -204,7 +204,7 @@ SAVE: dict[str, Argument] = {
     "is_main_process": idle(_ONE_PROCESS, True),
     "save_function": idle("models are always saved as safetensors", None),
     "save_peft_format": idle("adapters are always saved in PEFT's format", True),
-    "maximum_memory_usage": idle("tensors are written one after the other", 0.75, 0.9),
+    "maximum_memory_usage": idle("tensors are written one after the other", 0.75, 0.85, 0.9),
     "temporary_location": idle("nothing is written beside the folder", "_unsloth_temporary_saved_buffers"),
     "max_seq_length": idle("it belongs to calibration, which there is none of", 2048),
     "num_calibration_samples": idle("it belongs to calibration, which there is none of", 512),
@@ -217,6 +217,11 @@ SAVE: dict[str, Argument] = {
     "calibration_dataset": refused("llm-compressor on the merged folder", None),
     "state_dict": refused("a change of model.module, a Flax module", None),
     "variant": refused("another folder", None),
+    "private": idle("push_to_hub(private=True) makes a private repository", None),
+    "save_method": refused("save_pretrained_merged(save_method=...)", None),
+    "first_conversion": idle("weights go to their type in one step", None),
+    "imatrix_file": refused("llama.cpp's llama-quantize on the f16 file", None),
+    "merge_is_disposable": idle("nothing is written beside the folder", True),
 }
 
 GENERATE: dict[str, Argument] = {
@@ -263,3 +268,8 @@ OPTIMIZERS = {
     "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+# Unsloth's names of GGUF's types; its own quantised ones (q4_k_m, ...) are llama.cpp's to make.
+GGUF = {
+    "fast_quantized": "q8_0", "q8_0": "q8_0", "q4_0": "q4_0", "not_quantized": "f16", "f16": "f16", "bf16": "bf16",
+    "f32": "f32",
+}  # fmt: skip

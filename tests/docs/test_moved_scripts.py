@@ -183,8 +183,17 @@ def test_saving_in_four_bits_and_to_the_hub(workplace, monkeypatch):
     model.save_pretrained_merged("four_bits", tokenizer, save_method="merged_4bit")
     stored = json.loads((workplace / "four_bits/config.json").read_text())["quantization_config"]
     assert stored["bnb_4bit_quant_type"] == "nf4"
-    with pytest.raises(ValueError, match="convert_hf_to_gguf"):
+    with pytest.raises(ValueError, match="quantization_method = 'q4_k_m' is not supported; supported: 'fast_quan"):
         model.save_pretrained_gguf("gguf", tokenizer, quantization_method="q4_k_m")
+
+
+def test_gguf_is_written_by_unsloths_names(workplace, monkeypatch):
+    calls = []
+    monkeypatch.setattr("jaxtune.compat.model.export_model", lambda *a, **options: calls.append((a[1:], options)))
+    model, tokenizer = load()
+    model.save_pretrained_gguf("gguf", tokenizer, quantization_method=["fast_quantized", "q8_0", "f16"])
+    assert calls == [((workplace.__class__("gguf") / t,), dict(to="gguf", tokenizer=tokenizer, outtype=t))
+                     for t in ("q8_0", "f16")]  # fmt: skip
 
 
 def test_objects_of_peft_and_transformers_are_taken(workplace):
