@@ -10,11 +10,11 @@ RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-COPY pyproject.toml constraints.txt README.md LICENSE /opt/jaxtune/
-COPY jaxtune /opt/jaxtune/jaxtune
-RUN python3 -m venv /opt/venv \
-    && cd /opt/jaxtune \
-    && /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt '.[cuda13]'
+COPY pyproject.toml constraints.txt README.md LICENSE /usr/local/src/jaxtune/
+COPY jaxtune /usr/local/src/jaxtune/jaxtune
+RUN python3 -m venv /usr/local/venv \
+    && cd /usr/local/src/jaxtune \
+    && /usr/local/venv/bin/pip install --no-cache-dir --constraint constraints.txt '.[cuda13]'
 
-ENV PATH=/opt/venv/bin:$PATH
+ENV PATH=/usr/local/venv/bin:$PATH
 ENTRYPOINT ["jaxtune"]

@@ -174,7 +174,7 @@ TEXT = {".py", ".toml", ".txt", ".yaml", ".yml", ".md", ".sh", ".json", ".jsonl"
 
 
 def project_files() -> list[Path]:
-    folders = [ROOT / name for name in ("jaxtune", "tests", "scripts", "benchmarks", ".ci")]
+    folders = [ROOT / name for name in ("jaxtune", "tests", "scripts", "benchmarks", "docs", "examples", ".ci")]
     files = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.glob("*"))
     files = [path for path in files if path.name != ".git"]  # a file in a worktree: where its repository lies
     return [path for path in files if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts]

@@ -18,7 +18,6 @@ import pytest
 from checks import shapes_of
 from flax import nnx
 from random_weights import write_checkpoint
-from tests.train.test_trainer import assert_same
 from tiny import CONFIGS
 from tiny_models import tiny_model
 
@@ -31,6 +30,7 @@ from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, Model
 from jaxtune.train.data.templates import PACKAGED_TEMPLATES
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.trainer import Trainer
+from tests.train.test_trainer import assert_same
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
