@@ -23,7 +23,7 @@ def test_every_configuration_is_recorded():
     assert RECORD.keys() == programs.CASES.keys()
 
 
-@pytest.mark.parametrize("name", ["8B, NF4 in 24 GB", "8B, all trained by 8-bit AdamW"])
+@pytest.mark.parametrize("name", ["8B, NF4 in 24 GB", "8B, all trained by 8-bit AdamW", "Qwen3-30B-A3B, bf16"])
 def test_each_of_two_devices_runs_what_one_runs(name):
     """Twice the rows on two devices: the same kernels and copies, and but the gradients exchanged, once."""
     got, alone = programs.record(name, devices=2), RECORD[name]
