@@ -58,13 +58,13 @@ class Arm:
         # Both are donated at every step: a copy for each arm.
         self.state, self.sums, self.frozen = jax.tree.map(jnp.copy, state), jax.tree.map(jnp.copy, sums), frozen
         with only(name):
-            self.programs = trainer.compile(state, sums, frozen)
+            self.programs = trainer.engine.compile(state, sums, frozen)
         assert dispatch.record["attention"][0] == name
         self.number, self.losses, self.norms, self.round_seconds = 0, [], [], []
 
     def step(self):
         batches = self.loaded[self.number % len(self.loaded)][0]
-        sums = self.trainer._accumulate(self.programs, self.sums, self.state, self.frozen, batches)
+        sums = self.trainer.engine.accumulate(self.programs, self.sums, self.state, self.frozen, batches)
         self.state, self.sums, latest = self.programs.update(self.state, sums)
         self.number += 1
         return latest
@@ -107,8 +107,8 @@ class Arm:
 
 def measure(options) -> dict:
     trainer, _ = one_step.build(options)
-    state, sums, frozen = trainer.first_state()
-    loaded = [trainer._load_step(number) for number in range(2)]
+    state, sums, frozen = trainer.model.first_state(trainer.engine)
+    loaded = [trainer.engine.load_step(number) for number in range(2)]
     arms = [Arm(name, trainer, state, sums, frozen, loaded) for name in options.arms]
     del state, sums
     slots = options.rows * options.length

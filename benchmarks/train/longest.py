@@ -180,12 +180,12 @@ def one_step(options) -> dict:
     names = ("shape", "length", "rank", "load_in", "budget_gb")
     vars(wanted).update({name: getattr(options, name) for name in names} | dict(rows=1, plan="auto", steps=1))
     trainer = step.make_trainer(wanted, make_model(options))
-    programs = trainer._compile_to_fit(0, print)
-    state, sums, frozen = trainer.first_state()
-    trainer.release_model()
-    parts, _ = trainer._load_step(0)
+    programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, print)
+    state, sums, frozen = trainer.model.first_state(trainer.engine)
+    trainer.model.release()
+    parts, _ = trainer.engine.load_step(0)
     begun = time.perf_counter()
-    _, _, latest = programs.update(state, trainer._accumulate(programs, sums, state, frozen, parts))
+    _, _, latest = programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, parts))
     loss, norm = float(latest["loss"]), float(latest["grad_norm"])
     planner = trainer.planner
     return {

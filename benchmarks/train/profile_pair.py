@@ -63,10 +63,10 @@ def record_ours(folder: Path, shape: dict, rows: int, length: int, steps: int, w
     documents = random_documents("full", rows, length, shape["vocab_size"])
     trainer = Trainer(model, None, config, TokenDataset(documents, Summary(), length))
     del model
-    state, sums, frozen = trainer.first_state()
-    programs = trainer.compile(state, sums, frozen)
-    batch = trainer._load_step(0)[0][0]
-    index = jax.device_put(np.int32(0), trainer._replicated)
+    state, sums, frozen = trainer.model.first_state(trainer.engine)
+    programs = trainer.engine.compile(state, sums, frozen)
+    batch = trainer.engine.load_step(0)[0][0]
+    index = jax.device_put(np.int32(0), trainer.engine.replicated)
     held = [state, sums]
 
     def run(count):

@@ -62,6 +62,8 @@ def child(recipe: str) -> None:
 
         from jaxtune.models.hf import Pretrained
         from jaxtune.train import app
+        from jaxtune.train.programs import Engine
+        from jaxtune.train.trained_model import TrainedModel
         from jaxtune.train.trainer import Trainer
 
         mark("imports")
@@ -75,8 +77,8 @@ def child(recipe: str) -> None:
         marked(Pretrained, "load", lambda: jax.devices() and mark("device"), mark, "loaded")
         marked(app, "load_tokenizer", None, mark, "tokenizer")
         marked(Trainer, "__init__", None, mark, "prepared")
-        marked(Trainer, "compile", None, mark, "compiled")
-        marked(Trainer, "first_state", None, mark, "state")
+        marked(Engine, "compile", None, mark, "compiled")
+        marked(TrainedModel, "first_state", None, mark, "state")
 
     devices.allow_pinned_memory = instrumented
     if cli.console(["train", recipe]) != 0:

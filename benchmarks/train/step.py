@@ -149,19 +149,19 @@ def measure(options) -> dict:
     init_seconds = time.perf_counter() - started
     had = cached_programs(options)
     with transfers(options.transfers):
-        programs = trainer._compile_to_fit(0, print)
+        programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, print)
     cold = cached_programs(options) != had
     if options.compile_only:
         return {"compile_seconds": programs.seconds}
-    state, sums, frozen = trainer.first_state()
-    trainer.release_model()  # as the command does
-    parts, _ = trainer._load_step(0)
-    programs, sums = trainer._first_step(programs, sums, state, frozen, parts, 0, print)
-    sums = trainer._zero_sums(state)  # the step itself is timed with the others
-    loaded = [trainer._load_step(step) for step in range(2)]
+    state, sums, frozen = trainer.model.first_state(trainer.engine)
+    trainer.model.release()  # as the command does
+    parts, _ = trainer.engine.load_step(0)
+    programs, sums = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
+    sums = trainer.engine.zero_sums(state)  # the step itself is timed with the others
+    loaded = [trainer.engine.load_step(step) for step in range(2)]
 
     def step(number, state, sums):
-        return programs.update(state, trainer._accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
+        return programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
 
     losses, norms, arrivals, first_seconds = [], [], [], []
     for number in range(3):
@@ -183,7 +183,7 @@ def measure(options) -> dict:
         float(waiting)
     step_seconds = rate(arrivals)
     counts = [c for _, c in loaded]
-    flops = statistics.mean(trainer._flops(c["tokens"], c["sum_squared"]) for c in counts)
+    flops = statistics.mean(trainer.flops(c["tokens"], c["sum_squared"]) for c in counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)  # of one device
     slots = options.rows * options.length
     names, planner = trainer.names, trainer.planner

@@ -167,9 +167,9 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
         with loading(config) as (weights, tokenizer, model):
             trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
             if check:
-                report.check(trainer, model, console)
+                report.check(model, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
             else:
-                report.memory_plan(trainer, console)
+                show_memory(trainer, console)
         return 0
     with StopSignal() as stop:
         try:
@@ -184,7 +184,7 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     with loading(config) as (weights, tokenizer, model):
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
         console.print(report.trained_table(model))
-        console.print(report.data_summary(trainer))
+        console.print(trainer.data_summary())
         delivery = _Delivery(trainer, console)
         if config.evaluation.exact_match_rows and config.evaluation.at_start:
             whole = model if weights is None else weights.result()
@@ -199,6 +199,16 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     for what, command in next_commands(config, trainer.output):
         console.print(f"  # {what}\n  {command}")
     return 0
+
+
+def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
+    """Shows the plan and what the compiler says of it; returns report.memory_plan's figures."""
+    planner = trainer.planner
+    for line in planner.lines():
+        console.print(line, markup=False, highlight=False)
+    programs = trainer.engine.compile(*trainer.model.first_shapes(trainer.engine))
+    need = planner.compiled_bytes(programs.accumulate, programs.update)
+    return report.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)
 
 
 class RunIsComplete(Exception):

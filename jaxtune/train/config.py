@@ -7,67 +7,39 @@ is. `jaxtune.train.config_file` reads and writes them.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
+from jaxtune.train.config_checks import (
+    LARGEST_INTEGER,
+    ConfigError,
+    fraction,
+    not_negative,
+    positive,
+    require,
+    require_usable_numbers,
+)
+
 DEFAULT_OUTPUT = "runs/{recipe}"
 _STRICT = ConfigDict(extra="forbid")
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key, the value and the fix."""
-
-
-def _require(condition: bool, key: str, value: object, fix: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key} = {value!r}: {fix}")
-
-
-def _positive(key: str, value: float | None) -> None:
-    _require(value is None or (value > 0 and math.isfinite(value)), key, value, "must be greater than 0")
-
-
-def _not_negative(key: str, value: float | None) -> None:
-    _require(value is None or (value >= 0 and math.isfinite(value)), key, value, "must be 0 or more")
-
-
-def _fraction(key: str, value: float | None, below_one: bool = False) -> None:
-    inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
-    _require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
-
-
-# What the programs count with: int32 and float32.
-_LARGEST_INTEGER = 2**31 - 1
-_LARGEST_FLOAT, _SMALLEST_FLOAT = 3e38, 1e-37
-# Beyond any model and machine; numbers above them are slips that would ask for terabytes.
-_LIMITS = {
-    "seed": 2**63 - 1,  # random keys are of 64 bits
-    "adapter.r": 65_536,
-    "adapter.rank_pattern": 65_536,
-    "data.num_workers": 1_024,
-    "rows_per_step": 1_000_000,
-    "data.length": 16_777_216,
-}
-
-
-def _require_usable_numbers(value: object, key: str) -> None:
-    """Every number of a config, by its dotted key, is one that the programs can count with."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _require_usable_numbers(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            _require_usable_numbers(item, f"{key}.{name}")
-    elif isinstance(value, int) and not isinstance(value, bool):
-        limit = next((top for start, top in _LIMITS.items() if key == start or key.startswith(f"{start}.")), None)
-        top = _LARGEST_INTEGER if limit is None else limit
-        _require(abs(value) <= top, key, value, f"must be at most {top:,}")
-    elif isinstance(value, float):
-        usable = value == 0 or _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT  # false of NaN
-        _require(usable, key, value, f"must be a number that float32 holds, from {_SMALLEST_FLOAT} to {_LARGEST_FLOAT}")
+# What config.data says of how rows become tokens and packed rows.
+ROW_OPTIONS = (
+    "format",
+    "template",
+    "train_on",
+    "instruction_part",
+    "response_part",
+    "last_response_only",
+    "mask_spans",
+    "length",
+    "packing",
+    "overflow",
+    "on_bad_row",
+)
 
 
 @dataclass(frozen=True)
@@ -95,8 +67,8 @@ class ModelConfig:
         if self.path is None and self.from_config is None:
             raise ConfigError("model.path is missing: set it to a model folder or hub name (or model.from_config)")
         if self.from_config is not None:
-            _require(self.tokenizer is not None, "model.tokenizer", None, "model.from_config needs a tokenizer folder")
-            _require(
+            require(self.tokenizer is not None, "model.tokenizer", None, "model.from_config needs a tokenizer folder")
+            require(
                 self.load_in is None, "model.load_in", self.load_in, "a model from scratch is not quantised; remove it"
             )
 
@@ -124,24 +96,24 @@ class AdapterConfig:
     path: Annotated[str | None, "Start from this PEFT adapter folder, with the settings it holds."] = None
 
     def __post_init__(self) -> None:
-        _positive("adapter.r", self.r)
-        _positive("adapter.lora_alpha", self.lora_alpha)
-        _fraction("adapter.lora_dropout", self.lora_dropout, below_one=True)
-        _require(
+        positive("adapter.r", self.r)
+        positive("adapter.lora_alpha", self.lora_alpha)
+        fraction("adapter.lora_dropout", self.lora_dropout, below_one=True)
+        require(
             len(self.target_modules) > 0 or bool(self.target_parameters),
             "adapter.target_modules",
             self.target_modules,
             "name at least one module",
         )
         for name, rank in (self.rank_pattern or {}).items():
-            _positive(f"adapter.rank_pattern.{name}", rank)
+            positive(f"adapter.rank_pattern.{name}", rank)
         for name, alpha in (self.alpha_pattern or {}).items():
-            _positive(f"adapter.alpha_pattern.{name}", alpha)
+            positive(f"adapter.alpha_pattern.{name}", alpha)
         if self.path is not None:
             for setting in dataclasses.fields(self):
                 value = getattr(self, setting.name)
                 changed = setting.name != "path" and value != setting.default
-                _require(
+                require(
                     not changed, f"adapter.{setting.name}", value, "adapter.path brings its own settings; remove it"
                 )
 
@@ -178,28 +150,28 @@ class DataConfig:
     num_workers: Annotated[int | None, "Processes that tokenise; default: one for each CPU core."] = None
 
     def __post_init__(self) -> None:
-        _require(self.length >= 2, "data.length", self.length, "must be 2 or more")
-        _not_negative("data.eval_rows", self.eval_rows)
-        _positive("data.max_rows", self.max_rows)
-        _positive("data.num_workers", self.num_workers)
+        require(self.length >= 2, "data.length", self.length, "must be 2 or more")
+        not_negative("data.eval_rows", self.eval_rows)
+        positive("data.max_rows", self.max_rows)
+        positive("data.num_workers", self.num_workers)
         if self.eval is not None:
-            _require(
+            require(
                 self.eval_rows == 0, "data.eval_rows", self.eval_rows, "takes rows out of data.train; unset data.eval"
             )
         for key, other in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
             if getattr(self, key) is not None:
-                _require(getattr(self, other) is not None, f"data.{other}", None, f"data.{key} needs it: set both")
-                _require(getattr(self, key) != "", f"data.{key}", "", "must not be empty")
-                _require(
+                require(getattr(self, other) is not None, f"data.{other}", None, f"data.{key} needs it: set both")
+                require(getattr(self, key) != "", f"data.{key}", "", "must not be empty")
+                require(
                     self.train_on == "responses", f"data.{key}", getattr(self, key), "needs data.train_on=responses"
                 )
         for pair in self.mask_spans or ():
-            _require(
+            require(
                 all(part.strip() for part in pair), "data.mask_spans", self.mask_spans,
                 "an opening and a closing must not be empty, as in [[<think>, </think>]]",
             )  # fmt: skip
         if self.last_response_only:
-            _require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
+            require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
 
 
 @dataclass(frozen=True)
@@ -228,13 +200,13 @@ class OptimConfig:
     )
 
     def __post_init__(self) -> None:
-        _positive("optim.learning_rate", self.learning_rate)
-        _not_negative("optim.weight_decay", self.weight_decay)
-        _fraction("optim.beta1", self.beta1, below_one=True)
-        _fraction("optim.beta2", self.beta2, below_one=True)
-        _positive("optim.eps", self.eps)
-        _fraction("optim.momentum", self.momentum, below_one=True)
-        _require(
+        positive("optim.learning_rate", self.learning_rate)
+        not_negative("optim.weight_decay", self.weight_decay)
+        fraction("optim.beta1", self.beta1, below_one=True)
+        fraction("optim.beta2", self.beta2, below_one=True)
+        positive("optim.eps", self.eps)
+        fraction("optim.momentum", self.momentum, below_one=True)
+        require(
             not self.offload or self.name in ("adamw", "adamw_8bit"), "optim.offload", True,
             f"optim.name = {self.name} has no states worth it; use adamw or adamw_8bit, or unset it",
         )  # fmt: skip
@@ -252,11 +224,11 @@ class ScheduleConfig:
     min_ratio: Annotated[float, "Last learning rate as a share of the peak (linear, cosine)."] = 0.0
 
     def __post_init__(self) -> None:
-        _not_negative("schedule.warmup_steps", self.warmup_steps)
-        _fraction("schedule.warmup_ratio", self.warmup_ratio, below_one=True)
-        _fraction("schedule.min_ratio", self.min_ratio)
+        not_negative("schedule.warmup_steps", self.warmup_steps)
+        fraction("schedule.warmup_ratio", self.warmup_ratio, below_one=True)
+        fraction("schedule.min_ratio", self.min_ratio)
         if self.warmup_ratio is not None:
-            _require(
+            require(
                 self.warmup_steps == 0, "schedule.warmup_steps", self.warmup_steps, "unset it or schedule.warmup_ratio"
             )
 
@@ -274,8 +246,8 @@ class MemoryConfig:
     ] = None
 
     def __post_init__(self) -> None:
-        _positive("memory.budget_gb", self.budget_gb)
-        _require(self.plan != "", "memory.plan", self.plan, "must be a plan such as keep, or null")
+        positive("memory.budget_gb", self.budget_gb)
+        require(self.plan != "", "memory.plan", self.plan, "must be a plan such as keep, or null")
 
 
 @dataclass(frozen=True)
@@ -290,8 +262,8 @@ class PlanConfig:
     ] = None
 
     def __post_init__(self) -> None:
-        _require(self.host_gb is None or self.host_gb > 0, "plan.host_gb", self.host_gb, "must be over 0")
-        _require(
+        require(self.host_gb is None or self.host_gb > 0, "plan.host_gb", self.host_gb, "must be over 0")
+        require(
             self.host_gb is None or self.device is not None, "plan.host_gb", self.host_gb,
             "is of a device that is not here: set plan.device too",
         )  # fmt: skip
@@ -308,8 +280,8 @@ class QatConfig:
     start: Annotated[int, "Steps to train without rounding first."] = 0
 
     def __post_init__(self) -> None:
-        _require(self.group_size in (32, 128), "qat.group_size", self.group_size, "must be 32 or 128")
-        _not_negative("qat.start", self.start)
+        require(self.group_size in (32, 128), "qat.group_size", self.group_size, "must be 32 or 128")
+        not_negative("qat.start", self.start)
 
 
 # Sections that one of their keys may stand for: `qat: int4` sets qat.format.
@@ -329,7 +301,7 @@ class MeshConfig:
     data: Annotated[int, "Devices that share the rows of a step; -1: all there are."] = 1
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.data > 0 or self.data == -1, "mesh.data", self.data, "must be greater than 0, or -1 for all devices"
         )
 
@@ -346,9 +318,9 @@ class CheckpointConfig:
     resume: Annotated[Literal["auto", "never"], "Go on from the last checkpoint in the output folder, if any."] = "auto"
 
     def __post_init__(self) -> None:
-        _positive("checkpoint.every_steps", self.every_steps)
-        _positive("checkpoint.every_minutes", self.every_minutes)
-        _positive("checkpoint.keep", self.keep)
+        positive("checkpoint.every_steps", self.every_steps)
+        positive("checkpoint.every_minutes", self.every_minutes)
+        positive("checkpoint.keep", self.keep)
 
 
 @dataclass(frozen=True)
@@ -365,10 +337,10 @@ class EvaluationConfig:
     sample_rows: Annotated[int, "Answers shown as samples."] = 3
 
     def __post_init__(self) -> None:
-        _positive("evaluation.every_steps", self.every_steps)
-        _not_negative("evaluation.exact_match_rows", self.exact_match_rows)
-        _positive("evaluation.max_new_tokens", self.max_new_tokens)
-        _not_negative("evaluation.sample_rows", self.sample_rows)
+        positive("evaluation.every_steps", self.every_steps)
+        not_negative("evaluation.exact_match_rows", self.exact_match_rows)
+        positive("evaluation.max_new_tokens", self.max_new_tokens)
+        not_negative("evaluation.sample_rows", self.sample_rows)
 
 
 @dataclass(frozen=True)
@@ -382,7 +354,7 @@ class GuardConfig:
     ] = 5
 
     def __post_init__(self) -> None:
-        _positive("guards.max_nonfinite_in_row", self.max_nonfinite_in_row)
+        positive("guards.max_nonfinite_in_row", self.max_nonfinite_in_row)
 
 
 @dataclass(frozen=True)
@@ -396,7 +368,7 @@ class MetricsConfig:
     log_every: Annotated[int, "Steps between two lines of metrics."] = 1
 
     def __post_init__(self) -> None:
-        _positive("metrics.log_every", self.log_every)
+        positive("metrics.log_every", self.log_every)
 
 
 @dataclass(frozen=True)
@@ -409,8 +381,8 @@ class ProfileConfig:
     start: Annotated[int, "First traced step."] = 5
 
     def __post_init__(self) -> None:
-        _not_negative("profile.steps", self.steps)
-        _positive("profile.start", self.start)
+        not_negative("profile.steps", self.steps)
+        positive("profile.start", self.start)
 
 
 @dataclass(frozen=True)
@@ -467,13 +439,13 @@ class TrainConfig:
     def require_rows_for(self, devices: int) -> None:
         """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
         rows = self.rows_per_step // (self.micro_batches or 1)
-        _require(
+        require(
             rows % devices == 0, "mesh.data", devices,
             f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
         )  # fmt: skip
 
     def __post_init__(self) -> None:
-        _require_usable_numbers(self, "")
+        require_usable_numbers(self, "")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
         if self.steps is None and self.epochs is None:
@@ -481,18 +453,18 @@ class TrainConfig:
         # A config built in Python has no recipe.
         object.__setattr__(self, "output", self.output.replace("{recipe}", "default"))
         for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm"):
-            _positive(key, getattr(self, key))
+            positive(key, getattr(self, key))
         for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
-            _not_negative(key, getattr(self, key))
-        _require(self.output != "", "output", "", "must name a folder")
+            not_negative(key, getattr(self, key))
+        require(self.output != "", "output", "", "must name a folder")
 
         tokens = self.rows_per_step * self.data.length
-        _require(
-            tokens <= _LARGEST_INTEGER, "rows_per_step", self.rows_per_step,
-            f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {_LARGEST_INTEGER:,}",
+        require(
+            tokens <= LARGEST_INTEGER, "rows_per_step", self.rows_per_step,
+            f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {LARGEST_INTEGER:,}",
         )  # fmt: skip
         rows, parts = self.rows_per_step, self.micro_batches or 1
-        _require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
+        require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
         if self.mesh.data > 0:
             self.require_rows_for(self.mesh.data)
 
@@ -500,33 +472,31 @@ class TrainConfig:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
             )
-        _require(
+        require(
             self.model.load_in is None or self.adapter is not None, "model.load_in", self.model.load_in,
             "quantised weights are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
         )  # fmt: skip
-        _require(
+        require(
             self.optim.weights != "bf16" or self.adapter is None, "optim.weights", "bf16",
             "adapters are kept in fp32; unset it, or set adapter: null",
         )  # fmt: skip
-        _require(
+        require(
             not self.optim.offload or self.adapter is None, "optim.offload", True,
             "the states of adapters are small; unset it, or set adapter: null",
         )  # fmt: skip
-        _require(
+        require(
             not self.optim.offload or self.max_grad_norm is not None, "max_grad_norm", None,
             "optim.offload needs it: clipping bounds what an update can reach before it is made",
         )  # fmt: skip
         if self.qat is not None:
             start, adapter = self.qat.start, self.adapter
-            _require(
-                self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}"
-            )
+            require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
             for key in ("use_dora", "lora_dropout"):
                 value = getattr(adapter, key, None)
-                _require(
+                require(
                     not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it"
                 )
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start", "exact_match_rows"):
             value = getattr(self.evaluation, key)
-            _require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
+            require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")

@@ -17,15 +17,18 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 
 from jaxtune.train import metrics as m
-from jaxtune.train.planning.cost import COMPUTE_DTYPES
-from jaxtune.train.planning.devices import device_peak_flops, memory_peak_bytes
+from jaxtune.train.callbacks import Callback
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data.batches import Batches
+from jaxtune.train.planning.devices import memory_peak_bytes
+from jaxtune.train.planning.planner import Planner
 from jaxtune.train.report import measured_lines
 
 _SHOWN_STEPS = 10  # that the speed on the screen is a mean of
@@ -71,6 +74,27 @@ class _Work:
         return speeds if peak_flops is None else speeds | {"mfu": self.flops / seconds / peak_flops}
 
 
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What a Monitor knows of the run that it watches.
+
+    total_steps: of the run. batches: of its steps. unit: what a step's loss is a mean of (Objective.unit). trained:
+    names of the trainable tensors. flops: (tokens, sum of squared document lengths) -> model FLOPs of a step.
+    peak_flops: of all devices together, a second; None where it is not known. history: is given every step's line.
+    """
+
+    config: TrainConfig
+    total_steps: int
+    batches: Batches
+    unit: str
+    trained: Sequence[str]
+    flops: Callable[[int, int], float]
+    peak_flops: float | None
+    planner: Planner
+    history: list[dict[str, Any]]
+    callbacks: Sequence[Callback] = ()
+
+
 class Monitor:
     """Metrics of each step, fetched one step late so that nothing waits, and the guards that read them.
 
@@ -83,13 +107,13 @@ class Monitor:
 
     def __init__(
         self,
-        trainer: Any,
+        run: Watched,
         logger: m.MetricsLogger,
         progress: m.Progress,
         finished: Callable[[Any], float] = finished,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.trainer, self.logger, self.progress = trainer, logger, progress
+        self.run, self.logger, self.progress = run, logger, progress
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
         self.applied = 0  # steps done up to the latest whose update was made
@@ -102,8 +126,6 @@ class Monitor:
         self._data_wait = 0.0  # of the step that comes next
         self._unlogged = _Work()
         self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
-        peak = device_peak_flops(trainer.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[trainer.config.precision])
-        self.peak = None if peak is None else peak * trainer.mesh.size
 
     def __enter__(self) -> Monitor:
         return self
@@ -152,32 +174,34 @@ class Monitor:
 
     def _take(self) -> None:
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
-        config = self.trainer.config
+        config = self.run.config
         values = {key: value for key, value in jax.device_get(latest).items() if key != "grad_norms"}
         now = stamp.result()
         seconds, self._counted = now - self._counted, now
-        flops = self.trainer._flops(counts["tokens"], counts["sum_squared"])
-        slots = config.rows_per_step * self.trainer.batches.length
+        flops = self.run.flops(counts["tokens"], counts["sum_squared"])
+        slots = config.rows_per_step * self.run.batches.length
         work = _Work(1, seconds, slots, counts["tokens"], counts["trained_tokens"], flops, data_wait)
         done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
         line = {
-            "epoch": round(done / self.trainer.batches.steps_per_epoch, 4),
+            "epoch": round(done / self.run.batches.steps_per_epoch, 4),
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": float(values["learning_rate"]),
-            self.trainer.program.objective.unit: int(values["count"]),
+            **({"learning_rate": float(values["learning_rate"])} if "learning_rate" in values else {}),
+            self.run.unit: int(values["count"]),
             "skipped": int(values["skipped"]),
-            **work.speeds(self.peak),
+            **work.speeds(self.run.peak_flops),
             "peak_memory_bytes": memory_peak_bytes(),
         }
         line |= {key: float(value) for key, value in values["own"].items()}
         line |= {key: float(values[key]) for key in ("router_aux_loss", "router_z_loss") if key in values}
         if config.precision == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
-        self.trainer.history.append({"step": done, **line})
+        for callback in self.run.callbacks:
+            callback.stepped(done, line)
+        self.run.history.append({"step": done, **line})
         self._unlogged += work
-        if done % config.metrics.log_every == 0 or done == self.trainer.total_steps or not values["finite"]:
-            self.logger.log(done, line | self._unlogged.speeds(self.peak))
+        if done % config.metrics.log_every == 0 or done == self.run.total_steps or not values["finite"]:
+            self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
             self._unlogged = _Work()
         if len(self.seconds) == 1:  # the first step also loads programs: it is shown alone, and then no more
             self._recent.clear()
@@ -185,14 +209,16 @@ class Monitor:
         self.progress.update(
             done,
             loss=loss,
-            learning_rate=line["learning_rate"],
+            learning_rate=line.get("learning_rate"),
             grad_norm=norm,
             tokens_per_second=sum(self._recent, _Work()).speeds(None)["tokens_per_second"],
             memory_bytes=line["peak_memory_bytes"],
         )
         self.seconds.append(seconds)
         if len(self.seconds) == 3:
-            for text in measured_lines(self.trainer.planner, self.seconds[1:], line["peak_memory_bytes"]):
+            for text in measured_lines(
+                self.run.planner.forecast, self.run.planner.device, self.seconds[1:], line["peak_memory_bytes"]
+            ):
                 self.progress.print(text)
         self.skipped_in_row = int(values["skipped_in_row"])
         if not self.skipped_in_row:
@@ -206,18 +232,18 @@ class Monitor:
             if norm == 0.0 and values["count"] > 0:
                 raise TrainingStopped(
                     f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
-                    f"{len(self.trainer.names)}, first {self.trainer.names[0]}"
+                    f"{len(self.run.trained)}, first {self.run.trained[0]}"
                 )
-            if values["count"] == 0 and self.trainer.batches.steps_per_epoch == 1:
+            if values["count"] == 0 and self.run.batches.steps_per_epoch == 1:
                 raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
             return
-        if self.trainer.config.precision == "fp16" and values["loss_scale"] > 1.0:
+        if self.run.config.precision == "fp16" and values["loss_scale"] > 1.0:
             return  # an overflow of the scaled loss: the scale was halved, as it should
         self.bad.append((done, loss, norm))
-        sources = self.trainer.batches.sources_at(step)
+        sources = self.run.batches.sources_at(step)
         shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
         self.progress.print(f"step {done}: loss {loss}, gradient norm {norm}: update skipped; rows {shown}")
-        limit = self.trainer.config.guards.max_nonfinite_in_row
+        limit = self.run.config.guards.max_nonfinite_in_row
         if int(values["skipped_in_row"]) >= limit:
             history = "; ".join(f"step {s}: loss {a}, gradient norm {b}" for s, a, b in self.bad[-limit:])
             raise TrainingStopped(

@@ -1,13 +1,28 @@
-"""The compiled programs of a run, and how they are compiled."""
+"""The programs of a run: how they are compiled, once for all data, and once more for a smaller plan where memory runs
+out.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
+from jaxtune.models import partition
 from jaxtune.models.transfers import IN_FLIGHT
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data.batches import Batch, Batches
+from jaxtune.train.flops import sum_squared_documents
+from jaxtune.train.planning.planner import Planner, out_of_memory
+from jaxtune.train.step import StepProgram, Sums, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,3 +57,222 @@ def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
 def abstract(tree):
     """Shapes, dtypes and shardings of arrays."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+class Engine:
+    """What computes a run: its step's programs on a mesh, under the planner's plan.
+
+    Args:
+      program: the run's; what a plan decides of it is filled in here. before_qat: that of the steps before qat.start.
+      batches: of the steps. evaluates: whether an evaluation is compiled with the steps.
+
+    Attributes: program, before_qat (both as the plan says), planner, mesh, batches; replicated, unsummed (how arrays
+    lie that every device has, and sums that are each device's own); micro_index (int32 numbers of a step's
+    micro-batches, on the mesh).
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        before_qat: StepProgram | None,
+        planner: Planner,
+        mesh: jax.sharding.Mesh,
+        batches: Batches,
+        config: TrainConfig,
+        evaluates: bool,
+    ):
+        self.program, self.before_qat, self.planner, self.batches = program, before_qat, planner, batches
+        self._early_steps = 0 if config.qat is None else config.qat.start
+        self._deterministic, self._evaluates = config.deterministic, evaluates
+        self.use_mesh(mesh)
+        self.follow_plan()
+
+    def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
+        """Sets the devices of the programs that are compiled from here on."""
+        self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
+        self._by_rows = NamedSharding(mesh, partition.ROWS)
+        self.unsummed = NamedSharding(mesh, partition.UNSUMMED) if mesh.size > 1 else self.replicated
+        self.program = dataclasses.replace(self.program, mesh=mesh)
+        if self.before_qat is not None:
+            self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
+
+    def follow_plan(self) -> None:
+        """Takes up the planner's plan: programs compiled before are of another."""
+        plan = self.planner.plan
+        follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
+        self.program = dataclasses.replace(self.program, **follow)
+        if self.before_qat is not None:
+            self.before_qat = dataclasses.replace(self.before_qat, **follow)
+        self.micro_index = [jax.device_put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """XLA's options for the programs."""
+        return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic)
+
+    # ---- batches
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch, over all devices."""
+        return self.batches.rows_per_step // self.planner.plan.micro_batches
+
+    def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
+        """Micro-batch `part` of `parts`, its rows divided over the mesh."""
+        size = batch.tokens.shape[0] // parts
+        piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
+        return jax.device_put(piece, self._by_rows)
+
+    def load_step(self, step: int) -> tuple[list[Batch], dict[str, int]]:
+        """Device micro-batches of a step, and its token counts."""
+        batch = self.batches.batch_at(step)
+        parts = self.planner.plan.micro_batches
+        counts = {
+            "tokens": int((batch.segment_ids > 0).sum()),
+            "trained_tokens": int(batch.weights.sum()),
+            "sum_squared": sum_squared_documents(batch),
+        }
+        return [self.place(batch, part, parts) for part in range(parts)], counts
+
+    def zero_sums(self, state: TrainState) -> Sums:
+        """Sums to begin a step with."""
+        return self.program.zero_sums(state.trainable, self.unsummed)
+
+    # ---- compiling
+
+    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
+        """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
+        batch = self._abstract_batch()
+        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
+        started = time.perf_counter()
+        state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
+        where, unsummed, options = self.replicated, self.unsummed, self.options
+
+        def of(program: StepProgram, update: Future, before: Programs | None) -> Programs:
+            with jax.set_mesh(self.mesh):
+                accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=unsummed)
+                accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
+            evaluate = self.compile_evaluate(program, state, frozen) if self._evaluates else None
+            return Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
+
+        with ThreadPoolExecutor(1, "compile") as pool:
+            with jax.set_mesh(self.mesh):
+                results = (self.program.shardings(state, where), unsummed, where)
+                update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
+                update = pool.submit(update.lower(state, sums).compile, compiler_options=options)
+            before = None
+            if self.before_qat is not None and first_step < self._early_steps:
+                before = of(self.before_qat, update, None)
+            return of(self.program, update, before)
+
+    def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
+        """Compiles the evaluation of one batch."""
+        evaluate = jax.jit(program.evaluate, out_shardings=self.replicated)
+        with jax.set_mesh(self.mesh):
+            lowered = evaluate.lower(abstract(state), abstract(frozen), self._abstract_batch())
+            return lowered.compile(compiler_options=self.options)
+
+    def _abstract_batch(self) -> Batch:
+        """Shapes of a micro-batch, which are also those of an evaluation batch."""
+        empty = self.batches.empty(self.rows)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
+
+    def fit(
+        self, shapes: Callable[[], tuple[TrainState, Sums, Any]], first_step: int, print_line: Callable[[str], None]
+    ) -> Programs:
+        """Compiles the plan; where the compiler's figure is over the budget, once more for a smaller one.
+
+        shapes: gives those of (state, sums, frozen) under the plan in force.
+        """
+        budget = self.planner.budget_bytes
+        problem = ""
+        for attempt in range(2):
+            need = None
+            try:
+                programs = self.compile(*shapes(), first_step)
+                if budget is None:
+                    return programs
+                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
+                if need <= budget:
+                    return programs
+                problem = f"the compiled step needs {need / 1e9:.2f} GB"
+            except jax.errors.JaxRuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                problem = "compiling it ran out of memory"
+            if attempt == 0:
+                self.planner.replan(problem, need, print_line)
+                self.follow_plan()
+        raise self.planner.hopeless(problem)
+
+    # ---- running
+
+    def at(self, programs: Programs, step: int) -> Programs:
+        """The programs that a step runs."""
+        early = step < self._early_steps and programs.before_qat is not None
+        return programs.before_qat if early and programs.before_qat is not None else programs
+
+    def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
+        """The sums, with every micro-batch of a step added."""
+        for index, batch in zip(self.micro_index, parts, strict=True):
+            sums = programs.accumulate(sums, state, frozen, batch, index)
+        return sums
+
+    def first_step(
+        self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
+    ):
+        """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, once more under a
+        smaller plan, which is compiled in the context that `compiling` makes.
+
+        Nothing of the failed attempt is left: only the update donates the state.
+        """
+        try:
+            done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
+            return programs, jax.block_until_ready(done)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        problem = "the first step ran out of memory"
+        self.planner.replan(problem, None, print_line)
+        self.follow_plan()
+        sums = self.zero_sums(state)
+        rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
+        count = self.planner.plan.micro_batches
+        parts = [self.place(rows, part, count) for part in range(count)]
+        try:
+            with compiling():
+                programs = self.compile(state, sums, frozen, step)
+            done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
+            return programs, jax.block_until_ready(done)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        raise self.planner.hopeless(problem)
+
+    def evaluate(
+        self,
+        evaluate,
+        state: TrainState,
+        frozen,
+        batches: Batches,
+        shown: Callable[[int, int], None] = lambda done, count: None,
+        between: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """{"eval_" and name: number}: the mean loss over `batches`, of what it is a mean, and what the objective makes
+        of its sums.
+
+        Args:
+          evaluate: compiled by compile_evaluate. shown: is told of each batch. between: called after each batch.
+        """
+        objective = self.program.objective
+        totals, count = [], batches.steps_per_epoch
+        for index in range(count):
+            totals.append(evaluate(state, frozen, self.place(batches.batch_at(index))))
+            jax.block_until_ready(totals[max(0, index - 1)])  # a long queue would answer no signal
+            shown(index + 1, count)
+            between()
+        loss, number = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))
+        own = {name: sum(float(sums[name]) for _, _, sums in totals) for name in objective.sums}
+        values = {"loss": loss / max(number, 1.0), objective.unit: int(number)}
+        values |= objective.metrics({"loss": loss, "count": number, **own})
+        return {f"eval_{name}": value for name, value in values.items()}

@@ -17,31 +17,17 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.models.quant import computes_in_fp8, stored_in
 from jaxtune.train.checkpoint import CheckpointError
-from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
+from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml
 
 CONFIG = "config.yaml"
-
-# What config.data says of how rows become tokens and packed rows.
-ROW_OPTIONS = (
-    "format",
-    "template",
-    "train_on",
-    "instruction_part",
-    "response_part",
-    "last_response_only",
-    "mask_spans",
-    "length",
-    "packing",
-    "overflow",
-    "on_bad_row",
-)
 
 # Keys of a record whose change makes it another run; everything else is only pointed out. Where model and rows lie may
 # change: their content is compared. So may where optimizer states lie.
 _INCOMPATIBLE = (
     "trainable",
     "storage",
+    "own",
     "data",
     "base_fingerprint",
     *(
@@ -70,34 +56,33 @@ _LENGTH = ("config.steps", "config.epochs")
 _NUMERICS = "numerics"
 
 
-def record_of(trainer: Any, compiler_options: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint records beside its arrays; JSON-able."""
-    config, device = trainer.config, jax.devices()[0]
-    trainable = {
-        name: [list(leaf.shape), str(leaf.dtype)]
-        for name, leaf in zip(trainer.names, jax.tree.leaves(trainer._trainable), strict=True)
-    }
+def record_of(
+    config: TrainConfig,
+    *,
+    trainable: Mapping[str, jax.Array],
+    storage: Mapping[str, str],
+    base_fingerprint: str | None,
+    data: Mapping[str, Any],
+    total_steps: int,
+    own: Mapping[str, Any],
+    numerics: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a checkpoint records beside its arrays; JSON-able.
+
+    Args:
+      trainable: {name: array or shape}. storage: how "weights" and the "optimizer"'s state are kept. data: what the
+        rows are known by. own: {part: what a part is known by that the user's code gave} (own_parts.py). numerics: what
+        leaves the run valid when it changes, but not bit for bit the same.
+    """
     return {
         "config": config_to_dict(config),
-        "trainable": trainable,
-        "storage": trainer.storage(),
-        "base_fingerprint": getattr(trainer._given, "base_fingerprint", None),
-        "data": {
-            "rows": len(trainer.train_data.rows),
-            "tokens_crc32": trainer._tokens_crc32,
-            "trained_tokens": trainer.train_data.report.trained_tokens,
-        },
-        "total_steps": trainer.total_steps,
-        "numerics": {
-            **trainer.planner.plan.to_record(),
-            "gradients": trainer.gradients,
-            "mesh_data": trainer.mesh.size,
-            "max_documents": trainer.program.max_documents,
-            "deterministic": config.deterministic,
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "compiler_options": compiler_options,
-        },
+        "trainable": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trainable.items()},
+        "storage": dict(storage),
+        "base_fingerprint": base_fingerprint,
+        "data": dict(data),
+        "total_steps": total_steps,
+        **({"own": dict(own)} if own else {}),
+        "numerics": {**numerics, "device": jax.devices()[0].device_kind, "jax": jax.__version__},
     }
 
 

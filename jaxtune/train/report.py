@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,10 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.quant import not_quantized, parameters
 from jaxtune.models.residual_plan import Placement
 from jaxtune.terminal import printable
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.preview import MARKS, preview
+from jaxtune.train.loss import RouterLosses
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import EXPERT_SHARE, Forecast, state_seconds
@@ -64,57 +69,68 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def data_summary(trainer: Any) -> Text:
-    """What became of the rows, and what somebody should know of them before training."""
-    train, held_out = trainer.train_data, trainer.eval_data
+def data_summary(
+    train: TokenDataset, held_out: TokenDataset | None, batches: Batches, total_steps: int, context_length: int
+) -> Text:
+    """What became of the rows, and what somebody should know of them before training. batches: of the run's steps;
+    context_length: positions that the model was made for."""
     lines = [f"training rows: {train.report}"]
     warnings = train.warnings()
     if held_out is not None:
         lines.append(f"evaluation rows: {held_out.report}")
         # Rows taken out of the training file were counted with it.
         warnings += [f"evaluation rows: {line}" for line in held_out.warnings() if line not in warnings]
-    length, context = trainer.config.data.length, trainer._given.config.context_length
-    if length > context:
+    if batches.length > context_length:
         warnings.append(
-            f"data.length = {length:,} is more than the {context:,} positions that the model was made for: rows hold "
-            f"several documents, none of which may be longer than {context:,} tokens"
+            f"data.length = {batches.length:,} is more than the {context_length:,} positions that the model was made "
+            f"for: rows hold several documents, none of which may be longer than {context_length:,} tokens"
         )
-    per_epoch = trainer.batches.steps_per_epoch
-    lines.append(f"{trainer.total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")
+    per_epoch = batches.steps_per_epoch
+    lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")
     return Text("\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)]))
 
 
-def check(trainer: Any, model: Decoder, console: Console) -> None:
-    """The report of --check: what would be trained, and one packed row with its loss mask."""
-    batch = trainer.batches.batch_at(0)
+def check(model: Decoder, summary: Text, batches: Batches, tokenizer: Any, console: Console) -> None:
+    """The report of --check: what would be trained, and one packed row with its loss mask. summary: data_summary."""
     colours = console.color_system is not None
     how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     parts: list[RenderableType] = [
         trained_table(model),
         Text(),
-        data_summary(trainer),
+        summary,
         Text(f"\nOne packed row: what is trained is {how}, the rest is only read.\n"),
-        preview(batch, trainer.tokenizer, 0, marks=not colours),
+        preview(batches.batch_at(0), tokenizer, 0, marks=not colours),
     ]
     console.print(Group(*parts))
 
 
-def precision_notes(trainer: Any) -> list[str]:
-    """What a run says at its start of how weights are kept and rounded."""
-    config, kept, qat = trainer.config, trainer.storage(), trainer.qat
-    rounding = ", matrices rounded stochastically and the rest in fp32" if kept["weights"] == "bf16" else ""
+def precision_notes(
+    config: TrainConfig,
+    storage: Mapping[str, str],
+    gradients: str,
+    routers: RouterLosses,
+    model: Decoder,
+    qat: FakeQuant | None,
+) -> list[str]:
+    """What a run says at its start of how weights are kept and rounded.
+
+    Args:
+      storage: how "weights" and the state of the "optimizer" are kept. gradients: the dtype that they are summed in.
+      routers: what is added to the loss. model: as it was given. qat: how its linears are rounded.
+    """
+    rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
     host = ", in host memory" if config.optim.offload else ""
     notes = [
-        f"compute {config.precision}; trained weights {kept['weights']}{rounding}; gradients {trainer.gradients}; "
-        f"optimizer state {kept['optimizer']}{host}"
+        f"compute {config.precision}; trained weights {storage['weights']}{rounding}; gradients {gradients}; "
+        f"optimizer state {storage['optimizer']}{host}"
     ]
-    if losses := trainer.program.router_losses:
+    if routers:
         notes.append(
-            f"routers: load-balancing loss times {losses.aux_loss_coef:g}, z-loss times {losses.z_loss_coef:g}"
+            f"routers: load-balancing loss times {routers.aux_loss_coef:g}, z-loss times {routers.z_loss_coef:g}"
         )
     if qat is not None:
         start = 0 if config.qat is None else config.qat.start
-        skipped = not_quantized(trainer._given, qat)
+        skipped = not_quantized(model, qat)
         left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
         notes.append(f"QAT: weights rounded to {qat.format}, groups of {qat.group_size}, from step {start}{left}")
     return notes
@@ -169,10 +185,9 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     return lines
 
 
-def measured_lines(planner: Any, step_seconds: list[float], peak_bytes: int) -> list[str]:
+def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
     """Predicted beside measured, after the first steps; nothing on a CPU, whose rates are not known."""
-    forecast = planner.forecast
-    if planner.device.name == "cpu":
+    if device.name == "cpu":
         return []
     seconds = statistics.median(step_seconds)
     predicted, measured = forecast.peak_bytes / 1e9, peak_bytes / 1e9
@@ -182,23 +197,18 @@ def measured_lines(planner: Any, step_seconds: list[float], peak_bytes: int) -> 
     ]
 
 
-def memory_plan(trainer: Any, console: Console) -> dict[str, float]:
-    """The report of --plan on this machine: the plan, and what the compiler says of it, in GB.
+def memory_plan(
+    forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
+) -> dict[str, float]:
+    """The report of --plan on this machine, below the plan in words: what is predicted, and what the compiler says.
 
-    Returns the figures: predicted, compiled (the step's peak), and limit where there is one.
+    Returns the figures in GB: predicted, compiled (the step's peak), and limit where there is one.
     """
-    for line in trainer.planner.lines():
-        console.print(line, markup=False, highlight=False)
-    programs = trainer.compile(*trainer.first_shapes())
-    planner = trainer.planner
-    figures = {
-        "predicted": planner.forecast.peak_bytes / 1e9,
-        "compiled": planner.compiled_bytes(programs.accumulate, programs.update) / 1e9,
-    }
-    console.print(_parts_table(planner.forecast))
-    console.print(f"the compiler says {figures['compiled']:.3f} GB (compiled in {programs.seconds:.1f} s)")
-    if planner.budget_bytes is not None:
-        figures["limit"] = planner.budget_bytes / 1e9
+    figures = {"predicted": forecast.peak_bytes / 1e9, "compiled": compiled_bytes / 1e9}
+    console.print(_parts_table(forecast))
+    console.print(f"the compiler says {figures['compiled']:.3f} GB (compiled in {compile_seconds:.1f} s)")
+    if budget_bytes is not None:
+        figures["limit"] = budget_bytes / 1e9
         fits = figures["compiled"] <= figures["limit"]
         console.print(f"there are {figures['limit']:.1f} GB: the step " + ("fits" if fits else "does not fit"))
     return figures

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxtune.train.checkpoint import Checkpointer
 from jaxtune.train.config import CheckpointConfig
+from jaxtune.train.monitor import Monitor
 from jaxtune.train.signals import StopSignal
 
 
@@ -58,7 +59,7 @@ class Saver:
     Args:
       start: optimizer steps done, of which there is a checkpoint unless it is 0.
       meta: gives what a checkpoint records.
-      monitor: a Monitor; it knows which updates were made.
+      monitor: knows which updates were made.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Saver:
         config: CheckpointConfig,
         start: int,
         meta: Callable[[], dict[str, Any]],
-        monitor: Any,
+        monitor: Monitor,
         stop: StopSignal,
     ):
         self.checkpointer, self.meta, self.monitor, self.stop = checkpointer, meta, monitor, stop
@@ -117,6 +118,8 @@ class Saver:
             return
         with self.monitor.pause("save", done):
             self.checkpointer.save(done, {"state": state}, self.meta(), proven=False)
+        for callback in self.monitor.run.callbacks:
+            callback.saved(done)
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._told = done, False, False
 

@@ -80,7 +80,7 @@ class StepProgram:
     Args:
       graph: graph definition of the model. optimizer: an optax transformation, or an optim.StepOptimizer, over float32
         trainables.
-      schedule: learning rate by count of updates made, for the metrics.
+      schedule: learning rate by count of updates made, for the metrics; None where it is not known.
       objective: what the loss of a micro-batch is, and what is measured beside it.
       plan, chunk_tokens, max_documents: as in Forward. dropout: whether any adapter has dropout.
       full: a promise that every row of a micro-batch is one document without padding (PackedLayout.full).
@@ -98,7 +98,7 @@ class StepProgram:
 
     graph: nnx.GraphDef
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+    schedule: optax.Schedule | None
     objective: Objective = SUPERVISED
     plan: ResidualPlan | None = None
     max_documents: int | None = None
@@ -274,6 +274,7 @@ class StepProgram:
             largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
             tensors = (state.trainable, state.opt_state, sums.gradients)
             if self.bound is not None:
+                assert self.schedule is not None  # the bound is of an optimizer that has its rate from it
                 rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
                 highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
                 reach = highest.astype(jnp.float32) * (1.0 + rate * self.bound.decay) + rate * self.bound.direction
@@ -319,7 +320,6 @@ class StepProgram:
             metrics = {
                 "loss": sums.loss / count,
                 "grad_norm": norm,
-                "learning_rate": jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
                 "count": sums.count,
                 "own": self.objective.metrics({"loss": sums.loss, "count": sums.count} | sums.own),
                 "finite": finite,
@@ -328,6 +328,8 @@ class StepProgram:
                 "loss_scale": loss_scale,
                 "grad_norms": jnp.sqrt(squares),
             }
+            if self.schedule is not None:
+                metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
             if sums.routers is not None:
                 metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
             return new, jax.tree.map(jnp.zeros_like, given), metrics

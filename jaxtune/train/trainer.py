@@ -5,43 +5,49 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-import time
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding
+import optax
 
 from jaxtune.files import remove_unfinished
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import copy_structure, has_adapter, matrices
-from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
-from jaxtune.profile import capture
+from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.terminal import say
 from jaxtune.train import metrics as m
+from jaxtune.train import report
+from jaxtune.train.callbacks import Callback
 from jaxtune.train.checkpoint import Checkpointer
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict
-from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.templates import trained_tokenizer
-from jaxtune.train.flops import flop_counter, sum_squared_documents
+from jaxtune.train.flops import flop_counter
 from jaxtune.train.loss import router_losses
-from jaxtune.train.monitor import Monitor, TrainingStopped
+from jaxtune.train.monitor import Monitor, Watched
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
+from jaxtune.train.own_parts import (
+    objective_identity,
+    optimizer_identity,
+    require_own_optimizer,
+    require_own_schedule,
+    schedule_identity,
+)
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.planning.devices import device_peak_flops
 from jaxtune.train.planning.plan import residuals_text
-from jaxtune.train.planning.planner import Planner, out_of_memory
-from jaxtune.train.programs import Programs, abstract, compiler_options
+from jaxtune.train.planning.planner import Planner
+from jaxtune.train.programs import Engine, Programs
 from jaxtune.train.record import (
     CONFIG,
-    ROW_OPTIONS,
     record_of,
     recorded_config,
     require_same_config,
@@ -49,12 +55,13 @@ from jaxtune.train.record import (
     same_run,
     write_config,
 )
-from jaxtune.train.report import precision_notes
 from jaxtune.train.results import Delivery
+from jaxtune.train.run import Profile, Run
 from jaxtune.train.saving import Saver
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
+from jaxtune.train.trained_model import TrainedModel
 
 CHECKPOINTS = "checkpoints"
 
@@ -72,12 +79,16 @@ class Trainer:
         copied it, and the planner does not count it.
       weights: the model with its arrays, on its way; those of `model` are then shapes only. They are waited for once
         the step is compiled.
+      objective: what is trained for, if not what config says. optimizer: an optax transformation in place of
+        config.optim's; its updates are added to float32 weights, after clipping by config.max_grad_norm. schedule:
+        learning rate by number of updates made (from 0), in place of config.schedule's; beside an `optimizer`, which
+        has its own, it is only what metrics show. callbacks: are told of steps; see Callback.
       profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
         only if config asks for steps, `profile` in the output folder.
 
-    Attributes: `tokenizer` (with the chat template that rows are rendered by), `train_data`, `eval_data`
-    (TokenDataset), `output` (Path), `total_steps`, and after train() `history`, the metrics of every logged step as
-    dicts.
+    Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
+    by), `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`, the
+    metrics of every logged step as dicts.
     """
 
     def __init__(
@@ -90,21 +101,28 @@ class Trainer:
         profile: str | Path | None = None,
         keeps_model: bool = True,
         weights: Future[Decoder] | None = None,
+        objective: Objective | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        schedule: optax.Schedule | None = None,
+        callbacks: Sequence[Callback] = (),
     ):
         self.config = config
-        self._keeps_model = keeps_model
         self.tokenizer = trained_tokenizer(tokenizer, config.data.template)
         self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
 
-        self._weights = weights
-        model, plain_graph = self._hold(model)
-        self.qat = qat_spec(model)
-        if not jax.tree.leaves(self._trainable):
+        self.model = TrainedModel(model, config, keeps_model, weights)
+        if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
-        self.config = config = recorded_config(config, model)
+        if optimizer is not None:
+            require_own_optimizer(config)
+        if schedule is not None:
+            require_own_schedule(config)
+        self.config = config = recorded_config(config, self.model.prepared)
+        self.objective = objective or SUPERVISED
+        self.callbacks = tuple(callbacks)
         self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
         if config.steps is not None:
@@ -120,53 +138,67 @@ class Trainer:
         if config.qat is not None and config.qat.start >= self.total_steps:
             raise ValueError(f"qat.start = {config.qat.start}: the run has only {self.total_steps} steps")
 
-        self._place_on(partition.make_mesh(config.mesh.data))
-        config.require_rows_for(self.mesh.size)
-        schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
-        rates = [matrix.lora.rate for _, matrix in matrices(model) if matrix.lora is not None]
-        bound = update_bound(config.optim, config.max_grad_norm)
-        self.program = StepProgram(
-            graph=self.graph,
-            optimizer=make_optimizer(config.optim, schedule),
+        self.own: dict[str, Any] = {}  # what is recorded of the parts that were given
+        if objective is not None:
+            self.own["objective"] = objective_identity(objective)
+        if schedule is not None:
+            self.own["schedule"] = schedule_identity(schedule, self.total_steps)
+        elif optimizer is None:
+            schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
+        bound = None
+        if optimizer is not None:
+            self.own["optimizer"] = optimizer_identity(optimizer, self.model.trainable)
+        else:
+            assert schedule is not None
+            bound, optimizer = update_bound(config.optim, config.max_grad_norm), make_optimizer(config.optim, schedule)
+        rates = [matrix.lora.rate for _, matrix in matrices(self.model.prepared) if matrix.lora is not None]
+        program = StepProgram(
+            graph=self.model.graph,
+            optimizer=optimizer,
             schedule=schedule,
+            objective=self.objective,
             max_documents=self._max_documents(),
             max_grad_norm=config.max_grad_norm,
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
-            weights=weight_storage(config.optim.weights, config.precision, _size(self._trainable)),
-            router_losses=router_losses(config, model),
+            weights=weight_storage(config.optim.weights, config.precision, _size(self.model.trainable)),
+            router_losses=router_losses(config, self.model.prepared),
             bound=bound,
             # Not adapters, whose many small tensors are better updated at once.
-            by_tensor=bound is not None and not has_adapter(model),
+            by_tensor=bound is not None and not self.adapted,
             offload=config.optim.offload,
             full=self.batches.full,
-            mesh=self.mesh,
         )
-        self._program_before_qat = None
+        before_qat = None
         if config.qat is not None and config.qat.start > 0:
-            self._program_before_qat = dataclasses.replace(self.program, graph=plain_graph)
-        self.names = trainable_names(self._trainable)
-        self._flops = flop_counter(model)
-        self.planner = Planner(model, config, self.batches.length, self.mesh.devices.flat[0], keeps_model)
-        self.eval_batches: Any = None
-        self._follow_plan()
+            before_qat = dataclasses.replace(program, graph=self.model.plain_graph)
+        self.names = trainable_names(self.model.trainable)
+        self.flops = flop_counter(self.model.prepared)
+        mesh = partition.make_mesh(config.mesh.data)
+        config.require_rows_for(mesh.size)
+        own_states = None if "optimizer" not in self.own else optimizer
+        planner = Planner(
+            self.model.prepared, config, self.batches.length, mesh.devices.flat[0], keeps_model, own_states
+        )
+        self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, self.eval_data is not None)
 
-    def _place_on(self, mesh: jax.sharding.Mesh) -> None:
-        """Where arrays lie."""
-        self.mesh, self._replicated = mesh, NamedSharding(mesh, partition.WHOLE)
-        self._by_rows = NamedSharding(mesh, partition.ROWS)
-        self._unsummed = NamedSharding(mesh, partition.UNSUMMED) if mesh.size > 1 else self._replicated
+    @property
+    def planner(self) -> Planner:
+        return self.engine.planner
 
-    def _hold(self, model: Decoder) -> tuple[Decoder, nnx.GraphDef]:
-        """Takes the model to train, or its shapes; returns what runs (under QAT a prepared one) and the plain graph."""
-        self._given, config = model, self.config
-        model = copy_structure(model)
-        model.dtype = COMPUTE_DTYPES[config.precision]
-        plain_graph, self._trainable, self._frozen = nnx.split(model, nnx.Param, ...)
-        if config.qat is not None:
-            model = prepare_qat(model, config.qat.format, config.qat.group_size)
-        self.graph = nnx.graphdef(model)
-        return model, plain_graph
+    @property
+    def program(self) -> StepProgram:
+        """The step of the run, as the plan in force says."""
+        return self.engine.program
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.engine.mesh
+
+    @property
+    def eval_batches(self) -> Batches | None:
+        """Of an evaluation, by the plan in force: each has the shape of a micro-batch."""
+        return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
 
     # ---- data
 
@@ -180,12 +212,11 @@ class Trainer:
 
     def _prepare(self, train_rows, eval_rows) -> tuple[TokenDataset, TokenDataset | None]:
         data = self.config.data
-        options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
-        vocab_size = self._given.config.vocab_size
 
         def load(rows, max_rows):
-            prepared = opened(rows, max_rows)
-            limit = self._given.config.context_length
+            vocab_size = self.model.given.config.vocab_size
+            prepared = self.objective.prepare(rows, self.tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+            limit = self.model.given.config.context_length
             longest = min(data.length, int(prepared.documents.lengths.max()))
             if longest > limit:  # a longer row is fine: positions restart with each document
                 raise ValueError(
@@ -194,16 +225,6 @@ class Trainer:
                 )
             return prepared
 
-        def opened(rows, max_rows):
-            if isinstance(rows, TokenDataset):
-                if rows.summary.max_token >= vocab_size:
-                    raise ValueError(
-                        f"token id {rows.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these "
-                        "rows were prepared with the tokenizer of another model"
-                    )
-                return rows
-            return prepare(rows, self.tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
-
         train = load(data.train if train_rows is None else train_rows, data.max_rows)
         held_out = data.eval if eval_rows is None else eval_rows
         if held_out is not None:
@@ -211,178 +232,6 @@ class Trainer:
         if data.eval_rows:
             return train.split(data.eval_rows)
         return train, None
-
-    def _device_batch(self, batch: Batch, part: int, parts: int) -> Batch:
-        """Micro-batch `part` of `parts`, its rows divided over the mesh."""
-        size = batch.tokens.shape[0] // parts
-        piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
-        return jax.device_put(piece, self._by_rows)
-
-    def _load_step(self, step: int) -> tuple[list[Batch], dict[str, int]]:
-        """Device micro-batches of a step, and its token counts."""
-        batch = self.batches.batch_at(step)
-        parts = self.planner.plan.micro_batches
-        counts = {
-            "tokens": int((batch.segment_ids > 0).sum()),
-            "trained_tokens": int(batch.weights.sum()),
-            "sum_squared": sum_squared_documents(batch),
-        }
-        return [self._device_batch(batch, part, parts) for part in range(parts)], counts
-
-    # ---- programs
-
-    def first_state(self) -> tuple[TrainState, Sums, Any]:
-        """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
-        step donates them. Waits for weights that are on their way."""
-        self._take_weights()
-        state = self.program.init(self._trainable, self.config.seed, self._replicated)
-        state = jax.device_put(state, self.program.shardings(state, self._replicated))
-        return state, self._zero_sums(state), jax.device_put(self._frozen, self._replicated)
-
-    def _take_weights(self) -> None:
-        """Waits for weights that are on their way."""
-        if self._weights is not None:
-            self._hold(self._weights.result())
-            self._weights = None
-
-    def first_shapes(self) -> tuple[TrainState, Sums, Any]:
-        """What first_state gives, as shapes."""
-        state = jax.eval_shape(lambda trainable: self.program.init(trainable, self.config.seed), self._trainable)
-        sums = jax.eval_shape(self.program.zero_sums, state.trainable)
-
-        def placed(tree, shardings):
-            return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
-
-        state = placed(state, self.program.shardings(state, self._replicated))
-        sums = placed(sums, jax.tree.map(lambda _: self._unsummed, sums))
-        return state, sums, placed(self._frozen, jax.tree.map(lambda _: self._replicated, self._frozen))
-
-    def release_model(self) -> None:
-        """Lets the given model's trained tensors go, but for their shapes; first_state cannot be called again."""
-        graph, trainable, frozen = nnx.split(self._given, nnx.Param, ...)
-        self._trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
-        self._given = nnx.merge(graph, self._trainable, frozen)
-
-    def _zero_sums(self, state: TrainState) -> Sums:
-        return self.program.zero_sums(state.trainable, self._unsummed)
-
-    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
-        """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
-        config = self.config
-        options = compiler_options(self.mesh.devices.flat[0].platform, config.deterministic)
-        batch = self._abstract_batch()
-        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
-        started = time.perf_counter()
-        state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
-        where, unsummed = self._replicated, self._unsummed
-
-        def of(program: StepProgram, update: Future, before: Programs | None) -> Programs:
-            with jax.set_mesh(self.mesh):
-                accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=unsummed)
-                accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
-            evaluate = None if self.eval_batches is None else self.compile_evaluate(program, state, frozen)
-            return Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
-
-        with ThreadPoolExecutor(1, "compile") as pool:
-            with jax.set_mesh(self.mesh):
-                results = (self.program.shardings(state, where), unsummed, where)
-                update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
-                update = pool.submit(update.lower(state, sums).compile, compiler_options=options)
-            before = None
-            if self._program_before_qat is not None and config.qat is not None and first_step < config.qat.start:
-                before = of(self._program_before_qat, update, None)
-            return of(self.program, update, before)
-
-    def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
-        """Compiles the evaluation of one batch."""
-        options = compiler_options(self.mesh.devices.flat[0].platform, self.config.deterministic)
-        evaluate = jax.jit(program.evaluate, out_shardings=self._replicated)
-        with jax.set_mesh(self.mesh):
-            lowered = evaluate.lower(abstract(state), abstract(frozen), self._abstract_batch())
-            return lowered.compile(compiler_options=options)
-
-    def _abstract_batch(self) -> Batch:
-        """Shapes of a micro-batch, which are also those of an evaluation batch."""
-        empty = Batch.empty(self.config.rows_per_step // self.planner.plan.micro_batches, self.batches.length)
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
-
-    # ---- the plan
-
-    def _follow_plan(self) -> None:
-        """Takes up the planner's plan: programs compiled before are of another."""
-        plan = self.planner.plan
-        follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
-        self.program = dataclasses.replace(self.program, **follow)
-        if self._program_before_qat is not None:
-            self._program_before_qat = dataclasses.replace(self._program_before_qat, **follow)
-        self._micro_index = [jax.device_put(np.int32(i), self._replicated) for i in range(plan.micro_batches)]
-        if self.eval_data is not None:
-            self.eval_batches = self.eval_data.batches(self.config.rows_per_step // plan.micro_batches, shuffle=False)
-
-    def _compile_to_fit(self, first_step: int, print_line) -> Programs:
-        """Compiles the plan; where the compiler's figure is over the budget, once more for a smaller one."""
-        budget = self.planner.budget_bytes
-        problem = ""
-        for attempt in range(2):
-            need = None
-            try:
-                programs = self.compile(*self.first_shapes(), first_step)
-                if budget is None:
-                    return programs
-                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
-                if need <= budget:
-                    return programs
-                problem = f"the compiled step needs {need / 1e9:.2f} GB"
-            except jax.errors.JaxRuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                problem = "compiling it ran out of memory"
-            if attempt == 0:
-                self.planner.replan(problem, need, print_line)
-                self._follow_plan()
-        raise self.planner.hopeless(problem)
-
-    def _first_step(
-        self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
-    ):
-        """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, once more under a
-        smaller plan, which is compiled in the context that `compiling` makes.
-
-        Nothing of the failed attempt is left: only the update donates the state.
-        """
-        try:
-            done = self._accumulate(self._at(programs, step), sums, state, frozen, parts)
-            return programs, jax.block_until_ready(done)
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        problem = "the first step ran out of memory"
-        self.planner.replan(problem, None, print_line)
-        self._follow_plan()
-        sums = self._zero_sums(state)
-        rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
-        count = self.planner.plan.micro_batches
-        parts = [self._device_batch(rows, part, count) for part in range(count)]
-        try:
-            with compiling():
-                programs = self.compile(state, sums, frozen, step)
-            done = self._accumulate(self._at(programs, step), sums, state, frozen, parts)
-            return programs, jax.block_until_ready(done)
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        raise self.planner.hopeless(problem)
-
-    def _accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """The sums, with every micro-batch of a step added."""
-        for index, batch in zip(self._micro_index, parts, strict=True):
-            sums = programs.accumulate(sums, state, frozen, batch, index)
-        return sums
-
-    def _at(self, programs: Programs, step: int) -> Programs:
-        """The programs that a step runs."""
-        early = self.config.qat is not None and step < self.config.qat.start
-        return programs.before_qat if early and programs.before_qat is not None else programs
 
     # ---- the run
 
@@ -421,12 +270,13 @@ class Trainer:
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
             )
-            with logger, m.Progress(self.total_steps, start) as progress, Monitor(self, logger, progress) as monitor:
+            shown = m.Progress(self.total_steps, start)
+            with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
                 saver = Saver(checkpointer, config.checkpoint, start, self.record, monitor, stop)
                 state = self._run(resumed, start, saver, monitor, stop)
             del resumed
-            trained = self._finished_model(state)
+            trained = self.model.finished(state)
             del state
             saved = checkpointer.latest() == self.total_steps
             if delivery is not None:
@@ -435,83 +285,39 @@ class Trainer:
             m.decorate("loss.png", lambda: m.loss_plot(self.output / m.JSONL, self.output / "loss.png"))
         return trained
 
+    def _watched(self) -> Watched:
+        kind = self.mesh.devices.flat[0].device_kind
+        peak = device_peak_flops(kind, COMPUTE_DTYPES[self.config.precision])
+        return Watched(
+            config=self.config,
+            total_steps=self.total_steps,
+            batches=self.batches,
+            unit=self.objective.unit,
+            trained=self.names,
+            flops=self.flops,
+            peak_flops=None if peak is None else peak * self.mesh.size,
+            planner=self.planner,
+            history=self.history,
+            callbacks=self.callbacks,
+        )
+
     def _run(
         self, resumed: TrainState | None, start: int, saver: Saver, monitor: Monitor, stop: StopSignal
     ) -> TrainState:
-        config, progress = self.config, monitor.progress
+        config = self.config
+        profile = Profile(self.profile_folder, self.profile_steps, config.profile.start, self._traced)
+        run = Run(self.engine, monitor, saver, self.total_steps, config.evaluation, lambda: self.eval_batches, profile)
         if resumed is not None and start >= self.total_steps:
-            progress.print(f"this run is complete: {start} steps (output {self.output})")
+            monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
-            if config.evaluation.at_end and self.eval_batches is not None and not self._evaluated(start):
-                frozen = jax.device_put(self._frozen, self._replicated)
-                evaluate = self.compile_evaluate(self.program, resumed, frozen)
-                self._evaluate(evaluate, resumed, frozen, monitor, start)
+            if config.evaluation.at_end and self.eval_data is not None and not self._evaluated(start):
+                frozen = jax.device_put(self.model.frozen, self.engine.replicated)
+                run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
             return resumed
         with stop.at_once():
             programs, state, sums, frozen = self._start(resumed, start, monitor)
         del resumed
-
-        def at(step: int) -> Programs:
-            return self._at(programs, step)
-
-        def evaluate(step: int) -> float:
-            between = functools.partial(saver.poll, step, state) if step else None
-            return self._evaluate(at(step).evaluate, state, frozen, monitor, step, between)
-
-        if config.evaluation.at_start and start == 0:
-            evaluate(0)
-        tracing = False
-        with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
-            coming = pool.submit(self._load_step, start)
-            for step in range(start, self.total_steps):
-                with monitor.data_wait():
-                    parts, counts = coming.result()
-                if step + 1 < self.total_steps:
-                    coming = pool.submit(self._load_step, step + 1)
-                if self.profile_steps and step - start == config.profile.start:
-                    with monitor.pause("profile", step):
-                        m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
-                    tracing = True
-                if step == start:
-                    planned = self.planner.plan
-                    again = functools.partial(monitor.pause, "compile", start)
-                    programs, sums = self._first_step(programs, sums, state, frozen, parts, step, progress.print, again)
-                    if self.planner.plan != planned and step + 1 < self.total_steps:
-                        coming = pool.submit(self._load_step, step + 1)  # in micro-batches of the new plan
-                else:
-                    sums = self._accumulate(at(step), sums, state, frozen, parts)
-                state, sums, latest = programs.update(state, sums)
-                done = step + 1
-                try:
-                    monitor.step_dispatched(step, latest, counts)
-                    if tracing and step - start == config.profile.start + self.profile_steps - 1:
-                        with monitor.pause("profile", done):
-                            m.decorate("the profile", trace.close)
-                        tracing = False
-                    saver.after_step(done, state, last=done == self.total_steps)
-                    if done == self.total_steps:
-                        monitor.flush()
-                except TrainingStopped:
-                    saver.stopped_by_guard()
-                    raise
-                every = config.evaluation.every_steps
-                if every and done % every == 0 and done < self.total_steps:
-                    evaluate(done)
-            if saver.enabled:
-                saver.save(self.total_steps, state)
-            if monitor.skipped_in_row:
-                progress.print(
-                    f"warning: the last {monitor.skipped_in_row} updates were skipped, as their numbers were not finite"
-                )
-            if config.evaluation.at_end and self.eval_batches is not None:
-                good = math.isfinite(evaluate(self.total_steps))
-            else:
-                good = self._is_finite(at(self.total_steps), sums, state, frozen)
-            saver.poll(self.total_steps, state)
-            saver.finish(good)
-            if not good:
-                progress.print("warning: the loss of the trained weights is not finite")
-        return state
+        return run.steps(programs, state, sums, frozen, start)
 
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
@@ -522,38 +328,39 @@ class Trainer:
         # One line, once the folder is this run's: an error before leaves it to another.
         with monitor.pause("load", start) as line:
             with progress.compiling():
-                programs = self._compile_to_fit(start, progress.print)
+                programs = self.engine.fit(lambda: self.model.first_shapes(self.engine), start, progress.print)
             line["compile_seconds"] = monitor.uncounted_seconds()
-            if self._weights is not None and not self._weights.done():
+            if self.model.coming:
                 progress.print("waiting for the weights")
-            begun = self._begin(resumed)
+            begun = self.model.begin(self.engine, resumed)
             write_config(self.output, self.config)
-        for note in precision_notes(self):
+        for note in self.notes():
             progress.print(note)
         return programs, *begun
-
-    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen) -> bool:
-        """Whether the state gives a finite loss, on the first rows; `sums` is used up."""
-        parts, _ = self._load_step(0)
-        sums = programs.accumulate(sums, state, frozen, parts[0], self._micro_index[0])
-        return math.isfinite(float(sums.loss.sum()))
 
     def _evaluated(self, step: int) -> bool:
         lines = m.read_metrics(self.output / m.JSONL) if (self.output / m.JSONL).exists() else []
         return any(line.get("step") == step and "eval_loss" in line for line in lines)
 
-    def _begin(self, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
-        """first_state, or that of a resumed run."""
-        if resumed is not None:
-            return resumed, self._zero_sums(resumed), jax.device_put(self._frozen, self._replicated)
-        begun = self.first_state()
-        if not self._keeps_model:
-            self.release_model()
-        return begun
+    # ---- what is said of the run
+
+    def data_summary(self):
+        """What became of the rows, as rich text."""
+        context = self.model.given.config.context_length
+        return report.data_summary(self.train_data, self.eval_data, self.batches, self.total_steps, context)
+
+    def notes(self) -> list[str]:
+        """How weights are kept and rounded, a line each."""
+        losses = self.program.router_losses
+        return report.precision_notes(
+            self.config, self.storage(), self.gradients, losses, self.model.given, self.model.qat
+        )
 
     def storage(self) -> dict[str, str]:
         """How the weights and the optimizer's state of a checkpoint are kept."""
         optimizer = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
+        if "optimizer" in self.own:
+            optimizer = "as it was given"
         return {"weights": self.program.weights, "optimizer": optimizer}
 
     @property
@@ -561,74 +368,47 @@ class Trainer:
         """The dtype that gradients are summed in."""
         return "fp32" if self.planner.plan.micro_batches > 1 else self.program.weights
 
-    def _capture(self, programs: Programs):
+    def _traced(self) -> dict[str, Any]:
+        """What a profile says of the run."""
         config = self.config
-        meta = {
-            "config": config_to_dict(self.config),
-            "tokens_per_step": self.config.rows_per_step * self.batches.length,
+        return {
+            "config": config_to_dict(config),
+            "tokens_per_step": config.rows_per_step * self.batches.length,
             "what": f"{config.model.path or config.model.from_config}, {config.precision}, {config.rows_per_step} x "
             f"{self.batches.length:,} tokens a step, plan {residuals_text(self.planner.plan.residuals)}",
         }
-        return capture(self.profile_folder, meta, {"accumulate": programs.accumulate, "update": programs.update})
 
     @property
     def adapted(self) -> bool:
         """Whether adapters are what trains."""
-        return has_adapter(self._given)
+        return has_adapter(self.model.given)
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
         """eval_loss (a mean), eval_targets and what else the objective measures, of the model as given, without
         training; under QAT rounded as step 0's is, or as the last step's if it is `trained`."""
-        if self.eval_batches is None:
-            raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
-        state, sums, frozen = self.first_state()
+        self._held_out()
+        state, sums, frozen = self.model.first_state(self.engine)
         del sums
-        program = self.program if trained else self._program_before_qat or self.program
-        evaluate = self.compile_evaluate(program, state, frozen)
-        return self._eval_loss(evaluate, state, frozen, m.Progress(self.total_steps))
+        return self._eval_loss(self.program if trained else self.engine.before_qat or self.program, state, frozen)
 
     def evaluate_checkpoint(self, folder: Path) -> tuple[dict[str, Any], Decoder]:
         """(as `evaluate`, the model) of the last intact checkpoint in a folder of this run."""
-        if self.eval_batches is None:
-            raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
+        self._held_out()
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             _, state = self._restore(checkpointer, lambda changes: None)
-        frozen = jax.device_put(self._frozen, self._replicated)
-        evaluate = self.compile_evaluate(self.program, state, frozen)
-        values = self._eval_loss(evaluate, state, frozen, m.Progress(self.total_steps))
-        return values, self._finished_model(state)
+        frozen = jax.device_put(self.model.frozen, self.engine.replicated)
+        return self._eval_loss(self.program, state, frozen), self.model.finished(state)
 
-    def _eval_loss(self, evaluate, state, frozen, progress: m.Progress, between=None) -> dict[str, Any]:
-        """between: called after each batch."""
-        assert self.eval_batches is not None
-        totals, count = [], self.eval_batches.steps_per_epoch
-        for index in range(count):
-            batch = self._device_batch(self.eval_batches.batch_at(index), 0, 1)
-            totals.append(evaluate(state, frozen, batch))
-            jax.block_until_ready(totals[max(0, index - 1)])  # a long queue would answer no signal
-            progress.evaluating(index + 1, count)
-            if between is not None:
-                between()
-        loss, total = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))
-        objective = self.program.objective
-        own = {name: sum(float(sums[name]) for _, _, sums in totals) for name in objective.sums}
-        values = {"loss": loss / max(total, 1.0), objective.unit: int(total)}
-        values |= objective.metrics({"loss": loss, "count": total, **own})
-        return {f"eval_{name}": value for name, value in values.items()}
+    def _held_out(self) -> Batches:
+        batches = self.eval_batches
+        if batches is None:
+            raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
+        return batches
 
-    def _evaluate(self, evaluate, state, frozen, monitor: Monitor, step, between=None) -> float:
-        """The evaluation loss, logged and shown; NaN without rows."""
-        if self.eval_batches is None:
-            return math.nan
-        with monitor.pause("eval", step) as line:
-            values = self._eval_loss(evaluate, state, frozen, monitor.progress, between)
-            line |= values
-        self.history.append({"step": step, **values})
-        unit = self.program.objective.unit
-        monitor.progress.print(
-            f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values[f'eval_{unit}']:,} {unit}"
-        )
-        return values["eval_loss"]
+    def _eval_loss(self, program: StepProgram, state: TrainState, frozen) -> dict[str, Any]:
+        evaluate = self.engine.compile_evaluate(program, state, frozen)
+        shown = m.Progress(self.total_steps).evaluating
+        return self.engine.evaluate(evaluate, state, frozen, self._held_out(), shown)
 
     # ---- checkpoints
 
@@ -638,11 +418,30 @@ class Trainer:
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint records beside its arrays."""
-        options = compiler_options(jax.devices()[0].platform, self.config.deterministic)
-        return record_of(self, options)
+        return record_of(
+            self.config,
+            trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
+            storage=self.storage(),
+            base_fingerprint=self.model.given.base_fingerprint,
+            data={
+                "rows": len(self.train_data.rows),
+                "tokens_crc32": self._tokens_crc32,
+                "trained_tokens": self.train_data.report.trained_tokens,
+            },
+            total_steps=self.total_steps,
+            own=self.own,
+            numerics={
+                **self.planner.plan.to_record(),
+                "gradients": self.gradients,
+                "mesh_data": self.mesh.size,
+                "max_documents": self.program.max_documents,
+                "deterministic": self.config.deterministic,
+                "compiler_options": self.engine.options,
+            },
+        )
 
     def _same_run(self) -> dict[str, Any]:
-        self._take_weights()  # the base's fingerprint comes with them
+        self.model.take_weights()  # the base's fingerprint comes with them
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer) -> tuple[TrainState | None, int]:
@@ -660,40 +459,19 @@ class Trainer:
         say(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
         for change in changes:
             say(f"  {change}")
-        if not self._keeps_model:
-            self.release_model()
+        self.model.let_go()
         return state, step
 
     def _restore(self, checkpointer: Checkpointer, tell) -> tuple[int, TrainState]:
-        state, _, _ = self.first_state()
+        state, _, _ = self.model.first_state(self.engine)
 
         def check(saved):
             self.planner.adopt(saved["numerics"])
-            self._follow_plan()
+            self.engine.follow_plan()
             tell(require_same_run(saved, self.record(), self.output))
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
         return step, restored["state"]
-
-    # ---- the result
-
-    def _finished_model(self, state: TrainState) -> Decoder:
-        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh.
-
-        After QAT: with adapters a prepared model, which merge_adapter converts; without, weights that lie on the grid.
-        """
-        _, _, frozen = nnx.split(self._given, nnx.Param, ...)
-        model = nnx.merge(self.graph, state.trainable, frozen)
-        if not has_adapter(model):
-            model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
-            model.qat = None
-            if self.qat is not None:
-                model = convert_qat(model)  # of the masters: the dtype that they came in has fewer digits
-        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-        trainable = jax.tree.map(lambda new, old: new.astype(old.dtype), trainable, self._trainable)
-        model = nnx.merge(graph, trainable, frozen)
-        model.dtype = self._given.dtype
-        return model
 
 
 def _size(tree) -> int:

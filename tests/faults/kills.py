@@ -14,7 +14,7 @@ import signal
 import sys
 
 from jaxtune import cli, files
-from jaxtune.train import app, results, trainer
+from jaxtune.train import app, programs, results, trained_model, trainer
 
 
 def main() -> int:
@@ -38,8 +38,11 @@ def main() -> int:
 
         setattr(owner, name, ticking)
 
-    for name in ("_accumulate", "_device_batch", "_prepare", "_resume", "_start", "_finished_model"):
+    for name in ("_prepare", "_resume", "_start"):
         around(trainer.Trainer, name)
+    for name in ("accumulate", "place"):
+        around(programs.Engine, name)
+    around(trained_model.TrainedModel, "finished")
     around(trainer.m, "loss_plot")
     around(trainer.m.Progress, "evaluating")
     around(app, "load_tokenizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -246,12 +247,16 @@ class Ruined(Trainer):
 
     at = 3
 
-    def _accumulate(self, programs, sums, state, frozen, parts):
-        sums = super()._accumulate(programs, sums, state, frozen, parts)
-        self.tried = getattr(self, "tried", 0) + 1
-        if self.tried > self.at:
-            sums = type(sums)(sums.gradients, sums.loss * np.float32("nan"), sums.count, sums.routers, sums.own)
-        return sums
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        accumulate, self.tried = self.engine.accumulate, 0
+
+        def ruined(*arguments):
+            sums = accumulate(*arguments)
+            self.tried += 1
+            return dataclasses.replace(sums, loss=sums.loss * np.float32("nan")) if self.tried > self.at else sums
+
+        self.engine.accumulate = ruined
 
 
 def ruined_config(output: Path, **changes):
@@ -289,8 +294,11 @@ class Signalled(Trainer):
 
     when = 4
 
-    def _eval_loss(self, evaluate, state, frozen, progress, between=None):
-        if int(state.step) == self.when:
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        real = self.engine.evaluate
+
+        def evaluate(program, state, frozen, batches, shown, between):
             calls = []
 
             def then():
@@ -300,8 +308,10 @@ class Signalled(Trainer):
                 assert len(calls) == 1, "another batch was evaluated"
                 between()
 
-            return super()._eval_loss(evaluate, state, frozen, progress, then)
-        return super()._eval_loss(evaluate, state, frozen, progress, between)
+            stops = int(state.step) == self.when
+            return real(program, state, frozen, batches, shown, then if stops else between)
+
+        self.engine.evaluate = evaluate
 
 
 def signalled_config(output, **changes):
@@ -338,12 +348,12 @@ def test_the_last_state_is_saved_before_its_evaluation(tmp_path):
     class Killed(BaseException):
         pass
 
-    class Dies(Trainer):
-        def _eval_loss(self, *arguments):
-            raise Killed
+    def dies(*arguments):
+        raise Killed
 
     config = signalled_config(tmp_path, evaluation=EvaluationConfig())
-    trainer = Dies(lora_model(), None, config, dataset(documents(20)), dataset(documents(12, seed=2)))
+    trainer = Trainer(lora_model(), None, config, dataset(documents(20)), dataset(documents(12, seed=2)))
+    trainer.engine.evaluate = dies
     with pytest.raises(Killed):
         trainer.train()
     assert saved_steps(tmp_path / "checkpoints") == [6]

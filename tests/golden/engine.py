@@ -69,16 +69,16 @@ class Run:
 def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset | None) -> Run:
     """A run of the real Trainer, and the gradients of its first step."""
     trainer = Trainer(model, None, config, rows, held_out)
-    state, sums, frozen = trainer.first_state()
-    programs = trainer.compile(state, sums, frozen)
-    parts, _ = trainer._load_step(0)
-    first = trainer._at(programs, 0)
-    sums = trainer._accumulate(first, sums, state, frozen, parts)
+    state, sums, frozen = trainer.model.first_state(trainer.engine)
+    programs = trainer.engine.compile(state, sums, frozen)
+    parts, _ = trainer.engine.load_step(0)
+    first = trainer.engine.at(programs, 0)
+    sums = trainer.engine.accumulate(first, sums, state, frozen, parts)
     sums = jax.jit(trainer.program.total)(sums)
     scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))
     gradients = jax.tree.map(lambda g: jnp.asarray(np.asarray(g, np.float32) * scale), sums.gradients)
-    gradients = saved_tensors(nnx.merge(trainer.graph, gradients, frozen))
-    trainer._compile_to_fit = lambda *_: programs  # compiled already
+    gradients = saved_tensors(nnx.merge(trainer.model.graph, gradients, frozen))
+    trainer.engine.fit = lambda *_: programs  # compiled already
     trained = trainer.train()
     return Run(gradients, trainer.history, saved_tensors(trained))
 
@@ -145,9 +145,8 @@ def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset,
     model = abstract_model(config_from_hf(few), config)
     trainer = Trainer(model, None, config, rows)
     trainer.planner.forecast = dataclasses.replace(trainer.planner.forecast, plan=plan)
-    trainer._follow_plan()
-    trainer._place_on(target.mesh(config.mesh.data))
-    trainer.program = dataclasses.replace(trainer.program, mesh=trainer.mesh)
+    trainer.engine.follow_plan()
+    trainer.engine.use_mesh(target.mesh(config.mesh.data))
     with target.lowering():
-        programs = trainer.compile(*trainer.first_shapes())
+        programs = trainer.engine.compile(*trainer.model.first_shapes(trainer.engine))
     return {"accumulate": programs.accumulate, "update": programs.update}, found.plan.to_record()

@@ -321,11 +321,11 @@ def test_diff(recipe):
 
 
 def test_sections_and_error_keys_agree():
-    """`_require` messages name dotted keys by hand: each must exist."""
+    """`require`'s messages name dotted keys by hand: each must exist."""
     names = {key.name for key in config_keys()}
     source = Path(schema.__file__).read_text(encoding="utf-8")
-    named = set(re.findall(r'_(?:positive|not_negative|fraction)\("([\w.]+)"', source))
-    named |= set(re.findall(r'_require\([^"]*?"(\w+\.\w+)",', source))
+    named = set(re.findall(r'\b(?:positive|not_negative|fraction)\("([\w.]+)"', source))
+    named |= set(re.findall(r'\brequire\([^"]*?"(\w+\.\w+)",', source))
     assert len(named) > 20
     assert named <= names
     sections = {hint for hint in typing.get_type_hints(TrainConfig).values() if dataclasses.is_dataclass(hint)}

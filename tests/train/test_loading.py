@@ -96,8 +96,8 @@ def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_t
 
 def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
     trainer = Trainer(lora_model(), None, make_config(tmp_path), dataset(documents(12)))
-    real = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.first_state())
-    ahead = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.first_shapes())
+    real = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.model.first_state(trainer.engine))
+    ahead = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.model.first_shapes(trainer.engine))
     assert ahead == real
 
 

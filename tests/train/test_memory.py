@@ -144,8 +144,8 @@ def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
     for optimizer in ("adamw", "adamw_8bit", "adafactor"):
         config = make_config(tmp_path / optimizer, optim=OptimConfig(name=optimizer))
         trainer = Trainer(lora_model(), None, config, dataset(documents(20)))
-        state, sums, frozen = trainer.first_state()
-        held = (frozen, trainer._trainable, state.trainable, state.opt_state, sums.gradients)
+        state, sums, frozen = trainer.model.first_state(trainer.engine)
+        held = (frozen, trainer.model.trainable, state.trainable, state.opt_state, sums.gradients)
         assert list(trainer.planner.cost.fixed.values()) == [
             sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in held
         ]
@@ -442,13 +442,13 @@ def run_with_failures(tmp_path, monkeypatch, count):
     config, model = tiny_budget(tmp_path)
     config = dataclasses.replace(config, memory=MemoryConfig())
     trainer = Trainer(model, None, config, dataset(documents(60)))
-    compile_, failures = trainer.compile, [None] * count
+    compile_, failures = trainer.engine.compile, [None] * count
 
     def compiled(*arguments):
         programs = compile_(*arguments)
         return dataclasses.replace(programs, accumulate=Failing(programs.accumulate, failures))
 
-    monkeypatch.setattr(trainer, "compile", compiled)
+    monkeypatch.setattr(trainer.engine, "compile", compiled)
     return trainer
 
 
@@ -495,8 +495,7 @@ def test_predicted_stands_beside_measured():
     from jaxtune.train.report import measured_lines
 
     plan = SimpleNamespace(peak_bytes=23.1e9, tokens_per_second=15_900.0, tokens=16384)
-    planner = SimpleNamespace(forecast=plan, device=H200)
-    assert measured_lines(planner, [1.0, 1.024], 23_500_000_000) == [
+    assert measured_lines(plan, H200, [1.0, 1.024], 23_500_000_000) == [
         "plan: peak 23.10 GB predicted, 23.50 measured; 15,900 tokens/s predicted, 16,190 measured"
     ]
     assert measured_lines(SimpleNamespace(forecast=plan, device=find_device("cpu")), [1.0], 1) == []

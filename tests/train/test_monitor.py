@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
 from jaxtune.train.config import MetricsConfig
 from jaxtune.train.monitor import Monitor
-from jaxtune.train.objectives.sft import SFT
+from jaxtune.train.planning.devices import device_peak_flops
 from tests.train.tiny_runs import make_config
 
 STEP, DISPATCH, SLOTS = 0.879, 0.01, 4 * 16
@@ -23,20 +22,21 @@ class Machine:
         self.now, self.free, self.done = 100.0, 100.0, 0
         self.lines, self.shown = [], []
         monkeypatch.setattr(jax, "device_get", self.fetch)
-        kind = SimpleNamespace(device_kind="NVIDIA H200")
-        self.trainer = SimpleNamespace(
+        self.run = SimpleNamespace(
             config=make_config(tmp_path, metrics=MetricsConfig(log_every=log_every), precision="bf16"),
-            mesh=SimpleNamespace(devices=np.array([kind] * devices), size=devices),
             batches=SimpleNamespace(length=16, steps_per_epoch=100),
             planner=SimpleNamespace(device=SimpleNamespace(name="cpu"), forecast=None),
             total_steps=total_steps,
-            program=SimpleNamespace(objective=SFT()),
+            unit="targets",
+            trained=["a"],
+            peak_flops=devices * device_peak_flops("NVIDIA H200", "bfloat16"),
+            callbacks=(),
             history=[],
-            _flops=lambda tokens, squared: 989e12 * STEP,
+            flops=lambda tokens, squared: 989e12 * STEP,
         )
         logger = SimpleNamespace(log=lambda step, values: self.lines.append({"step": step, **values}))
         progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
-        self.monitor = Monitor(self.trainer, logger, progress, lambda latest: latest["done"], lambda: self.now)  # type: ignore
+        self.monitor = Monitor(self.run, logger, progress, lambda latest: latest["done"], lambda: self.now)  # type: ignore
 
     def fetch(self, latest):
         self.now = max(self.now, latest["done"])
@@ -129,10 +129,10 @@ def test_a_host_that_waits_for_rows_makes_a_step_longer_and_says_so(monkeypatch,
                 machine.now += 5.0 if number == 2 else 0.0
             machine.step()
         machine.monitor.flush()
-    slow = machine.trainer.history[2]
+    slow = machine.run.history[2]
     assert slow["data_wait_seconds"] == pytest.approx(5.0)
     assert slow["step_seconds"] > STEP
-    assert sum(line["step_seconds"] for line in machine.trainer.history) == pytest.approx(machine.now - 100.0)
+    assert sum(line["step_seconds"] for line in machine.run.history) == pytest.approx(machine.now - 100.0)
 
 
 def test_model_flop_utilisation_counts_every_device(monkeypatch, tmp_path):

@@ -30,7 +30,6 @@ from jaxtune.train.config import (
 from jaxtune.train.optim import make_optimizer, update_bound
 from jaxtune.train.planning import choice, cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.report import precision_notes
 from jaxtune.train.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -62,12 +61,12 @@ def same(one, other):
 
 def stepped(trainer: Trainer):
     """(state after two steps, [loss and gradient norm])"""
-    state, sums, frozen = trainer.first_state()
-    programs = trainer.compile(state, sums, frozen)
+    state, sums, frozen = trainer.model.first_state(trainer.engine)
+    programs = trainer.engine.compile(state, sums, frozen)
     found = []
     for step in range(2):
-        parts, _ = trainer._load_step(step)
-        state, sums, latest = programs.update(state, trainer._accumulate(programs, sums, state, frozen, parts))
+        parts, _ = trainer.engine.load_step(step)
+        state, sums, latest = programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, parts))
         found.append((float(latest["loss"]), float(latest["grad_norm"])))
     return state, found
 
@@ -99,7 +98,7 @@ def test_a_run_goes_on_bit_for_bit_with_and_without(small, tmp_path):
         got = resumed.train()
         assert [line["step"] for line in resumed.history] == [3, 4]
         same(nnx.state(got), nnx.state(want))
-        notes = precision_notes(resumed)[0]
+        notes = resumed.notes()[0]
         assert notes.endswith(", in host memory") == offload
 
 
@@ -215,7 +214,7 @@ def test_refusals_of_the_optimizer():
 
 def test_what_is_counted_is_what_the_trainer_holds(small, tmp_path):
     trainer = trainer_of(tmp_path)
-    state, _, _ = trainer.first_state()
+    state, _, _ = trainer.model.first_state(trainer.engine)
     parts = trainer.planner.cost
     leaves = jax.tree.leaves(state.opt_state)
     on_host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")

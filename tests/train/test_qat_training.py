@@ -22,7 +22,6 @@ from jaxtune.train.config import (
     QatConfig,
 )
 from jaxtune.train.config_file import config_from_dict, config_to_dict
-from jaxtune.train.report import precision_notes
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 
@@ -78,11 +77,11 @@ def test_rounding_begins_at_its_step(run):
 
 
 def test_the_run_says_what_is_rounded(run):
-    assert precision_notes(run[0])[1] == (
+    assert run[0].notes()[1] == (
         "QAT: weights rounded to int4, groups of 32, from step 2; not rounded, as groups do not divide their input: "
         "o_proj (1)"
     )
-    assert len(precision_notes(run[2])) == 1
+    assert len(run[2].notes()) == 1
 
 
 def test_what_is_exported_has_the_loss_of_the_run(run, tmp_path):

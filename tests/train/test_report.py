@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,16 +18,8 @@ from tests.train.tiny_runs import VOCAB, dataset, documents, lora_model, make_co
 ROWS = [{"prompt": f"Add {i}: ", "completion": "It is 4."} for i in range(6)]
 
 
-def summary(train, held_out=None, length=64, context=64) -> str:
-    trainer = SimpleNamespace(
-        train_data=train,
-        eval_data=held_out,
-        config=SimpleNamespace(data=DataConfig(train="x", length=length)),
-        _given=SimpleNamespace(config=SimpleNamespace(context_length=context)),
-        batches=train.batches(2),
-        total_steps=3,
-    )
-    return report.data_summary(trainer).plain
+def summary(train, held_out=None, context=64) -> str:
+    return report.data_summary(train, held_out, train.batches(2), 3, context).plain
 
 
 def test_each_warning_has_its_line_and_is_said_once():
@@ -47,8 +38,8 @@ def test_each_warning_has_its_line_and_is_said_once():
 def test_a_row_longer_than_the_models_context_is_warned_of(tmp_path):
     data = prepare(ROWS, make_tokenizer(), length=1024)
     said = "warning: data.length = 1,024 is more than the 512 positions that the model was made for"
-    assert said in summary(data, length=1024, context=512)
-    assert "warning" not in summary(data, length=1024, context=1024)
+    assert said in summary(data, context=512)
+    assert "warning" not in summary(data, context=1024)
     # A document that long is an error; packed rows of shorter ones are not.
     model = lora_model()
     model.config = dataclasses.replace(model.config, vocab_size=VOCAB, max_position_embeddings=8)

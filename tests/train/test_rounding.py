@@ -16,7 +16,6 @@ from tiny_models import tiny_model
 from jaxtune.models.config import LayerSpec
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ConfigError, OptimConfig
 from jaxtune.train.optim import weight_storage
-from jaxtune.train.report import precision_notes
 from jaxtune.train.rounding import _random_bits, stochastic_round
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -151,7 +150,7 @@ def test_updates_too_small_for_bf16_are_kept_on_average(tmp_path):
     moved, start = {}, np.zeros(0)
     for weights in ("fp32", "bf16"):
         trainer = trainer_of(tmp_path / weights, weights=weights, rate=5e-6, steps=30)
-        start = up_proj(trainer._trainable)
+        start = up_proj(trainer.model.trainable)
         began = start if weights == "fp32" else start.astype(jnp.bfloat16).astype(np.float64)
         moved[weights] = up_proj(nnx.state(trainer.train(), nnx.Param)) - began
     exact, rounded = moved["fp32"], moved["bf16"]
@@ -195,16 +194,16 @@ def test_the_seed_decides(tmp_path):
 def test_gradients_are_bf16_only_where_nothing_adds_up(tmp_path):
     for parts, dtype in ((1, jnp.bfloat16), (2, jnp.float32)):
         trainer = trainer_of(tmp_path, micro_batches=parts)
-        state, sums, _ = jax.eval_shape(trainer.first_state)
+        state, sums, _ = trainer.model.first_shapes(trainer.engine)
         assert {leaf.dtype for leaf in jax.tree.leaves(sums.gradients) if leaf.ndim > 1} == {jnp.dtype(dtype)}
         assert {leaf.dtype for leaf in jax.tree.leaves(sums.gradients) if leaf.ndim == 1} == {jnp.dtype("float32")}
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
         words = "bf16" if parts == 1 else "fp32"
-        assert precision_notes(trainer)[0] == (
+        assert trainer.notes()[0] == (
             "compute fp32; trained weights bf16, matrices rounded stochastically and the rest in fp32; gradients "
             f"{words}; optimizer state fp32"
         )
-    assert precision_notes(trainer_of(tmp_path, weights="fp32"))[0] == (
+    assert trainer_of(tmp_path, weights="fp32").notes()[0] == (
         "compute fp32; trained weights fp32; gradients fp32; optimizer state fp32"
     )
 

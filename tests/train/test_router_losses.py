@@ -18,7 +18,6 @@ from jaxtune.pallas.attention import attention
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.data.packing import pack
 from jaxtune.train.loss import loss_sums
-from jaxtune.train.report import precision_notes
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -136,7 +135,7 @@ def test_the_coefficient_is_the_models_where_the_config_names_none(tmp_path):
         losses = trainer.program.router_losses
         aux, z = losses.aux_loss_coef, losses.z_loss_coef
         said = f"routers: load-balancing loss times {aux:g}, z-loss times {z:g}"
-        assert precision_notes(trainer)[1:] == ([said] if aux or z else [])
+        assert trainer.notes()[1:] == ([said] if aux or z else [])
         return aux, z
 
     on = dict(router_aux_loss_coef=0.02, output_router_logits=True)

@@ -25,7 +25,7 @@ from jaxtune.models import partition
 from jaxtune.models.adapter_files import save_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import freeze, get_peft_model, linears
-from jaxtune.train import report
+from jaxtune.train import app, report
 from jaxtune.train.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.config import (
     CheckpointConfig,
@@ -280,14 +280,18 @@ from jaxtune.train.signals import EXIT_SAVED
 output, how = Path(sys.argv[1]), sys.argv[2]
 
 class Stopped(Trainer):
-    def _load_step(self, step):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.real, self.engine.load_step = self.engine.load_step, self.load_step
+
+    def load_step(self, step):
         if how == "term" and step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         if how == "kill" and step == 8:
             while not (output / "checkpoints" / "step_00000006").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._load_step(step)
+        return self.real(step)
 
 try:
     resumable(output, Stopped).train()
@@ -479,7 +483,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
     config = make_config(tmp_path / "out", data=DataConfig(train="rows", length=64, num_workers=1))
     trainer = Trainer(model, tokenizer, config, ROWS)
     console = Console(file=io.StringIO(), width=200, soft_wrap=True)
-    report.check(trainer, model, console)
+    report.check(model, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
     text = console.file.getvalue()
     assert re.search("\u27e6 ?I am a bot", text)  # no colours: brackets
     assert "what is trained is between \u27e6 and \u27e7" in text
@@ -496,7 +500,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
         "12 documents",
     ):
         assert words in text, words
-    figures = report.memory_plan(trainer, console)
+    figures = app.show_memory(trainer, console)
     assert figures["predicted"] > 0 and figures["compiled"] > 0 and "limit" not in figures
     assert "plan: keep; one micro-batch of 4 x 64 tokens" in console.file.getvalue()
     assert f"the compiler says {figures['compiled']:.3f} GB" in console.file.getvalue()

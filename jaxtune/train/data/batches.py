@@ -127,9 +127,13 @@ class Batches:
         order = self._epoch(epoch)
         return order[index * self.rows_per_step : (index + 1) * self.rows_per_step]
 
+    def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as fresh numpy arrays: the shapes of what a step computes."""
+        return Batch.empty(rows, self.length)
+
     def batch_at(self, step: int) -> Batch:
         """The batch of a global step (counted from 0), as numpy arrays `[rows_per_step, length]`."""
-        batch = Batch.empty(self.rows_per_step, self.length)
+        batch = self.empty(self.rows_per_step)
         for slot, row in enumerate(self.rows_at(step)):
             self.rows.fill(batch, slot, int(row))
         return batch

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.train.data.batches import Batch
+from jaxtune.train.config import DataConfig
+from jaxtune.train.data import Batch, TokenDataset
 from jaxtune.train.loss import Forward
 
 
@@ -21,11 +22,21 @@ class Objective(Protocol):
       sums: names of the objective's own sums.
     """
 
-    @property
-    def unit(self) -> str: ...
+    unit: ClassVar[str]
+    sums: ClassVar[tuple[str, ...]]
 
-    @property
-    def sums(self) -> tuple[str, ...]: ...
+    def prepare(
+        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+    ) -> TokenDataset:
+        """Tokenised rows, which give packed batches.
+
+        Args:
+          rows: a path, a data set's name, a list of dicts, or what this function gave before. data: how they are read.
+          vocab_size: of the model; token ids beyond it are refused. max_rows: read no more than these.
+        Raises:
+          ValueError: rows that cannot be trained on.
+        """
+        ...
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(sum of losses, count, {name: sum}) of a micro-batch: float32 scalars, differentiable by the first.

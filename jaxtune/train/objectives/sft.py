@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.train.data.batches import Batch
+from jaxtune.train.config import ROW_OPTIONS, DataConfig
+from jaxtune.train.data import Batch, TokenDataset, prepare
 from jaxtune.train.loss import Forward
 
 
@@ -17,8 +18,21 @@ from jaxtune.train.loss import Forward
 class SFT:
     """Next-token cross-entropy; see objective.Objective."""
 
-    unit = "targets"
-    sums = ()
+    unit: ClassVar[str] = "targets"
+    sums: ClassVar[tuple[str, ...]] = ()
+
+    def prepare(
+        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+    ) -> TokenDataset:
+        if isinstance(rows, TokenDataset):
+            if rows.summary.max_token >= vocab_size:
+                raise ValueError(
+                    f"token id {rows.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these "
+                    "rows were prepared with the tokenizer of another model"
+                )
+            return rows
+        options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
+        return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import optax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Residual
@@ -195,8 +196,16 @@ class PlanError(ValueError):
         super().__init__(text)
 
 
-def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: float, wanted: int = 3) -> list[str]:
-    """Changes of the config, each enough alone, under which a plan fits; the gentlest first."""
+def fitting_settings(
+    shape,
+    config: TrainConfig,
+    device: Device,
+    budget_bytes: float,
+    wanted: int = 3,
+    optimizer: optax.GradientTransformation | None = None,
+) -> list[str]:
+    """Changes of the config, each enough alone, under which a plan fits; the gentlest first. optimizer: as in
+    step_cost."""
 
     def changed(section: str, **values) -> TrainConfig:
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
@@ -205,9 +214,9 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
     if config.micro_batches is not None or config.memory.plan is not None:
         free = dataclasses.replace(changed("memory", plan=None), micro_batches=None)
         options.append(("memory.plan=null micro_batches=null (the planner chooses)", free))
-    if config.optim.name == "adamw":
+    if config.optim.name == "adamw" and optimizer is None:
         options.append(("optim.name=adamw_8bit", changed("optim", name="adamw_8bit")))
-    adam = config.optim.name in ("adamw", "adamw_8bit")
+    adam = config.optim.name in ("adamw", "adamw_8bit") and optimizer is None
     if adam and config.adapter is None and not config.optim.offload and config.max_grad_norm is not None:
         options.append(("optim.offload=true", changed("optim", offload=True)))
     if config.adapter is not None and config.model.load_in is None:
@@ -234,7 +243,7 @@ def fitting_settings(shape, config: TrainConfig, device: Device, budget_bytes: f
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
-        return step_cost(models[key], option)
+        return step_cost(models[key], option, optimizer=optimizer)
 
     for text, option in options:
         key = text.split("=")[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from jaxtune.models import partition
@@ -145,16 +146,25 @@ class StepCost:
         return self.residuals[name] * tokens + self.padding[name]
 
 
-def step_cost(model: Decoder, config: TrainConfig, length: int | None = None, keeps_model: bool = False) -> StepCost:
+def step_cost(
+    model: Decoder,
+    config: TrainConfig,
+    length: int | None = None,
+    keeps_model: bool = False,
+    optimizer: optax.GradientTransformation | None = None,
+) -> StepCost:
     """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length;
-    keeps_model: the model that was given lies beside the run, as it does not in a run of the command."""
+    keeps_model: the model that was given lies beside the run, as it does not in a run of the command; optimizer: what
+    moves the weights, if not what config.optim says."""
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
-    schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
-    states = jax.eval_shape(make_optimizer(config.optim, schedule).init, masters)
+    if optimizer is None:
+        schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
+        optimizer = make_optimizer(config.optim, schedule)
+    states = jax.eval_shape(optimizer.init, masters)
     storage = weight_storage(config.optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(masters)))
     kept = jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters

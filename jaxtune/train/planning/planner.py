@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import optax
+
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning import devices
@@ -29,7 +31,7 @@ class Planner:
 
     Args:
       model: what is trained. length: of its rows, in tokens. device: a jax.Device. keeps_model: whether somebody holds
-        the model beside the run.
+        the model beside the run. optimizer: what moves the weights, if not what config.optim says.
 
     Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan
     in force).
@@ -38,12 +40,21 @@ class Planner:
       PlanError: nothing fits.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any, keeps_model: bool = True):
+    def __init__(
+        self,
+        model: Decoder,
+        config: TrainConfig,
+        length: int,
+        device: Any,
+        keeps_model: bool = True,
+        optimizer: optax.GradientTransformation | None = None,
+    ):
+        self._optimizer = optimizer
         self.config, self.shape = config, model.config
         limit = (device.memory_stats() or {}).get("bytes_limit")
         self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
         self.budget_bytes = devices.budget(config, self.device)
-        self.cost = step_cost(model, config, length, keeps_model)
+        self.cost = step_cost(model, config, length, keeps_model, optimizer)
         self.forecast = self._choose(self.budget_bytes)
 
     @property
@@ -88,7 +99,7 @@ class Planner:
     def _fixes(self, budget_bytes: float) -> list[str]:
         data = dataclasses.replace(self.config.data, length=self.cost.length)
         config = dataclasses.replace(self.config, data=data)
-        return fitting_settings(self.shape, config, self.device, budget_bytes)
+        return fitting_settings(self.shape, config, self.device, budget_bytes, optimizer=self._optimizer)
 
     def compiled_bytes(self, *programs: Any) -> float:
         """What the compiler says that the programs of a step need at most, with all that lies beside their arguments.

@@ -1,0 +1,147 @@
+"""The loop of a run: its steps, and what stands between them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jaxtune.profile import capture
+from jaxtune.train import metrics as m
+from jaxtune.train.config import EvaluationConfig
+from jaxtune.train.data.batches import Batches
+from jaxtune.train.monitor import Monitor, TrainingStopped
+from jaxtune.train.programs import Engine, Programs
+from jaxtune.train.saving import Saver
+from jaxtune.train.step import Sums, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """`steps` steps to trace, 0 for none, from the one with number `start` of this process on, into `folder`. meta:
+    what the trace says of the run."""
+
+    folder: Path
+    steps: int
+    start: int
+    meta: Callable[[], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the loop works with.
+
+    total_steps: of the run, from 0. held_out: gives the batches of an evaluation by the plan in force, or None.
+    """
+
+    engine: Engine
+    monitor: Monitor
+    saver: Saver
+    total_steps: int
+    evaluation: EvaluationConfig
+    held_out: Callable[[], Batches | None]
+    profile: Profile
+
+    def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> TrainState:
+        """Makes all steps from `start` on; returns the last state. `state` and `sums` are donated.
+
+        Raises:
+          TrainingInterrupted, TrainingStopped: a signal came, or a guard refused to go on.
+        """
+        engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
+        profile, every = self.profile, self.evaluation.every_steps
+
+        def at(step: int) -> Programs:
+            return engine.at(programs, step)
+
+        def evaluate(step: int) -> float:
+            between = functools.partial(saver.poll, step, state) if step else lambda: None
+            return self.evaluate(at(step).evaluate, state, frozen, step, between)
+
+        if self.evaluation.at_start and start == 0:
+            evaluate(0)
+        tracing = False
+        with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
+            coming = pool.submit(engine.load_step, start)
+            for step in range(start, self.total_steps):
+                with monitor.data_wait():
+                    parts, counts = coming.result()
+                if step + 1 < self.total_steps:
+                    coming = pool.submit(engine.load_step, step + 1)
+                if profile.steps and step - start == profile.start:
+                    with monitor.pause("profile", step):
+                        m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
+                    tracing = True
+                if step == start:
+                    planned = engine.planner.plan
+                    again = functools.partial(monitor.pause, "compile", start)
+                    programs, sums = engine.first_step(
+                        programs, sums, state, frozen, parts, step, progress.print, again
+                    )
+                    if engine.planner.plan != planned and step + 1 < self.total_steps:
+                        coming = pool.submit(engine.load_step, step + 1)  # in micro-batches of the new plan
+                else:
+                    sums = engine.accumulate(at(step), sums, state, frozen, parts)
+                state, sums, latest = programs.update(state, sums)
+                done = step + 1
+                try:
+                    monitor.step_dispatched(step, latest, counts)
+                    if tracing and step - start == profile.start + profile.steps - 1:
+                        with monitor.pause("profile", done):
+                            m.decorate("the profile", trace.close)
+                        tracing = False
+                    saver.after_step(done, state, last=done == self.total_steps)
+                    if done == self.total_steps:
+                        monitor.flush()
+                except TrainingStopped:
+                    saver.stopped_by_guard()
+                    raise
+                if every and done % every == 0 and done < self.total_steps:
+                    evaluate(done)
+            if saver.enabled:
+                saver.save(self.total_steps, state)
+            if monitor.skipped_in_row:
+                progress.print(
+                    f"warning: the last {monitor.skipped_in_row} updates were skipped, as their numbers were not finite"
+                )
+            if self.evaluation.at_end and self.held_out() is not None:
+                good = math.isfinite(evaluate(self.total_steps))
+            else:
+                good = self._is_finite(at(self.total_steps), sums, state, frozen)
+            saver.poll(self.total_steps, state)
+            saver.finish(good)
+            if not good:
+                progress.print("warning: the loss of the trained weights is not finite")
+        return state
+
+    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen) -> bool:
+        """Whether the state gives a finite loss, on the first rows; `sums` is used up."""
+        parts, _ = self.engine.load_step(0)
+        first = self.engine.micro_index[0]
+        return math.isfinite(float(programs.accumulate(sums, state, frozen, parts[0], first).loss.sum()))
+
+    def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
+        """The evaluation loss, logged and shown; NaN without rows."""
+        batches, monitor = self.held_out(), self.monitor
+        if batches is None:
+            return math.nan
+        with monitor.pause("eval", step) as line:
+            values = self.engine.evaluate(evaluate, state, frozen, batches, monitor.progress.evaluating, between)
+            for callback in monitor.run.callbacks:
+                callback.evaluated(step, values)
+            line |= values
+        monitor.run.history.append({"step": step, **values})
+        unit = monitor.run.unit
+        monitor.progress.print(
+            f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values[f'eval_{unit}']:,} {unit}"
+        )
+        return values["eval_loss"]
+
+    def _capture(self, programs: Programs):
+        traced = {"accumulate": programs.accumulate, "update": programs.update}
+        return capture(self.profile.folder, self.profile.meta(), traced)

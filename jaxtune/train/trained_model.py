@@ -1,0 +1,123 @@
+"""The model of a run: as it was given, as it computes, and as it is handed back."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import copy_structure, has_adapter
+from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.programs import Engine
+from jaxtune.train.step import Sums, TrainState
+
+
+class TrainedModel:
+    """Holds the model that a run trains, which is never changed or donated.
+
+    Args: as Trainer's.
+
+    Attributes: given (the model, or its shapes while it is on its way), prepared (what computes: in the compute dtype,
+    and under QAT with rounded weights), graph (of it), plain_graph (without QAT), qat (how linears are rounded, or
+    None), trainable and frozen (nnx.States of what trains and of the rest).
+    """
+
+    def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
+        self._config, self._keeps_model, self._weights = config, keeps_model, weights
+        self._hold(model)
+
+    def _hold(self, model: Decoder) -> None:
+        self.given, config = model, self._config
+        model = copy_structure(model)
+        model.dtype = COMPUTE_DTYPES[config.precision]
+        self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
+        if config.qat is not None:
+            model = prepare_qat(model, config.qat.format, config.qat.group_size)
+        self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
+
+    @property
+    def prepared(self) -> Decoder:
+        return nnx.merge(self.graph, self.trainable, self.frozen)
+
+    # ---- the start
+
+    @property
+    def coming(self) -> bool:
+        """Whether the weights are still on their way."""
+        return self._weights is not None and not self._weights.done()
+
+    def take_weights(self) -> None:
+        """Waits for weights that are on their way."""
+        if self._weights is not None:
+            self._hold(self._weights.result())
+            self._weights = None
+
+    def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
+        """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
+        step donates them. Waits for weights that are on their way."""
+        self.take_weights()
+        program, where = engine.program, engine.replicated
+        state = program.init(self.trainable, self._config.seed, where)
+        state = jax.device_put(state, program.shardings(state, where))
+        return state, engine.zero_sums(state), self.placed_frozen(engine)
+
+    def placed_frozen(self, engine: Engine) -> Any:
+        """What does not train, on the mesh."""
+        return jax.device_put(self.frozen, engine.replicated)
+
+    def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
+        """What first_state gives, as shapes."""
+        program, where = engine.program, engine.replicated
+        state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
+        sums = jax.eval_shape(program.zero_sums, state.trainable)
+
+        def placed(tree, shardings):
+            return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
+
+        state = placed(state, program.shardings(state, where))
+        sums = placed(sums, jax.tree.map(lambda _: engine.unsummed, sums))
+        return state, sums, placed(self.frozen, jax.tree.map(lambda _: where, self.frozen))
+
+    def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
+        """first_state, or that of a resumed run."""
+        if resumed is not None:
+            return resumed, engine.zero_sums(resumed), self.placed_frozen(engine)
+        begun = self.first_state(engine)
+        self.let_go()
+        return begun
+
+    def let_go(self) -> None:
+        """Releases the given model, unless somebody else holds it anyway."""
+        if not self._keeps_model:
+            self.release()
+
+    def release(self) -> None:
+        """Lets the given model's trained tensors go, but for their shapes; first_state cannot be called again."""
+        graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
+        self.trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
+        self.given = nnx.merge(graph, self.trainable, frozen)
+
+    # ---- the result
+
+    def finished(self, state: TrainState) -> Decoder:
+        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh.
+
+        After QAT: with adapters a prepared model, which merge_adapter converts; without, weights that lie on the grid.
+        """
+        _, _, frozen = nnx.split(self.given, nnx.Param, ...)
+        model = nnx.merge(self.graph, state.trainable, frozen)
+        if not has_adapter(model):
+            model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
+            model.qat = None
+            if self.qat is not None:
+                model = convert_qat(model)  # of the masters: the dtype that they came in has fewer digits
+        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+        trainable = jax.tree.map(lambda new, old: new.astype(old.dtype), trainable, self.trainable)
+        model = nnx.merge(graph, trainable, frozen)
+        model.dtype = self.given.dtype
+        return model
