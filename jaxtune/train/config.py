@@ -21,6 +21,7 @@ from jaxtune.train.config_checks import (
     require,
     require_usable_numbers,
 )
+from jaxtune.train.objectives.config import DEFAULT_OBJECTIVE, ObjectiveConfig
 
 DEFAULT_OUTPUT = "runs/{recipe}"
 _STRICT = ConfigDict(extra="forbid")
@@ -285,11 +286,11 @@ class QatConfig:
 
 
 # Sections that one of their keys may stand for: `qat: int4` sets qat.format.
-SHORTHANDS = {"qat": "format"}
+SHORTHANDS = {"qat": "format", "objective": "name"}
 
 
-def _qat_by_name(value: object) -> object:
-    return {SHORTHANDS["qat"]: value} if isinstance(value, str) else value
+def _by_name(section: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value)
 
 
 @dataclass(frozen=True)
@@ -419,11 +420,14 @@ class TrainConfig:
         "Load-balancing loss of experts, times this; null: as config.json says (0 unless output_router_logits).",
     ] = None
     router_z_loss_coef: Annotated[float, "Mean square of the routers' log-sum-exp, times this."] = 0.0
+    objective: Annotated[
+        ObjectiveConfig, "What is trained for; `objective: dpo` sets objective.name.", _by_name("objective")
+    ] = DEFAULT_OBJECTIVE
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     qat: Annotated[
         QatConfig | None, "Train for weights in a low-bit format; `qat: int4` sets qat.format.",
-        BeforeValidator(_qat_by_name),
+        _by_name("qat"),
     ] = None  # fmt: skip
     memory: MemoryConfig = MemoryConfig()
     plan: PlanConfig = PlanConfig()

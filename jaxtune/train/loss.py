@@ -10,6 +10,7 @@ micro-batch its experts are to be met equally often. A step of one micro-batch h
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from flax import nnx
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.residual_plan import ResidualPlan
-from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
 
@@ -124,9 +125,16 @@ class Forward:
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted next-token losses, sum of weights), float32 scalars, of hidden as a call gives it; the
         logits never exist whole."""
+        return self._of_head(linear_cross_entropy, model, hidden, batch)
+
+    def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
+        """float32[rows, length]: as cross_entropy, but the weighted loss of each token."""
+        return self._of_head(linear_token_losses, model, hidden, batch)
+
+    def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
         head = model.head_variable
         with jax.named_scope("loss"):
-            return linear_cross_entropy(
+            return function(
                 hidden,
                 head[...],
                 batch.targets,

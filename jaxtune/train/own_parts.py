@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from jaxtune.train.config import OptimConfig, ScheduleConfig, TrainConfig
+from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.objectives.objective import Objective
 
 _SCHEDULE_POINTS = 16  # of a run, at which a schedule's rates are compared
@@ -41,6 +42,11 @@ def require_own_optimizer(config: TrainConfig) -> None:
 def require_own_schedule(config: TrainConfig) -> None:
     """As require_own_optimizer, of config.schedule and a schedule given in Python."""
     _require_defaults("schedule", config.schedule, ScheduleConfig(), "schedule")
+
+
+def require_own_objective(config: TrainConfig) -> None:
+    """As require_own_optimizer, of config.objective and an objective given in Python."""
+    _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
 
 
 def _require_defaults(section: str, given: Any, default: Any, part: str, kept: tuple[str, ...] = ()) -> None:

@@ -32,11 +32,13 @@ from jaxtune.train.flops import flop_counter
 from jaxtune.train.loss import router_losses
 from jaxtune.train.monitor import Monitor, Watched
 from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.preference import PREFERENCES
 from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.own_parts import (
     objective_identity,
     optimizer_identity,
+    require_own_objective,
     require_own_optimizer,
     require_own_schedule,
     schedule_identity,
@@ -120,8 +122,11 @@ class Trainer:
             require_own_optimizer(config)
         if schedule is not None:
             require_own_schedule(config)
+        if objective is not None:
+            require_own_objective(config)
         self.config = config = recorded_config(config, self.model.prepared)
-        self.objective = objective or SUPERVISED
+        self.objective = objective or _objective(config)
+        self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
         self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
@@ -178,7 +183,13 @@ class Trainer:
         config.require_rows_for(mesh.size)
         own_states = None if "optimizer" not in self.own else optimizer
         planner = Planner(
-            self.model.prepared, config, self.batches.length, mesh.devices.flat[0], keeps_model, own_states
+            self.model.prepared,
+            config,
+            self.batches.length,
+            mesh.devices.flat[0],
+            keeps_model,
+            own_states,
+            self.objective.reference_runs,
         )
         self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, self.eval_data is not None)
 
@@ -472,6 +483,12 @@ class Trainer:
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
         return step, restored["state"]
+
+
+def _objective(config: TrainConfig) -> Objective:
+    """The objective that a config names."""
+    wanted = config.objective
+    return SUPERVISED if wanted.name == "sft" else PREFERENCES[wanted.name](**wanted.options)
 
 
 def _size(tree) -> int:

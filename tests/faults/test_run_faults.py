@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtune import cli
-from jaxtune.train import app, trainer
+from jaxtune.train import app, run
 from jaxtune.train import metrics as m
 from jaxtune.train.checkpoint import saved_steps
 from jaxtune.train.config import (
@@ -182,7 +182,7 @@ def test_a_plot_or_profile_that_cannot_be_written_loses_nothing(folder, monkeypa
 
     shutil.rmtree(folder / "run")
     monkeypatch.setattr(m, "loss_plot", full)
-    monkeypatch.setattr(trainer, "capture", full)
+    monkeypatch.setattr(run, "capture", full)
     assert train(folder, "profile.steps=1", "profile.start=1") == 0
     assert "loss.png was left out: OSError: [Errno 28] No space left" in caplog.text
     assert "the profile was left out: OSError" in caplog.text

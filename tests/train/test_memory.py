@@ -498,7 +498,7 @@ def test_predicted_stands_beside_measured():
     assert measured_lines(plan, H200, [1.0, 1.024], 23_500_000_000) == [
         "plan: peak 23.10 GB predicted, 23.50 measured; 15,900 tokens/s predicted, 16,190 measured"
     ]
-    assert measured_lines(SimpleNamespace(forecast=plan, device=find_device("cpu")), [1.0], 1) == []
+    assert measured_lines(plan, find_device("cpu"), [1.0], 1) == []
 
 
 def test_tiny_shapes_have_a_cost_too():

@@ -17,12 +17,13 @@ CHUNK_LOGITS = 1 << 27  # that exist at a time by default
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
-    return reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]
+    # One sum over all tokens: the same whatever the chunks.
+    return reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0].sum()
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
-    loss, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
-    return loss, (dhidden, dhead)
+    losses, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
+    return losses.sum(), (dhidden, dhead)
 
 
 def _loss_bwd(static, residuals, dloss):
@@ -32,6 +33,31 @@ def _loss_bwd(static, residuals, dloss):
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_losses(hidden, head, targets, weights, static):
+    return reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]
+
+
+def _token_losses_fwd(hidden, head, targets, weights, static):
+    if dict(static)["head_gradient"]:  # the head's is a sum over tokens, whose shares are only known in the backward
+        losses = reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]
+        return losses, (hidden, head, targets, weights)
+    losses, dhidden, _ = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
+    return losses, (dhidden, None, None, None)
+
+
+def _token_losses_bwd(static, residuals, dlosses):
+    hidden, head, targets, weights = residuals
+    if head is None:
+        return (hidden.astype(jnp.float32) * dlosses[..., None]).astype(hidden.dtype), None, None, None
+    shares = weights * dlosses
+    _, dhidden, dhead = reference.forward(hidden, head, targets, shares, **dict(static), gradients=True)
+    return dhidden, dhead, None, None
+
+
+_token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 
 @on_any_mesh
@@ -65,7 +91,42 @@ def linear_cross_entropy(
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
-    check = Arguments("linear_cross_entropy")
+    options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
+    static = _checked("linear_cross_entropy", hidden, head, targets, weights, *options)
+    weights = weights.astype(jnp.float32)
+    return _loss(hidden, head, targets, weights, static), weights.sum()
+
+
+@on_any_mesh
+def linear_token_losses(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    head_gradient: bool = True,
+    chunk_tokens: int | None = None,
+) -> jax.Array:
+    """float32[B, T]: the weighted loss of each token, for losses that are not their sum; [B, T, V] logits never exist.
+
+    -linear_token_losses(...) are log-probabilities of the targets. Their sum is linear_cross_entropy's loss, and the
+    arguments and errors are its. A frozen head's gradients are computed in the forward, as there; a trained one's in
+    the backward, where the logits are computed once more.
+    """
+    options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
+    static = _checked("linear_token_losses", hidden, head, targets, weights, *options)
+    return _token_losses(hidden, head, targets, weights.astype(jnp.float32), static)
+
+
+def _checked(
+    name, hidden, head, targets, weights, soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens
+):
+    """What a call is specialised on, hashable."""
+    check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)
     check.array("head", head, "V D", FLOATS)
     check.array("targets", targets, "B T", INTEGERS)
@@ -78,7 +139,7 @@ def linear_cross_entropy(
     rows, length, _ = hidden.shape
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_LOGITS // head.shape[0])
-    static = (
+    return (
         ("soft_cap", soft_cap),
         ("logit_scale", logit_scale),
         ("label_smoothing", label_smoothing),
@@ -86,8 +147,6 @@ def linear_cross_entropy(
         ("head_gradient", head_gradient),
         ("chunk_length", max(1, min(length, chunk_tokens // rows))),
     )
-    weights = weights.astype(jnp.float32)
-    return _loss(hidden, head, targets, weights, static), weights.sum()
 
 
 def implementations() -> dispatch.Table:

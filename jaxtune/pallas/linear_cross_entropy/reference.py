@@ -39,12 +39,13 @@ def _chunk(hidden, head, targets, weights, gradients, *, soft_cap, logit_scale, 
 
 
 def forward(hidden, head, targets, weights, *, chunk_length, gradients, **options):
-    """(loss, dhidden in hidden's dtype or None, dhead in head's dtype or None); see api.linear_cross_entropy."""
+    """(losses float32[B, T], dhidden in hidden's dtype or None, dhead in head's dtype or None), the gradients those of
+    the losses' sum; see api.linear_cross_entropy."""
     rows, length, _ = hidden.shape
     cast = head.astype(hidden.dtype)
     if chunk_length >= length:
         losses, dhidden, dhead = _chunk(hidden, cast, targets, weights, gradients, **options)
-        return losses.sum(), dhidden, None if dhead is None else dhead.astype(head.dtype)
+        return losses, dhidden, None if dhead is None else dhead.astype(head.dtype)
     count = -(-length // chunk_length)
     pad = ((0, 0), (0, count * chunk_length - length))
     hidden, targets, weights = jnp.pad(hidden, (*pad, (0, 0))), jnp.pad(targets, pad), jnp.pad(weights, pad)
@@ -61,7 +62,5 @@ def forward(hidden, head, targets, weights, *, chunk_length, gradients, **option
 
     dhead = jnp.zeros(head.shape, jnp.float32) if gradients and options["head_gradient"] else None
     dhead, (losses, dhidden) = jax.lax.scan(one, dhead, jnp.arange(count))
-    # One sum over all tokens: the same whatever the chunks.
-    loss = whole(losses).sum()
     dhidden = None if dhidden is None else whole(dhidden)
-    return loss, dhidden, None if dhead is None else dhead.astype(head.dtype)
+    return whole(losses), dhidden, None if dhead is None else dhead.astype(head.dtype)

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtune import terminal
 from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
+from jaxtune.train.data.formats import PREFERENCE
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, Documents, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
 from jaxtune.train.data.templates import packaged_that_fit, resolve_template
@@ -126,6 +127,7 @@ def prepare(
     cache_dir: str | Path | None = None,
     num_workers: int | None = None,
     vocab_size: int | None = None,
+    pairs: bool = False,
     say: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
@@ -153,6 +155,8 @@ def prepare(
             a list are not cached.
         num_workers: processes that tokenise; None decides, 0 or 1 works in this one.
         vocab_size: rows of the model's embedding; a token id beyond it is refused.
+        pairs: rows are preferences (`formats.PREFERENCE`), of which each makes two documents: the chosen answer after
+            its prompt, then the rejected one.
         say: is given the few lines worth telling.
         poll: called several times a second while rows are tokenised; what it raises ends that at once, and nothing
             half done is left.
@@ -160,6 +164,15 @@ def prepare(
     Raises:
         ValueError: the data cannot be trained on; the message names the key, the place or the token, and the fix.
     """
+    if (format == PREFERENCE) != pairs:
+        raise ValueError(
+            f"data.format = {format!r}: "
+            + (
+                "rows of this form are for preference objectives: set objective=dpo, orpo or simpo"
+                if not pairs
+                else "a preference objective takes rows with chosen and rejected: leave data.format out"
+            )
+        )
     if on_bad_row not in ON_BAD_ROW:
         raise ValueError(f"data.on_bad_row must be one of {', '.join(ON_BAD_ROW)}, got {on_bad_row!r}")
     if overflow not in OVERFLOW_POLICIES:

@@ -17,7 +17,7 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows. Every field is `[rows, length]`, a numpy or a jax array; the class is a JAX pytree.
+    """Packed rows. Every field but `extra` is `[rows, length]`, a numpy or a jax array; the class is a JAX pytree.
 
     tokens: int32, token ids; 0 on padding.
     targets: int32, the next token of the same document; 0 where there is none.
@@ -25,6 +25,7 @@ class Batch:
         of a document.
     segment_ids: int32, 1..n within a row, one number a document; 0 is padding.
     positions: int32, restarts at 0 in every document; 0 on padding.
+    extra: what an objective's own rows hold beside these, by name, `[rows, ...]`.
     """
 
     tokens: Any
@@ -32,6 +33,7 @@ class Batch:
     weights: Any
     segment_ids: Any
     positions: Any
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
@@ -54,6 +56,10 @@ class Rows(Protocol):
     full: bool
 
     def __len__(self) -> int: ...
+
+    def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as fresh numpy arrays."""
+        ...
 
     def fill(self, batch: Batch, slot: int, row: int) -> None:
         """Writes row number `row` into row `slot` of an empty batch."""
@@ -129,7 +135,7 @@ class Batches:
 
     def empty(self, rows: int) -> Batch:
         """A batch of `rows` rows of padding, as fresh numpy arrays: the shapes of what a step computes."""
-        return Batch.empty(rows, self.length)
+        return self.rows.empty(rows)
 
     def batch_at(self, step: int) -> Batch:
         """The batch of a global step (counted from 0), as numpy arrays `[rows_per_step, length]`."""

@@ -1,7 +1,7 @@
-"""The five forms of rows: text, Alpaca, prompt and completion, messages, ShareGPT.
+"""The five forms of rows: text, Alpaca, prompt and completion, messages, ShareGPT; and those of preferences.
 
-`normalize` turns a row's columns into an `Example`, the one shape that `templates.py` knows, or says why it
-cannot.
+`normalize` turns a row's columns into an `Example`, the one shape that `templates.py` knows, or a preference into two
+of them, or says why it cannot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt", "question"), ("completion", "response", "answer")),
     "text": (("text",),),
 }
-FORMATS = ("auto", *COLUMNS)
+# Rows of preference objectives alone: an answer and a worse one.
+PREFERENCE = "preference"
+FORMATS = ("auto", *COLUMNS, PREFERENCE)
 
 # ShareGPT's speakers, as the data sets of that form name them, and the chat roles they stand for.
 ROLES = {
@@ -92,11 +94,19 @@ class Example:
     tools: list[dict[str, Any]] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A row with two answers to one prompt."""
+
+    chosen: Example
+    rejected: Example
+
+
 def detect_format(columns: Iterable[str]) -> str:
     """The form (a key of `COLUMNS`) of rows with these columns. Raises `RowError` where they fit none."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
-        raise RowError("columns chosen and rejected are preference data, which this trainer does not take")
+        raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
     for format, groups in COLUMNS.items():
         if all(any(name in columns for name in group) for group in groups):
             return format
@@ -106,8 +116,11 @@ def detect_format(columns: Iterable[str]) -> str:
     raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
 
 
-def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row of the given form. Raises `RowError` with the reason where it cannot be one."""
+def normalize(value: Mapping[str, Any], format: str) -> Example | Pair:
+    """The `Example` of a row of the given form, or the `Pair` of a preference. Raises `RowError` with the reason where
+    it cannot be one."""
+    if format == PREFERENCE:
+        return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
     if format == "text":
         text = _text(value, ("text",))
         _not_empty(text, "text")
@@ -135,6 +148,39 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
     if format == "messages":
         return _conversation(value, _column(value, COLUMNS["messages"][0]), _message)
     return _conversation(value, _column(value, COLUMNS["sharegpt"][0]), _sharegpt_message)
+
+
+def _answered(value: Mapping[str, Any], side: str) -> Example:
+    """A preference's prompt with one of its answers, in the forms of TRL and LLaMA-Factory.
+
+    chosen and rejected are text, after a prompt that is text; or a turn or a list of turns, after a prompt that is a
+    list of turns (prompt, messages or conversations) or stands in them.
+    """
+    answer, asked = _column(value, (side,)), _column(value, ("prompt", "question", "messages", "conversations"), False)
+    if isinstance(answer, str):
+        check_unicode(answer)
+        _not_empty(answer, f"{side} response")
+        if asked is None:
+            raise RowError(f"{side} is text, and there is no prompt before it")
+        if isinstance(asked, str):
+            check_unicode(asked)
+            return Example(prompt=asked, completion=answer, messages=_exchange("", asked, answer))
+        answer = [{"role": "assistant", "content": answer}]
+    if isinstance(answer, Mapping):
+        answer = [answer]
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    example = _conversation(value, [*_turns(asked), *_turns(answer)], _sharegpt_message)
+    last = example.messages[-1] if example.messages else {}
+    if last.get("role") != "assistant":
+        raise RowError(f"{side} does not end with an answer of the assistant, but with {last.get('role')}")
+    return example
+
+
+def _turns(turns: Any) -> list[Any]:
+    if isinstance(turns, str) or not isinstance(turns, Iterable | None):
+        raise RowError(f"the conversation is not a list of turns but {_kind(turns)}")
+    return [] if turns is None else list(turns)
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:

@@ -296,6 +296,10 @@ class PackedRows:
     def __len__(self) -> int:
         return self.plan.rows
 
+    def empty(self, rows: int) -> Batch:
+        """`rows` rows of padding, as fresh numpy arrays."""
+        return Batch.empty(rows, self.length)
+
     def fill(self, batch: Batch, slot: int, row: int) -> None:
         """Writes row number `row` into row `slot` of an empty numpy batch."""
         plan, documents = self.plan, self.documents

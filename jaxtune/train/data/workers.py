@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtune.terminal import printable
-from jaxtune.train.data.formats import RowError, attempt, normalize
+from jaxtune.train.data.formats import Example, Pair, RowError, attempt, normalize
 from jaxtune.train.data.reading import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
@@ -74,26 +74,27 @@ class Chunk:
 
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Normalises, renders and tokenises some rows."""
-    outcome = [attempt(_example, row) for row in rows]
-    encoded = iter(encoder.encode([example for example in outcome if not isinstance(example, RowError)]))
+    """Normalises, renders and tokenises some rows. A pair gives two documents, one after the other, or none."""
+    outcome = [attempt(_examples, row) for row in rows]
+    encoded = iter(encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found]))
     documents: list[Encoded] = []
     origins, problems, untrained, special, masked = [], [], [], [], 0
-    for row, example in zip(rows, outcome, strict=True):
-        result = example if isinstance(example, RowError) else next(encoded)
+    for row, found in zip(rows, outcome, strict=True):
+        results = [found] if isinstance(found, RowError) else [next(encoded) for _ in found]
         place = printable(row.place)
-        if isinstance(result, RowError):
-            reason = printable(result)
+        wrong = next((result for result in results if isinstance(result, RowError)), None)
+        if wrong is not None:
+            reason = printable(wrong)
             problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
-        masked += result.masked
-        if result.special:
-            special.append((place, printable(result.special)))
-        if not result.mask[1:].any():
+        masked += sum(result.masked for result in results)
+        if whose := next((result.special for result in results if result.special), ""):
+            special.append((place, printable(whose)))
+        if not all(result.mask[1:].any() for result in results):
             untrained.append(place)
         else:
-            documents.append(result)
-            origins.append((row.file, row.number))
+            documents += results
+            origins += [(row.file, row.number)] * len(results)
     return Chunk(
         rows=len(rows),
         tokens=np.concatenate([d.tokens for d in documents]) if documents else np.zeros(0, np.int32),
@@ -111,10 +112,11 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     )
 
 
-def _example(row: Row) -> Any:
+def _examples(row: Row) -> list[Example]:
     if row.value is None:
         raise RowError(row.error)
-    return normalize(row.value, row.format)
+    found = normalize(row.value, row.format)
+    return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
 
 
 def encode_rows(

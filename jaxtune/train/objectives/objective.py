@@ -20,10 +20,13 @@ class Objective(Protocol):
       unit: what `count` counts, in plural: "targets", "pairs". The mean loss is over them, and metrics have their
         number under this name.
       sums: names of the objective's own sums.
+      reference_runs: forward passes of a model that does not train, in each loss (Forward.frozen): the planner counts
+        their time.
     """
 
     unit: ClassVar[str]
     sums: ClassVar[tuple[str, ...]]
+    reference_runs: ClassVar[int]
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
@@ -35,6 +38,14 @@ class Objective(Protocol):
           vocab_size: of the model; token ids beyond it are refused. max_rows: read no more than these.
         Raises:
           ValueError: rows that cannot be trained on.
+        """
+        ...
+
+    def check(self, model: Decoder) -> None:
+        """Refuses a model that the objective cannot train, whose arrays may be shapes.
+
+        Raises:
+          ValueError: the message says what to change.
         """
         ...
 

@@ -21,6 +21,8 @@ class SFT:
     unit: ClassVar[str] = "targets"
     sums: ClassVar[tuple[str, ...]] = ()
 
+    reference_runs: ClassVar[int] = 0
+
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
@@ -33,6 +35,9 @@ class SFT:
             return rows
         options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
+
+    def check(self, model: Decoder) -> None:
+        pass
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)

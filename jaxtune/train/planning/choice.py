@@ -203,9 +203,10 @@ def fitting_settings(
     budget_bytes: float,
     wanted: int = 3,
     optimizer: optax.GradientTransformation | None = None,
+    reference_runs: int = 0,
 ) -> list[str]:
-    """Changes of the config, each enough alone, under which a plan fits; the gentlest first. optimizer: as in
-    step_cost."""
+    """Changes of the config, each enough alone, under which a plan fits; the gentlest first. optimizer,
+    reference_runs: as in step_cost."""
 
     def changed(section: str, **values) -> TrainConfig:
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
@@ -243,7 +244,7 @@ def fitting_settings(
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
-        return step_cost(models[key], option, optimizer=optimizer)
+        return step_cost(models[key], option, optimizer=optimizer, reference_runs=reference_runs)
 
     for text, option in options:
         key = text.split("=")[0]

@@ -110,6 +110,7 @@ class StepCost:
     weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
     float32. head_gradient_bytes: later, of it alone.
+    reference_runs: forward passes, in each micro-batch, of a model that does not train.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
     """
 
@@ -136,6 +137,7 @@ class StepCost:
     hosted_bytes: float = 0.0
     update_bytes: float = 0.0
     less_sums: float = 0.0
+    reference_runs: int = 0
 
     def fixed_bytes(self, micro_batches: int) -> float:
         """Of a step of so many."""
@@ -152,10 +154,12 @@ def step_cost(
     length: int | None = None,
     keeps_model: bool = False,
     optimizer: optax.GradientTransformation | None = None,
+    reference_runs: int = 0,
 ) -> StepCost:
     """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length;
     keeps_model: the model that was given lies beside the run, as it does not in a run of the command; optimizer: what
-    moves the weights, if not what config.optim says."""
+    moves the weights, if not what config.optim says; reference_runs: of a model that does not train, in each
+    micro-batch."""
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
@@ -210,6 +214,7 @@ def step_cost(
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         hosted_bytes=on_host * devices,
         update_bytes=_update_bytes(masters, config),
+        reference_runs=reference_runs,
         less_sums=0.0 if config.micro_batches == 1 else float(nbytes(masters) - nbytes(kept)),
     )
 

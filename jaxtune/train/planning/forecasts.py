@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from jaxtune.models.layers.segment import Sizes
-from jaxtune.models.residual_plan import LayerPlan
+from jaxtune.models.residual_plan import KEEP, LayerPlan
 from jaxtune.train.planning.cost import LayerKind, StepCost, Work
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
@@ -243,6 +243,12 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     return logits + 3.5 * hidden + parts.head_bytes, seconds
 
 
+def _reference_seconds(parts: StepCost, tokens: float, head_seconds: float, device: Device) -> float:
+    """Of one forward pass without residuals, and its head: a third of the head's products train nothing."""
+    layer = layer_forecast(parts, KEEP, tokens, device)
+    return layer.forward * parts.num_layers + head_seconds / (3 if parts.head_trains else 2)
+
+
 def state_seconds(parts: StepCost, device: Device) -> float:
     """Of a step: the optimizer's states from the host and back, one after the other (optimizer_offload.py)."""
     return 2 * parts.hosted_bytes / parts.devices / (device.link or device.copy)
@@ -280,6 +286,8 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     if micro == 1 and parts.less_sums:
         bytes_["gradient sums"] -= parts.less_sums
     step = sum((layer.forward + layer.backward) * count for layer, count in groups) + head_seconds
+    if parts.reference_runs:
+        step += parts.reference_runs * _reference_seconds(parts, tokens, head_seconds, device)
     update = max(parts.trained * 4.0 * 9 / device.copy, state_seconds(parts, device))
     return Forecast(
         plan=plan,

@@ -32,6 +32,7 @@ class Planner:
     Args:
       model: what is trained. length: of its rows, in tokens. device: a jax.Device. keeps_model: whether somebody holds
         the model beside the run. optimizer: what moves the weights, if not what config.optim says.
+      reference_runs: Objective.reference_runs.
 
     Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan
     in force).
@@ -48,13 +49,14 @@ class Planner:
         device: Any,
         keeps_model: bool = True,
         optimizer: optax.GradientTransformation | None = None,
+        reference_runs: int = 0,
     ):
-        self._optimizer = optimizer
+        self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
         self.config, self.shape = config, model.config
         limit = (device.memory_stats() or {}).get("bytes_limit")
         self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
         self.budget_bytes = devices.budget(config, self.device)
-        self.cost = step_cost(model, config, length, keeps_model, optimizer)
+        self.cost = step_cost(model, config, length, keeps_model, **self._changes)
         self.forecast = self._choose(self.budget_bytes)
 
     @property
@@ -99,7 +101,7 @@ class Planner:
     def _fixes(self, budget_bytes: float) -> list[str]:
         data = dataclasses.replace(self.config.data, length=self.cost.length)
         config = dataclasses.replace(self.config, data=data)
-        return fitting_settings(self.shape, config, self.device, budget_bytes, optimizer=self._optimizer)
+        return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
 
     def compiled_bytes(self, *programs: Any) -> float:
         """What the compiler says that the programs of a step need at most, with all that lies beside their arguments.

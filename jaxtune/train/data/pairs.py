@@ -1,0 +1,152 @@
+"""Preference pairs packed into rows: two documents each, never apart.
+
+The documents of a set stand in pairs, the chosen answer after its prompt, then the rejected one. A pair is laid out as
+one piece, so its documents are neighbours in one row: segment 2 p + 1 of a row is the chosen document of its pair p,
+segment 2 p + 2 the rejected one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+
+import numpy as np
+
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.packing import Documents, Overflow, PackingReport, plan_rows
+
+PAIRS = "pairs"  # of Batch.extra: float32[rows, most pairs of a row], 1 where there is a pair
+REFERENCE = "reference"  # of Batch.extra: float32[rows, most pairs, 2], log-probabilities of a reference model
+
+
+class PackedPairs:
+    """Rows of pairs. See `batches.Rows`; arguments as of `packing.PackedRows`.
+
+    A pair that is longer than a row is cut ("truncate"): its longer document is, down to the other's length, and then
+    both alike. A pair of which nothing is left to learn from in either document is left out.
+
+    reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        length: int,
+        *,
+        overflow: Overflow = "truncate",
+        packing: bool = True,
+        reference: np.ndarray | None = None,
+    ):
+        if len(documents) % 2:
+            raise ValueError(f"there are {len(documents)} documents: pairs need two each")
+        if overflow == "split":
+            raise ValueError("data.overflow = 'split': a pair cannot be laid out in pieces; set truncate or error")
+        self.documents, self.length, self.full = documents, length, False
+        self.reference = reference
+        lengths = np.asarray(documents.lengths).reshape(-1, 2)
+        kept = lengths if overflow == "error" else _shortened(lengths, length)
+        trained = np.array(documents.trained).reshape(-1, 2)
+        for pair, side in np.argwhere(kept < lengths):
+            mask = documents[2 * int(pair) + int(side)].mask
+            trained[pair, side] = np.count_nonzero(mask[1 : kept[pair, side]])
+        dropped = (trained == 0).any(1)
+        kept, trained = np.where(dropped[:, None], 0, kept), np.where(dropped[:, None], 0, trained)
+        self.kept = kept
+        self.plan = plan_rows(
+            kept.sum(1), length, overflow="error", packing=packing, name=lambda pair: documents.source(2 * pair)
+        )
+        self.most_pairs = self.plan.max_documents
+        self.max_documents = 2 * self.most_pairs
+        cut = (kept < lengths) & ~dropped[:, None]
+        self.report = PackingReport(
+            documents=len(documents),
+            rows=self.plan.rows,
+            tokens=int(kept.sum()),
+            slots=self.plan.rows * length,
+            trained_tokens=int(trained.sum()),
+            truncated=int(cut.sum()),
+            cut_tokens=int((lengths - kept)[cut].sum()),
+            split=0,
+            dropped=2 * int(dropped.sum()),
+            max_documents=self.max_documents,
+        )
+
+    def __len__(self) -> int:
+        return self.plan.rows
+
+    def empty(self, rows: int) -> Batch:
+        """`rows` rows of padding, as fresh numpy arrays."""
+        extra = {PAIRS: np.zeros((rows, self.most_pairs), np.float32)}
+        if self.reference is not None:
+            extra[REFERENCE] = np.zeros((rows, self.most_pairs, 2), np.float32)
+        return dataclasses.replace(Batch.empty(rows, self.length), extra=extra)
+
+    def fill(self, batch: Batch, slot: int, row: int) -> None:
+        """Writes row number `row` into row `slot` of an empty numpy batch."""
+        documents, at = self.documents, 0
+        for place, pair in enumerate(self._pairs(row)):
+            batch.extra[PAIRS][slot, place] = 1.0
+            for side in (0, 1):
+                index, count = 2 * pair + side, int(self.kept[pair, side])
+                start, end = int(documents.starts[index]), at + count
+                tokens = documents.tokens[start : start + count]
+                batch.tokens[slot, at:end] = tokens
+                batch.targets[slot, at : end - 1] = tokens[1:]
+                batch.weights[slot, at : end - 1] = documents.mask[start + 1 : start + count] != 0
+                batch.segment_ids[slot, at:end] = 2 * place + side + 1
+                batch.positions[slot, at:end] = np.arange(count)
+                if self.reference is not None:
+                    batch.extra[REFERENCE][slot, place, side] = self.reference[index]
+                at = end
+
+    def sources(self, row: int) -> list[str]:
+        """Where the pairs of a row came from, as `file:line`."""
+        return [self.documents.source(2 * pair) for pair in self._pairs(row)]
+
+    def _pairs(self, row: int) -> list[int]:
+        pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
+        return [int(pair) for pair in self.plan.document[pieces]]
+
+
+def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
+    """int64[pairs, 2]: the lengths, of which none has a sum over `length`."""
+    shorter = np.minimum(lengths.min(1), length // 2)  # that much of the shorter one is always kept
+    room = np.where(lengths.sum(1) > length, length - shorter, lengths.max(1))
+    return np.minimum(lengths, room[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class PairDataset(TokenDataset):
+    """Tokenised preferences; see TokenDataset. reference: as of PackedPairs."""
+
+    reference: np.ndarray | None = None
+
+    @functools.cached_property
+    def rows(self) -> PackedPairs:  # type: ignore[override]
+        """The packed rows, planned when first asked for."""
+        rows = PackedPairs(
+            self.documents, self.length, overflow=self.overflow, packing=self.packing, reference=self.reference
+        )
+        if not len(rows):
+            raise ValueError(f"no pair has a trained token in both answers within data.length={self.length}; raise it")
+        return rows
+
+    def split(self, eval_rows: int) -> tuple[PairDataset, PairDataset]:
+        """(train, eval), with `eval_rows` pairs for evaluation, chosen by a hash of their tokens; pairs with an equal
+        first document never stand on both sides."""
+        documents, count = self.documents, len(self.documents) // 2
+        if not 0 < eval_rows < count:
+            raise ValueError(f"data.eval_rows={eval_rows} must lie between 1 and {count - 1}, one less than the pairs")
+        hashes = np.empty(count, np.uint64)
+        for pair in range(count):
+            data = documents[2 * pair].tokens.tobytes()
+            hashes[pair] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
+        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
+        if not rest.size:
+            raise ValueError("all training pairs equal pairs held out for evaluation; lower data.eval_rows")
+        sides = (np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1) for pairs in (rest, chosen))
+        train, held_out = (dataclasses.replace(self, documents=documents.select(indices)) for indices in sides)
+        return train, held_out
