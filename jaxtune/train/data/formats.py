@@ -1,7 +1,7 @@
 """The five forms of rows: text, Alpaca, prompt and completion, messages, ShareGPT; and those of preferences.
 
-`normalize` turns a row's columns into an `Example`, the one shape that `templates.py` knows, or a preference into two
-of them, or says why it cannot.
+`normalize` turns a row's columns into an `Example`, the one shape that `templates.py` knows, and `normalize_pair` a
+preference into two of them, or they say why they cannot.
 """
 
 from __future__ import annotations
@@ -116,11 +116,14 @@ def detect_format(columns: Iterable[str]) -> str:
     raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
 
 
-def normalize(value: Mapping[str, Any], format: str) -> Example | Pair:
-    """The `Example` of a row of the given form, or the `Pair` of a preference. Raises `RowError` with the reason where
-    it cannot be one."""
-    if format == PREFERENCE:
-        return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
+def normalize_pair(value: Mapping[str, Any]) -> Pair:
+    """The `Pair` of a row of the form PREFERENCE. Raises `RowError` with the reason where it cannot be one."""
+    return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
+
+
+def normalize(value: Mapping[str, Any], format: str) -> Example:
+    """The `Example` of a row of the given form, a key of `COLUMNS`. Raises `RowError` with the reason where it cannot
+    be one."""
     if format == "text":
         text = _text(value, ("text",))
         _not_empty(text, "text")

@@ -78,7 +78,7 @@ class PackedPairs:
 
     def empty(self, rows: int) -> Batch:
         """`rows` rows of padding, as fresh numpy arrays."""
-        extra = {PAIRS: np.zeros((rows, self.most_pairs), np.float32)}
+        extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, self.most_pairs), np.float32)}
         if self.reference is not None:
             extra[REFERENCE] = np.zeros((rows, self.most_pairs, 2), np.float32)
         return dataclasses.replace(Batch.empty(rows, self.length), extra=extra)

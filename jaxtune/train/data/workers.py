@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtune.terminal import printable
-from jaxtune.train.data.formats import Example, Pair, RowError, attempt, normalize
+from jaxtune.train.data.formats import PREFERENCE, Example, RowError, attempt, normalize, normalize_pair
 from jaxtune.train.data.reading import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
@@ -80,11 +80,11 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     documents: list[Encoded] = []
     origins, problems, untrained, special, masked = [], [], [], [], 0
     for row, found in zip(rows, outcome, strict=True):
-        results = [found] if isinstance(found, RowError) else [next(encoded) for _ in found]
+        outcomes = [found] if isinstance(found, RowError) else [next(encoded) for _ in found]
         place = printable(row.place)
-        wrong = next((result for result in results if isinstance(result, RowError)), None)
-        if wrong is not None:
-            reason = printable(wrong)
+        results = [result for result in outcomes if not isinstance(result, RowError)]
+        if len(results) < len(outcomes):
+            reason = printable(next(result for result in outcomes if isinstance(result, RowError)))
             problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
         masked += sum(result.masked for result in results)
@@ -115,8 +115,10 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
 def _examples(row: Row) -> list[Example]:
     if row.value is None:
         raise RowError(row.error)
-    found = normalize(row.value, row.format)
-    return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
+    if row.format == PREFERENCE:
+        pair = normalize_pair(row.value)
+        return [pair.chosen, pair.rejected]
+    return [normalize(row.value, row.format)]
 
 
 def encode_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
@@ -50,7 +50,7 @@ class ObjectiveConfig:
         )  # fmt: skip
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """What is given of the objective's options, by name."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         return {name: value for name, value in named.items() if value is not None}
