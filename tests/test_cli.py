@@ -180,7 +180,7 @@ def kernels(capsys) -> list[str]:
 
 def test_info_on_kernels(capsys):
     whole, packed, wide, matmul, four_bits, gated, grouped, grouped_four_bits, *rest = kernels(capsys)
-    sort, spread, loss = rest
+    sort, spread, loss, rule = rest
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
     assert [line.split(maxsplit=1) for line in lines] == [
@@ -202,6 +202,7 @@ def test_info_on_kernels(capsys):
     shown = (("quant_matmul", matmul), ("quant_matmul", four_bits), ("grouped_matmul", grouped))
     for op, text in (*shown, ("gated_backward", gated), ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
+    assert rule.split() == ["gated_delta_rule:", "bfloat16", "chunked", "chosen", "reference", "not", "needed"]
 
 
 def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.delta_rule import api as delta_rule
 from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.gated import api as gated
 from jaxtune.pallas.grouped_matmul import api as grouped_matmul
@@ -86,6 +87,7 @@ def kernel_choices() -> list[KernelChoice]:
             routing.implementations(jnp.bfloat16, 2880, 4),
         ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
+        _choice("gated_delta_rule", "bfloat16", delta_rule.implementations()),
     ]
 
 

@@ -15,6 +15,13 @@ from jaxtune.pallas.attention import (
     decode_attention,
     packed_layout,
 )
+from jaxtune.pallas.delta_rule import (
+    delta_rule_state,
+    delta_rule_step,
+    gated_delta_rule,
+    short_convolution,
+    short_convolution_step,
+)
 from jaxtune.pallas.formats import MXFP4, NF4, blockwise8
 from jaxtune.pallas.gated import gated_backward
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
@@ -53,6 +60,9 @@ ATTENTION = dict(HEADS, layout=packed_layout((2, 8)), scale=0.3)
 SAVED = dict(out=zeros(2, 8, 4, 16), lse=zeros(2, 4, 8), dout=zeros(2, 8, 4, 16))
 MOMENTS = dict(m=CODES, m_absmax=ABSMAX, v=CODES, v_absmax=ABSMAX, correction1=1.0, correction2=1.0, scale=1.0)
 ADAM = dict(gradient=zeros(2, 200), **MOMENTS, finite=True, betas=(0.9, 0.99), eps=1e-8)
+RATES = dict(decay=zeros(2, 8, 4), beta=zeros(2, 8, 4))
+WRITES = dict(key=zeros(2, 8, 2, 16), value=zeros(2, 8, 4, 6), **RATES)
+ONE_TOKEN = {name: array[:, :1] for name, array in WRITES.items()}
 SHORT = packed_layout((2, 6))
 IDS = ints(2, 8)
 
@@ -202,6 +212,36 @@ OPS = {
         ("up", zeros(3, 7), ValueError, r"up is float32\[3, 7\]; its shape must be \[3, 8\]"),
         ("dgated", zeros(3, 8, dtype=jnp.bfloat16), TypeError, "dgated is bfloat16.*must be float32"),
         ("activation", "swish", ValueError, "activation = 'swish': must be .*silu"),
+    ),
+    gated_delta_rule: (
+        dict(query=zeros(2, 8, 2, 16), **WRITES, layout=packed_layout((2, 8))),
+        ("query", zeros(2, 8, 4, 16), ValueError, r"query is .*with .*key_heads = 2 \(as key has\)"),
+        ("value", zeros(2, 8, 3, 6), ValueError, r"decay is float32\[2, 8, 4\]; .* with .*heads = 3"),
+        ("key", zeros(2, 8, 3, 16), ValueError, "4 value heads are not a multiple of 3 key heads"),
+        ("decay", zeros(2, 8, 4, dtype=jnp.bfloat16), TypeError, "decay is bfloat16.*; its dtype must be float32"),
+        ("beta", zeros(2, 8), ValueError, "beta is"),
+        ("layout", SHORT, ValueError, r"layout.doc_start is int32\[2, 6\]"),
+        ("layout", None, TypeError, "layout is None; it must be a PackedLayout"),
+        ("implementation", "fast", ValueError, "no implementation 'fast'"),
+    ),
+    delta_rule_state: (
+        dict(**WRITES, lengths=ints(2)),
+        ("lengths", zeros(2), TypeError, "lengths is float32"),
+        ("lengths", ints(3), ValueError, r"lengths is int32\[3\]; its shape must be \[B\] with B = 2"),
+    ),
+    delta_rule_step: (
+        dict(query=zeros(2, 1, 2, 16), **ONE_TOKEN, state=zeros(2, 4, 16, 6)),
+        ("key", zeros(2, 8, 2, 16), ValueError, r"key is .* with T = 1"),
+        ("state", zeros(2, 4, 6, 16), ValueError, "state is .*K = 16"),
+    ),
+    short_convolution: (
+        dict(x=zeros(2, 8, 6), weight=zeros(6, 4), layout=packed_layout((2, 8))),
+        ("weight", zeros(4, 6), ValueError, "weight is .* with C = 6"),
+        ("layout", IDS, TypeError, "it must be a PackedLayout"),
+    ),
+    short_convolution_step: (
+        dict(x=zeros(2, 1, 6), weight=zeros(6, 4), window=zeros(2, 3, 6)),
+        ("window", zeros(2, 4, 6), ValueError, r"window is .*\[B, 3, C\]"),
     ),
     NF4.encode: (
         dict(array=zeros(3, 8)),

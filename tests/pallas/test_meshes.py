@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtune.pallas import gpu_kernel, meshes
 from jaxtune.pallas.attention import attention, packed_layout
+from jaxtune.pallas.delta_rule import gated_delta_rule, short_convolution
 from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.gated import gated_backward
 from jaxtune.pallas.gated.mosaic import CHUNK
@@ -53,6 +54,13 @@ def gate(x, up):
     return gated_backward(x, up, x, "silu")
 
 
+def delta_rule(x, ids):
+    layout = packed_layout(ids.shape, ids)
+    x = short_convolution(x, draw(HIDDEN, 4), layout).reshape(ROWS, LENGTH, 2, 32)
+    rates = jax.nn.sigmoid(x[..., 0])
+    return gated_delta_rule(x, x + 1, x, -rates, rates, layout)
+
+
 IDS = jnp.asarray(np.repeat([[1, 2]], ROWS, 0).repeat(LENGTH // 2, 1), jnp.int32)
 # Of an op: arrays that are divided over the mesh, and arrays that every device has.
 OPS = {
@@ -60,6 +68,7 @@ OPS = {
     linears: ([draw(ROWS, LENGTH, HIDDEN)], [draw(32, HIDDEN)]),
     loss: ([draw(ROWS, LENGTH, HIDDEN)], [draw(32, HIDDEN)]),
     experts: ([draw(ROWS, LENGTH, HIDDEN)], [draw(EXPERTS, HIDDEN)]),
+    delta_rule: ([draw(ROWS, LENGTH, HIDDEN), IDS], []),
     gate: ([draw(ROWS, LENGTH), draw(ROWS, LENGTH) + 1], []),
 }
 

@@ -1,0 +1,148 @@
+"""The gated delta rule and the short convolution: the public functions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.attention import PackedLayout
+from jaxtune.pallas.delta_rule import chunked, convolution, reference
+
+IMPLEMENTATIONS = {"chunked": chunked, "reference": reference}
+
+
+def implementations() -> dispatch.Table:
+    """The implementations in the order in which they are tried; each serves every call."""
+    return dict.fromkeys(IMPLEMENTATIONS, lambda: None)
+
+
+def _check_layout(check: Arguments, layout) -> None:
+    check.is_a("layout", layout, PackedLayout, "a PackedLayout: packed_layout((rows, length), segment_ids) makes one")
+    check.array("layout.doc_start", layout.doc_start, "B T", jnp.int32)
+    check.array("layout.doc_end", layout.doc_end, "B T", jnp.int32)
+
+
+def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
+    check.array("key", key, "B T key_heads K", FLOATS)
+    check.array("value", value, "B T heads V", key.dtype)
+    check.array("decay", decay, "B T heads", jnp.float32)
+    check.array("beta", beta, "B T heads", jnp.float32)
+    if value.shape[2] % key.shape[2]:
+        raise ValueError(f"{check.op}: {value.shape[2]} value heads are not a multiple of {key.shape[2]} key heads")
+
+
+@meshes.on_any_mesh
+def gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    layout: PackedLayout,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """What each token reads of a state that its document has written (arXiv 2412.06464); differentiable.
+
+    The state of a value head is a matrix, 0 where a document begins. A token lets it decay, replaces beta of what the
+    state holds at the token's key by the token's value, and reads at its query; see reference.py. Query and key are
+    made unit vectors first, and what is read is divided by sqrt(K). Inside all is float32.
+
+    Args:
+      query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
+      value: [B, T, heads, V] in key's dtype, heads a multiple of key_heads: heads / key_heads neighbours share one.
+      decay: float32[B, T, heads], the logarithm of what remains of the state, at most 0.
+      beta: float32[B, T, heads], in [0, 1].
+      layout: document bounds.
+      implementation: "chunked", "reference", or None for the first.
+    Returns:
+      [B, T, heads, V] in value's dtype; padding gives 0, and gets no gradient.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("gated_delta_rule")
+    _check_tokens(check, key, value, decay, beta)
+    check.array("query", query, "B T key_heads K", key.dtype)
+    _check_layout(check, layout)
+    name = dispatch.choose("gated_delta_rule", implementations(), implementation)
+    return IMPLEMENTATIONS[name].forward(query, key, value, decay, beta, layout)
+
+
+@meshes.on_any_mesh
+def delta_rule_state(
+    key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """The state that the first `lengths` tokens of each row, one document, have written: for generation.
+
+    Args: as in gated_delta_rule, and
+      lengths: int[B], from 0 to T.
+    Returns:
+      float32[B, heads, K, V].
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("delta_rule_state")
+    _check_tokens(check, key, value, decay, beta)
+    check.array("lengths", lengths, "B", INTEGERS)
+    return chunked.state(key, value, decay, beta, lengths)
+
+
+@meshes.on_any_mesh
+def delta_rule_step(
+    query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One more token of each row.
+
+    Args: as in gated_delta_rule with T = 1, and
+      state: float32[B, heads, K, V], before the token.
+    Returns:
+      (out [B, 1, heads, V] in value's dtype, the state after the token).
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("delta_rule_step", T=1)
+    _check_tokens(check, key, value, decay, beta)
+    check.array("query", query, "B T key_heads K", key.dtype)
+    check.array("state", state, "B heads K V", jnp.float32)
+    return reference.step(query, key, value, decay, beta, state)
+
+
+@meshes.on_any_mesh
+def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> jax.Array:
+    """silu of each channel's causal convolution along its document; differentiable. Sums are float32.
+
+    Args:
+      x: [B, T, C] bfloat16, float16 or float32.
+      weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
+      layout: document bounds.
+    Returns:
+      [B, T, C] in x's dtype; padding gives 0, and gets no gradient.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("short_convolution")
+    check.array("x", x, "B T C", FLOATS)
+    check.array("weight", weight, "C k", FLOATS)
+    _check_layout(check, layout)
+    return convolution.forward(x, weight, layout)
+
+
+@meshes.on_any_mesh
+def short_convolution_step(x: jax.Array, weight: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One more token of each row.
+
+    Args:
+      x: [B, 1, C], weight: float[C, k]: as in short_convolution.
+      window: [B, k - 1, C] in x's dtype, the tokens before this one, 0 where there were none.
+    Returns:
+      (out [B, 1, C] in x's dtype, the next window).
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("short_convolution_step", T=1)
+    check.array("x", x, "B T C", FLOATS)
+    check.array("weight", weight, "C k", FLOATS)
+    check.array("window", window, f"B {weight.shape[1] - 1} C", x.dtype)
+    return convolution.step(x, weight, window)

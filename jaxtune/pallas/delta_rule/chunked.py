@@ -1,0 +1,150 @@
+"""The gated delta rule in plain jnp, a chunk of tokens at a time: products of matrices, and few steps in a row.
+
+Within a chunk the errors e that tokens write into the state depend on each other through a unit lower triangular
+matrix (the WY form of arXiv 2406.06484, with decays as in arXiv 2412.06464). With the chunk's first state S,
+
+    (1 + A) e = beta (v - d k S),   A[i, j] = beta_i (k_i . k_j) D[i, j] below the diagonal
+    out = d q S + P e,              P[i, j] = (q_i . k_j) D[i, j] on and below it
+    S <- d_last S + sum_j D[last, j] k_j e_j^T
+
+where D[i, j] is the decay from token j to token i, 0 where they are of different documents, and d[i] that from the
+chunk's first state, 0 where the document of i begins in the chunk. So borders are exact wherever they are.
+
+Chunks stand together in groups. Of a group, A and P and the inverse of 1 + A are made for all chunks at once, and the
+states run through it; its backward makes all that again from the group's first state. What is kept of a row is one
+state a group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas.delta_rule.reference import unit
+
+CHUNK = 64
+_GROUP_TOKENS = 4096  # of all rows, whose matrices [CHUNK, CHUNK] exist at a time
+
+
+def forward(query, key, value, decay, beta, layout):
+    """See api.gated_delta_rule."""
+    length = value.shape[1]
+    index = jnp.arange(length)
+    real = (index < layout.doc_end)[..., None]
+    # What is padding writes nothing into any state.
+    decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
+    out, _ = _run(query, key, value, decay, beta, jnp.broadcast_to(layout.doc_start, value.shape[:2]))
+    return jnp.where(real[..., None], out, 0.0).astype(value.dtype)
+
+
+def state(key, value, decay, beta, lengths):
+    """See api.delta_rule_state."""
+    real = (jnp.arange(value.shape[1]) < lengths[:, None])[..., None]
+    decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
+    return _run(key, key, value, decay, beta, jnp.zeros(value.shape[:2], jnp.int32))[1]
+
+
+def _run(query, key, value, decay, beta, doc_start):
+    """float32 (out [B, T, heads, V], the last state [B, heads, K, V])"""
+    rows, length, heads, value_dim = value.shape
+    key_heads, key_dim = key.shape[2:]
+    chunk = min(CHUNK, 1 << (length - 1).bit_length())
+    count = -(-length // chunk)  # of chunks
+    groups = -(-count // max(1, _GROUP_TOKENS // (chunk * rows)))
+    each = -(-count // groups)
+    padded = groups * each * chunk
+
+    def cut(array, filling="constant"):
+        """[B, T, ...] -> [groups, B, chunks of a group, chunk, ...]"""
+        array = jnp.pad(array, ((0, 0), (0, padded - length), *((0, 0),) * (array.ndim - 2)), mode=filling)
+        return jnp.moveaxis(array.reshape(rows, groups, each, chunk, *array.shape[2:]), 1, 0)
+
+    # What fills the last chunk belongs to the last document, and writes nothing.
+    arrays = (*map(cut, (query, key, value, decay, beta)), cut(doc_start, "edge"))
+    firsts = jnp.arange(0, padded, chunk).reshape(groups, each)
+    precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    one = jax.checkpoint(functools.partial(_group, precision), prevent_cse=groups == 1)
+    first = jnp.zeros((rows, key_heads, heads // key_heads, key_dim, value_dim), jnp.float32)
+    last, out = jax.lax.scan(one, first, (firsts, *arrays))
+    out = jnp.moveaxis(out, 0, 1).reshape(rows, padded, heads, value_dim)[:, :length]
+    return out, last.reshape(rows, heads, key_dim, value_dim)
+
+
+def _group(precision, state, group):
+    """(state after the group, float32 out [B, chunks, chunk, heads, V]); state [B, key_heads, heads of each, K, V]."""
+    firsts, query, key, value, decay, beta, doc_start = group
+    chunk, key_heads, key_dim = key.shape[2:]
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+
+    def by_head(array):
+        """[B, chunks, chunk, heads, ...] -> float32 [chunks, B, key_heads, heads of each, chunk, ...]"""
+        array = array.astype(jnp.float32).reshape(*array.shape[:3], key_heads, -1, *array.shape[4:])
+        return jnp.moveaxis(array, (1, 0, 3, 4, 2), (0, 1, 2, 3, 4))
+
+    query = jnp.moveaxis(unit(query), (1, 0, 3, 2), (0, 1, 2, 3)) / math.sqrt(key_dim)
+    key = jnp.moveaxis(unit(key), (1, 0, 3, 2), (0, 1, 2, 3))
+    value, decay, beta = by_head(value), by_head(decay), by_head(beta)
+    doc_start = doc_start - firsts[:, None]  # [B, chunks, chunk], counted from each chunk's first token
+    places = jnp.arange(chunk)
+    below = places[:, None] > places
+    same = (doc_start[..., None] <= places) & (places[:, None] >= places)
+    same = jnp.moveaxis(same, 1, 0)[:, :, None, None]  # [chunks, B, 1, 1, chunk, chunk]
+    inherits = jnp.moveaxis(doc_start < 0, 1, 0)[:, :, None, None]  # [chunks, B, 1, 1, chunk]
+    # D by sums from each token on: differences of sums from the chunk's first would round as the largest decay does.
+    later = jnp.where(below, decay[..., None], 0.0)
+    sums = jnp.matmul((~below.T).astype(jnp.float32), later, precision=jax.lax.Precision.HIGHEST)
+    between = jnp.exp(jnp.where(same, sums, -jnp.inf))
+    total = jnp.where(same, decay[..., None, :], 0.0).sum(-1)  # of the document up to here, in the chunk
+    since = jnp.where(inherits, jnp.exp(total), 0.0)  # d
+    alike = product("nbhid,nbhjd->nbhij", key, key)[:, :, :, None]
+    attended = product("nbhid,nbhjd->nbhij", query, key)[:, :, :, None] * between
+    solve = unit_lower_inverse(jnp.where(below, beta[..., None] * alike * between, 0.0), precision)
+    after = between[..., -1, :]  # from each token to the chunk's last
+
+    def one(state, inputs):
+        query, key, value, beta, since, attended, solve, after = inputs
+        remembered = product("bhid,bhgdv->bhgiv", key, state) * since[..., None]
+        error = product("bhgij,bhgjv->bhgiv", solve, beta[..., None] * (value - remembered))
+        out = product("bhid,bhgdv->bhgiv", query, state) * since[..., None]
+        out = out + product("bhgij,bhgjv->bhgiv", attended, error)
+        written = product("bhid,bhgiv->bhgdv", key, error * after[..., None])
+        return state * since[..., -1, None, None] + written, out
+
+    state, out = jax.lax.scan(one, state, (query, key, value, beta, since, attended, solve, after))
+    out = jnp.moveaxis(out, (0, 1, 4, 2, 3), (1, 0, 2, 3, 4))
+    return state, out.reshape(*out.shape[:3], -1, out.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
+    """The inverse of 1 + lower, float32[..., n, n] with nothing on and above the diagonal; n a power of two.
+
+    From the inverses of blocks on the diagonal follow those of blocks twice as large: products of matrices, and as
+    stable as substitution (the series in powers of `lower`, of the same products, is not: its terms grow as binomials).
+    """
+    n = lower.shape[-1]
+    row, column = jnp.arange(n)[:, None], jnp.arange(n)
+    inverse, size = jnp.broadcast_to(jnp.eye(n, dtype=lower.dtype), lower.shape), 1
+    while size < n:
+        corners = (row // size == column // size + 1) & (row // size % 2 == 1)
+        corner = jnp.where(corners, lower, 0.0)
+        if size > 1:  # the blocks of size 1 are ones
+            corner = jnp.matmul(jnp.matmul(inverse, corner, precision=precision), inverse, precision=precision)
+        inverse, size = inverse - corner, 2 * size
+    return inverse
+
+
+def _inverse_fwd(lower, precision):
+    inverse = unit_lower_inverse(lower, precision)
+    return inverse, inverse
+
+
+def _inverse_bwd(precision, inverse, gradient):
+    turned = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.matmul(jnp.matmul(turned, gradient, precision=precision), turned, precision=precision),)
+
+
+unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)

@@ -1,0 +1,28 @@
+"""The short causal convolution of each channel along a row, begun anew with each document, in plain jnp.
+
+out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), where t - j is a token of t's document.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def forward(x, weight, layout):
+    """See api.short_convolution."""
+    length, taps = x.shape[1], weight.shape[1]
+    index = jnp.arange(length)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for back in range(min(taps, length)):
+        inside = index - back >= layout.doc_start
+        earlier = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :length].astype(jnp.float32)
+        total = total + jnp.where(inside[..., None], earlier, 0.0) * weight[:, taps - 1 - back].astype(jnp.float32)
+    return jnp.where((index < layout.doc_end)[..., None], jax.nn.silu(total), 0.0).astype(x.dtype)
+
+
+def step(x, weight, window):
+    """See api.short_convolution_step."""
+    seen = jnp.concatenate([window, x], axis=1)
+    total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
+    return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]

@@ -1,0 +1,55 @@
+"""The gated delta rule token by token in float32: the definition. And one token of it, for generation.
+
+Of every value head the state S [key_dim, value_dim] is 0 where a document begins. A token with the unit vectors q and k
+of its key head, its value v, its decay g <= 0 and its share beta does
+
+    S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   out = S^T q / sqrt(key_dim)
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+_EPS = 1e-6  # below the squared length of a vector that is made a unit vector
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """float32 x / |x| along the last axis."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)
+
+
+def forward(query, key, value, decay, beta, layout):
+    """See api.gated_delta_rule."""
+    rows, _, heads, _ = value.shape
+    begins = jnp.arange(value.shape[1]) == layout.doc_start
+    real = jnp.arange(value.shape[1]) < layout.doc_end
+    state = jnp.zeros((rows, heads, key.shape[-1], value.shape[-1]), jnp.float32)
+
+    def one(state, token):
+        *arrays, begins, real = token
+        state = jnp.where(begins[:, None, None, None], 0.0, state)
+        out, state = _token(*arrays, state)
+        return state, jnp.where(real[:, None, None], out, 0.0)
+
+    by_token = [jnp.moveaxis(array, 1, 0) for array in (query, key, value, decay, beta, begins, real)]
+    return jnp.moveaxis(jax.lax.scan(one, state, tuple(by_token))[1], 0, 1).astype(value.dtype)
+
+
+def step(query, key, value, decay, beta, state):
+    """See api.delta_rule_step."""
+    out, state = _token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], state)
+    return out[:, None].astype(value.dtype), state
+
+
+def _token(query, key, value, decay, beta, state):
+    """query, key [B, key_heads, K], value [B, heads, V], decay and beta [B, heads] -> float32 (out, the next state)."""
+    heads = value.shape[1]
+    query, key = (jnp.repeat(unit(x), heads // x.shape[1], axis=1)[..., None] for x in (query, key))
+    state = state * jnp.exp(decay.astype(jnp.float32))[..., None, None]
+    error = (value.astype(jnp.float32) - (state * key).sum(-2)) * beta.astype(jnp.float32)[..., None]
+    state = state + key * error[..., None, :]
+    return (state * query).sum(-2) / math.sqrt(key.shape[-2]), state
