@@ -100,6 +100,8 @@ class MoEConfig:
     interleaved: gate and up are the even and odd columns of gate_up_proj, not its halves.
     swiglu_limit: gpt-oss's activation, (up + 1) * gate * sigmoid(swiglu_alpha * gate), of gate cut off above the limit
       and up cut off above and below; None: activation(gate) * up.
+    shared_size: intermediate size of an MLP that every token takes beside its experts, times the sigmoid of a number of
+      its own (shared_expert, shared_expert_gate); None: there is none.
     router_aux_loss_coef, output_router_logits: as in Hugging Face's config: training adds that many times the
       load-balancing loss where the second is true.
     """
@@ -114,6 +116,7 @@ class MoEConfig:
     interleaved: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
+    shared_size: int | None = None
     router_aux_loss_coef: float = 0.001
     output_router_logits: bool = False
 
@@ -122,6 +125,8 @@ class MoEConfig:
             values.whole(key, getattr(self, key))
         if self.swiglu_limit is not None:
             values.positive("swiglu_limit", self.swiglu_limit)
+        if self.shared_size is not None:
+            values.whole("shared_expert_intermediate_size", self.shared_size)
         values.number("swiglu_alpha", self.swiglu_alpha)
         values.not_negative("router_aux_loss_coef", self.router_aux_loss_coef)
         if self.experts_per_token > self.num_experts:
@@ -139,6 +144,8 @@ class DecoderConfig:
     fused: q/k/v and gate/up are one matrix each, in the checkpoint and here (Phi-3), so adapters match PEFT's.
     attention_scale: factor on query . key.
     embedding_scale: factor on the embedding, cast to the compute dtype first (Gemma).
+    attention_gate: q_proj gives each head a gate beside its query, whose sigmoid multiplies the head's output
+      (Qwen3-Next).
     attention_sinks: one more logit a head, learned, in every softmax of attention (gpt-oss).
     moe: experts in place of the MLP, in every layer.
     """
@@ -168,6 +175,7 @@ class DecoderConfig:
     final_soft_cap: float | None = None
     embedding_scale: float = 1.0
     tie_embeddings: bool = False
+    attention_gate: bool = False
     attention_sinks: bool = False
     moe: MoEConfig | None = None
     initializer_range: float = 0.02
@@ -190,6 +198,8 @@ class DecoderConfig:
         ):
             if cap is not None:
                 values.positive(key, cap)
+        if self.fused and self.attention_gate:
+            raise ValueError("attention_gate: a fused qkv_proj has no gates")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"

@@ -17,7 +17,10 @@ from jaxtune.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from jaxtune.models.families.types import checked
@@ -35,6 +38,9 @@ FAMILIES: dict[str, ModuleType] = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "gpt_oss": gpt_oss,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
 }
 
 # Models with a vision tower, of which the text part is loaded: model_type -> that of the text part.

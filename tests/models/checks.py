@@ -21,7 +21,8 @@ PROMPT_TOKENS, NEW_TOKENS = 10, 12  # together past longrope's original context
 def tensors(model) -> dict[str, np.ndarray]:
     """{Hugging Face name: value} of a model."""
     norms = family(model.config.family).NORMS
-    return {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model))}
+    layers, flat = model.config.layers, nnx.to_flat_state(nnx.state(model))
+    return {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in flat}
 
 
 def shapes_of(hf: dict) -> dict[str, tuple[int, ...]]:
@@ -29,7 +30,8 @@ def shapes_of(hf: dict) -> dict[str, tuple[int, ...]]:
     config = config_from_hf(hf)
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     norms = family(config.family).NORMS
-    return {tensor_name(path, norms): v.get_value().shape for path, v in nnx.to_flat_state(nnx.state(model))}
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {tensor_name(path, norms, config.layers): v.get_value().shape for path, v in flat}
 
 
 def load(folder: Path, dtype="float32"):
@@ -46,7 +48,8 @@ def gradients(model, tokens) -> dict[str, np.ndarray]:
     """{Hugging Face name: gradient of mean_loss}."""
     grads = nnx.grad(mean_loss)(model, jnp.asarray(tokens))
     norms = family(model.config.family).NORMS
-    return {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
+    layers = model.config.layers
+    return {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
 
 
 def greedy(model, tokens, new_tokens: int) -> np.ndarray:

@@ -28,6 +28,18 @@ def _config(model_type: str, architecture: str, **features) -> dict:
     return {"architectures": [architecture], "model_type": model_type} | _SHAPE | features
 
 
+def _without(config: dict, key: str) -> dict:
+    return {name: value for name, value in config.items() if name != key}
+
+
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+
 CONFIGS = {
     "llama": _config(
         "llama",
@@ -227,6 +239,67 @@ CONFIGS = {
         swiglu_limit=0.7,
         swiglu_alpha=1.702,
         tie_word_embeddings=False,
+    ),
+    # Value heads that share key heads, and every kind of layer. The norm's eps keeps float32's errors small: a first
+    # token's output is as small as its query and key happen to be across each other.
+    "qwen3_next": _config(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        hidden_act="silu",
+        num_hidden_layers=2,
+        rms_norm_eps=0.1,
+        head_dim=32,
+        partial_rotary_factor=0.25,
+        rope_theta=10000.0,
+        attention_bias=True,
+        layer_types=["full_attention", "linear_attention"],
+        **_DELTA,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+    ),
+    "qwen3_5": _config(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        hidden_act="silu",
+        rms_norm_eps=0.1,
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1000000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+        },
+        attention_bias=False,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        **_DELTA,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe": _without(
+        _config(
+            "qwen3_5_moe_text",
+            "Qwen3_5MoeForCausalLM",
+            hidden_act="silu",
+            num_hidden_layers=2,
+            rms_norm_eps=0.1,
+            head_dim=32,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            attention_bias=True,
+            layer_types=["full_attention", "linear_attention"],
+            **_DELTA,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=40,
+            tie_word_embeddings=False,
+        ),
+        "intermediate_size",
     ),
 }
 

@@ -60,7 +60,7 @@ def test_loss_and_gradient_of_every_tensor(name, both):
         np.testing.assert_allclose(got[key], want[key], atol=1e-5, rtol=1e-3, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next"])
 def test_load_balancing_and_z_loss(name, both):
     """output_router_logits: loss and every gradient, with padding, which counts in neither; and the z-loss."""
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
@@ -91,8 +91,8 @@ def test_load_balancing_and_z_loss(name, both):
     (value, values), grads = nnx.value_and_grad(loss, has_aux=True)(ours)
     assert abs(float(value) - out.loss.item()) < 1e-5
     np.testing.assert_allclose(values, [out.aux_loss.item(), z_loss.item()], rtol=1e-5)
-    norms = family(ours.config.family).NORMS
-    got = {tensor_name(path, norms): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
+    norms, layers = family(ours.config.family).NORMS, ours.config.layers
+    got = {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
     assert set(got) == set(want)
     for key in want:
         np.testing.assert_allclose(got[key], want[key], atol=1e-5, rtol=1e-3, err_msg=key)

@@ -17,7 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
+from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig, PartConfig, RopeConfig
+from jaxtune.models.layers.delta_net import DeltaNetShape
+from jaxtune.models.layers.mlp import MLPShape
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
@@ -31,7 +33,7 @@ _UNSUPPORTED = (
     "add_cross_attention",
 )
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 GEMMA_NORMS = {
     "mixer_norm": "input_layernorm",
@@ -77,14 +79,14 @@ def activation(hf: Mapping[str, Any], key: str = "hidden_act") -> str:
     return ACTIVATIONS[name]
 
 
-def layer_kinds(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
-    """ "full_attention" or "sliding_attention" for each layer: layer_types, or `default` where the config has none."""
+def layer_kinds(hf: Mapping[str, Any], default: Sequence[str], known: Sequence[str] = (FULL, SLIDING)) -> list[str]:
+    """One of `known` for each layer: layer_types, or `default` where the config has none."""
     kinds = list(hf.get("layer_types") or default)
     count = require(hf, "num_hidden_layers")
     if len(kinds) != count:
         raise ValueError(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {count}")
-    for kind in set(kinds) - {FULL, SLIDING}:
-        raise ValueError(f"config.json: layer_types {kind!r} is not supported; supported: {FULL}, {SLIDING}")
+    for kind in set(kinds) - set(known):
+        raise ValueError(f"config.json: layer_types {kind!r} is not supported; supported: {', '.join(known)}")
     return kinds
 
 
@@ -288,6 +290,99 @@ def gemma_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "hidden_activation": _HF_ACTIVATIONS[config.activation],
         "attention_bias": config.qkv_bias,
     }
+
+
+DELTA_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_DELTA_KEYS = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "taps",
+}
+
+
+def delta_config(
+    hf: Mapping[str, Any], feed_forwards: Mapping[int, PartConfig] | None = None, together: bool = False, **features
+) -> DecoderConfig:
+    """decoder_config of Qwen3-Next and Qwen3.5, gated delta nets with gated attention in every fourth layer.
+
+    Args:
+      hf: with DELTA_DEFAULTS. feed_forwards: of the layers that have one of their own.
+      together: see DeltaNetShape.
+    """
+    count, every = require(hf, "num_hidden_layers"), hf["full_attention_interval"]
+    default = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
+    kinds = layer_kinds(hf, default, (FULL, LINEAR))
+    shape = DeltaNetShape(**{ours: hf[theirs] for theirs, ours in _DELTA_KEYS.items()}, together=together)
+    mixers = {FULL: None, LINEAR: shape}
+    layers = tuple(
+        LayerSpec(mixer=mixers[kind], feed_forward=(feed_forwards or {}).get(index)) for index, kind in enumerate(kinds)
+    )
+    if hf["hidden_act"] != "silu":
+        raise ValueError(f"config.json: hidden_act {hf['hidden_act']!r}: a gated delta net's convolution ends in silu")
+    bias = bool(hf.get("attention_bias", False))
+    given = dict(attention_gate=True, qk_norm="head", norm_offset=1.0, qkv_bias=bias, out_bias=bias)
+    return decoder_config(hf, layers=layers, **given, **features)
+
+
+def delta_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """What delta_config reads beside decoder_config's keys."""
+    shapes = {layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetShape)}
+    if len(shapes) > 1:
+        raise ValueError(f"layers have different gated delta nets {shapes}: Hugging Face configs hold one")
+    given = {theirs: getattr(shape, ours) for shape in shapes for theirs, ours in _DELTA_KEYS.items()}
+    return given | {
+        "attention_bias": config.qkv_bias,
+        "layer_types": [FULL if layer.mixer is None else LINEAR for layer in config.layers],
+        "partial_rotary_factor": config.rotary[0].partial_rotary_factor,
+    }
+
+
+def shared_experts(hf: Mapping[str, Any], renormalize: bool) -> MoEConfig:
+    """The experts of Qwen's families with a shared expert."""
+    return MoEConfig(
+        hf["num_experts"],
+        hf["num_experts_per_tok"],
+        hf["moe_intermediate_size"],
+        renormalize=renormalize,
+        shared_size=hf["shared_expert_intermediate_size"],
+        router_aux_loss_coef=hf["router_aux_loss_coef"],
+        output_router_logits=hf["output_router_logits"],
+    )
+
+
+def shared_experts_to_hf(moe: MoEConfig) -> dict[str, Any]:
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.expert_size,
+        "shared_expert_intermediate_size": moe.shared_size,
+        "router_aux_loss_coef": moe.router_aux_loss_coef,
+        "output_router_logits": moe.output_router_logits,
+    }
+
+
+def mlp_layers(hf: Mapping[str, Any]) -> dict[int, PartConfig]:
+    """The MLPs of a model with experts in only some layers, by layer: mlp_only_layers, decoder_sparse_step."""
+    listed, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    mlp = MLPShape(require(hf, "intermediate_size"))
+    count = require(hf, "num_hidden_layers")
+    return {index: mlp for index in range(count) if index in listed or (index + 1) % step}
+
+
+def mlp_layers_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    listed = [index for index, layer in enumerate(config.layers) if layer.feed_forward is not None]
+    return {"mlp_only_layers": listed, "decoder_sparse_step": 1}
 
 
 def tensor_name(path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = ()) -> str:

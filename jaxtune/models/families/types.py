@@ -26,6 +26,8 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
             "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "max_position_embeddings", "original_max_position_embeddings", "sliding_window_pattern",
             "no_rope_layer_interval", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+            "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+            "linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size",
         ),
         values.whole,
     ),

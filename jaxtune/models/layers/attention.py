@@ -37,7 +37,10 @@ class AttentionShape:
 
 
 class Attention(nnx.Module):
-    """q_proj, k_proj, v_proj (or one qkv_proj) and o_proj, with optional norms of queries and keys."""
+    """q_proj, k_proj, v_proj (or one qkv_proj) and o_proj, with optional norms of queries and keys.
+
+    With attention_gate, q_proj gives each head a gate after its query, whose sigmoid multiplies what the head gives.
+    """
 
     their_name = AttentionShape.their_name
     state_reads = ("key", "value")
@@ -53,7 +56,8 @@ class Attention(nnx.Module):
         if config.fused:
             self.qkv_proj = linear(keys[0], hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
         else:
-            self.q_proj = linear(keys[0], hidden, config.query_size, config.qkv_bias)
+            queries = config.query_size * (2 if config.attention_gate else 1)
+            self.q_proj = linear(keys[0], hidden, queries, config.qkv_bias)
             self.k_proj = linear(keys[1], hidden, config.kv_size, config.qkv_bias)
             self.v_proj = linear(keys[2], hidden, config.kv_size, config.qkv_bias)
         self.o_proj = linear(keys[3], config.query_size, hidden, config.out_bias)
@@ -66,6 +70,7 @@ class Attention(nnx.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         width = self.config.query_size
+        gates = (Residual("output_gate", axes=_HEADS),) if self.config.attention_gate else ()
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
             # Our attention is slower than a product, by this factor on an H200.
@@ -79,6 +84,7 @@ class Attention(nnx.Module):
                     Residual("query", axes=_HEADS),
                     Residual("key", axes=_KV_HEADS),
                     Residual("value", decided_with="key", axes=_KV_HEADS),
+                    *gates,
                 ),
                 Attention._project,
                 matrices=("qkv_proj",) if self.config.fused else ("q_proj", "k_proj", "v_proj"),
@@ -95,7 +101,13 @@ class Attention(nnx.Module):
                 attention_width=width,
                 multiplications=multiplications,
             ),
-            Segment("mix", ("attention_out",), (Residual(OUTPUT),), Attention._mix, matrices=("o_proj",)),
+            Segment(
+                "mix",
+                ("attention_out", *(gate.name for gate in gates)),
+                (Residual(OUTPUT),),
+                Attention._mix,
+                matrices=("o_proj",),
+            ),
         )
 
     def options(self, window: int | None) -> dict[str, Any]:
@@ -105,7 +117,8 @@ class Attention(nnx.Module):
         return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
 
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
-        """[B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated."""
+        """[B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated; and with
+        attention_gate, the gates [B, T, heads, D]."""
         config = self.config
         if config.fused:
             both = self.qkv_proj(x, key)
@@ -115,13 +128,18 @@ class Attention(nnx.Module):
             query, key_, value = apply_together(x, (self.q_proj, self.k_proj, self.v_proj), key)
         if config.qk_norm == "projection":
             query, key_ = self.q_norm(query), self.k_norm(key_)
+        gates = ()
+        if config.attention_gate:
+            query, *gates = jnp.split(query.reshape(*x.shape[:2], config.num_heads, -1), 2, axis=-1)
         query, key_, value = (a.reshape(*a.shape[:2], -1, config.head_dim) for a in (query, key_, value))
         if config.qk_norm == "head":
             query, key_ = self.q_norm(query), self.k_norm(key_)
-        return rotate(query, rotary), rotate(key_, rotary), value
+        return rotate(query, rotary), rotate(key_, rotary), value, *gates
 
-    def output(self, out: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """[B, T, heads, D] -> [B, T, hidden]."""
+    def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
+        """[B, T, heads, D], of a gate too -> [B, T, hidden]."""
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
     def _project(self, context: Context, x: jax.Array):
@@ -130,8 +148,8 @@ class Attention(nnx.Module):
     def _attend(self, context: Context, query: jax.Array, key: jax.Array, value: jax.Array):
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
-    def _mix(self, context: Context, out: jax.Array):
-        return (self.output(out, context.key),)
+    def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
+        return (self.output(out, *gates, key=context.key),)
 
     # ---- generation
 
@@ -141,11 +159,11 @@ class Attention(nnx.Module):
         return tuple(jnp.pad(values[name], room) for name in self.state_reads)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        query, key, value = self.project(x, context.rotary)
+        query, key, value, *gates = self.project(x, context.rotary)
         row = jnp.arange(len(at))
         keys, values = state[0].at[row, at].set(key[:, 0]), state[1].at[row, at].set(value[:, 0])
         out = decode_attention(query, keys, values, at + 1, **self.options(context.spec.window))
-        return self.output(out), (keys, values)
+        return self.output(out, *gates), (keys, values)
 
     # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
 

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
+from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Scratch, Segment, Sizes
+from jaxtune.models.linear import Linear
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias
@@ -31,6 +33,8 @@ from jaxtune.pallas.routing import (
     row_weights,
     token_bias,
 )
+
+_INNER = ("rows", "length", "inner")
 
 
 class ExpertLora(nnx.Module):
@@ -173,7 +177,9 @@ class ExpertsShape:
 
 
 class MoE(nnx.Module):
-    """Router and experts. x is [B, T, hidden] throughout; choice int32[B * T, k], as from `choose`.
+    """Router and experts, and where the config has one a shared expert.
+
+    x is [B, T, hidden] throughout; choice int32[B * T, k], as from `choose`.
 
     Norm and router run in each segment that needs them: they are cheap, and `choice` is what must be the same
     everywhere, so nothing chooses anew.
@@ -190,6 +196,12 @@ class MoE(nnx.Module):
         keys = jax.random.split(key)
         self.router = Router(config, self.moe, keys[0], dtype)
         self.experts = Experts(config, self.moe, keys[1], dtype)
+        if self.moe.shared_size is not None:
+            keys = jax.random.split(jax.random.fold_in(key, 0))
+            wide = dataclasses.replace(config, intermediate_size=self.moe.shared_size)
+            self.shared_expert = MLP(wide, keys[0], dtype)
+            std = config.initializer_range
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
@@ -237,6 +249,20 @@ class MoE(nnx.Module):
         met = self.moe.experts_per_token
         choice = Residual("choice", recomputable=False, small=True, axes=("tokens", None))
 
+        shared = ()
+        if self.moe.shared_size is not None:
+            # The shared expert's own segments, but that its end is that of all: what the block adds is one value.
+            shared = (
+                Segment(
+                    "expand_shared",
+                    (INPUT,),
+                    (Residual("shared_gate", axes=_INNER), Residual("shared_up", axes=_INNER)),
+                    lambda moe, context, x: moe.shared_expert.gate_up(x, context.key),
+                    matrices=("shared_expert.gate_proj", "shared_expert.up_proj"),
+                    separable=True,
+                ),
+            )
+
         def router_alone(tokens: int, length: int, backward: bool) -> float:
             return float(tokens * self.config.hidden_size)
 
@@ -259,15 +285,23 @@ class MoE(nnx.Module):
                 experts_per_token=met,
                 decodes_once=True,
             ),
+            *shared,
             Segment(
                 "contract",
-                ("gate_up", "choice", INPUT),
+                ("gate_up", "choice", INPUT, *(name for segment in shared for name in segment.outputs)),
                 (Residual(OUTPUT),),
-                lambda moe, context, gate_up, choice, x: (moe.down(gate_up, choice, x),),
-                matrices=("experts.down_proj",),
+                MoE._contract,
+                matrices=("experts.down_proj", *(("shared_expert.down_proj", "shared_expert_gate") if shared else ())),
                 experts_per_token=met,
             ),
         )
+
+    def _contract(self, context: Context, gate_up, choice, x, *shared):
+        out = self.down(gate_up, choice, x)
+        if shared:
+            gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
+            out = out + gate * self.shared_expert.down(*shared, context.key)
+        return (out,)
 
     def _route(self, context: Context, x: jax.Array):
         layout = context.layout
@@ -295,4 +329,5 @@ class MoE(nnx.Module):
         else:
             again = 2.05 * rows if "gate_up" in sizes.recomputed else gate_up + rows
             work = max(2 * gate_up + 1.25 * rows, again + 1.1 * decoded)
-        return Scratch(0.6 * sizes["layer_input"], work, covers_mixer=True)
+        shared = 2.0 * (sizes["shared_gate"] + sizes["shared_up"])
+        return Scratch(0.6 * sizes["layer_input"] + shared, work, covers_mixer=True)

@@ -92,12 +92,13 @@ class Segment:
       backward: its own derivative; None: jax.vjp of `run`.
       differentiable: whether anything has a gradient through it.
       aux: what it makes is no residual: it leaves the stack beside the output, summed over the layers, where asked for.
-      experts_per_token: experts of each matrix that a token is multiplied by; 0: the matrices have no experts.
+      experts_per_token: experts that a token is multiplied by, of each matrix that has experts.
       separable: its outputs can be computed each alone.
       tokenwise: it may run over tiles of tokens, together with its neighbours that may.
       decodes_once: where it runs again in the backward, what it decodes serves its gradients too.
       scoped: its kernels carry its name in profiles.
       attention_width: query heads times head dim, where it is an attention: it costs 4 FLOPs of these a visible key.
+      token_flops: of its forward for one token, beside its matrices and beside attention.
       multiplications: (tokens of a batch, tokens of a row, backward) -> how long it takes, in multiplications of large
         products; None: those of its matrices.
     """
@@ -116,6 +117,7 @@ class Segment:
     decodes_once: bool = False
     scoped: bool = True
     attention_width: int = 0
+    token_flops: float = 0.0
     multiplications: Callable[[int, int, bool], float] | None = None
 
     @property
@@ -230,7 +232,7 @@ def matrix_of(module: nnx.Module, name: str) -> Any:
 
 def numbers_met(segment: Segment, matrix: Any) -> int:
     """Numbers of a segment's matrix that one token is multiplied by."""
-    if not segment.experts_per_token:
+    if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token
 
@@ -239,4 +241,5 @@ def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: i
     """How long a segment takes for `tokens` tokens in rows of `length`, in multiplications of large products."""
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)
-    return float(tokens * sum(numbers_met(segment, matrix_of(module, name)) for name in segment.matrices))
+    met = sum(numbers_met(segment, matrix_of(module, name)) for name in segment.matrices)
+    return float(tokens * (met + segment.token_flops / 2))

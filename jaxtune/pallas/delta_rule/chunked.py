@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtune.pallas.delta_rule.reference import unit
 
 CHUNK = 64
-_GROUP_TOKENS = 4096  # of all rows, whose matrices [CHUNK, CHUNK] exist at a time
+GROUP_TOKENS = 4096  # of all rows, whose matrices [CHUNK, CHUNK] exist at a time
 
 
 def forward(query, key, value, decay, beta, layout):
@@ -53,7 +53,7 @@ def _run(query, key, value, decay, beta, doc_start):
     key_heads, key_dim = key.shape[2:]
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
     count = -(-length // chunk)  # of chunks
-    groups = -(-count // max(1, _GROUP_TOKENS // (chunk * rows)))
+    groups = -(-count // max(1, GROUP_TOKENS // (chunk * rows)))
     each = -(-count // groups)
     padded = groups * each * chunk
 

@@ -319,7 +319,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
     for name in segment.matrices:
         matrix = matrix_of(block, name)
         size, used, weight = math.prod(matrix.sizes), numbers_met(segment, matrix), matrix.stored_weight
-        if segment.experts_per_token:
+        if matrix.num_experts:
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # To and from the rows sorted by expert.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
@@ -327,6 +327,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         sums["weight_bytes"] += nbytes(weight)
         sums["decoded"] += size if _is_stored(weight) else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+    sums["flops"] += segment.token_flops
     if segment.attention_width:
         sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys
     else:

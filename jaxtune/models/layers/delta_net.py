@@ -1,0 +1,228 @@
+"""The gated delta net, a mixer: linear attention whose state begins anew with each document (Qwen3-Next, Qwen3.5).
+
+Projections in, a short convolution over queries, keys and values, the gated delta rule, a gated norm, projection out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models import values
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
+from jaxtune.models.linear import Linear, apply_together
+from jaxtune.models.norm import RMSNorm
+from jaxtune.pallas.attention import packed_layout
+from jaxtune.pallas.delta_rule import (
+    delta_rule_state,
+    delta_rule_step,
+    gated_delta_rule,
+    short_convolution,
+    short_convolution_step,
+)
+from jaxtune.pallas.delta_rule.chunked import CHUNK, GROUP_TOKENS
+
+_HEADS = ("rows", "length", "heads", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetShape:
+    """LayerSpec.mixer of a gated delta net.
+
+    heads: value heads, which key_heads divides; key_dim, value_dim: of a head. taps: of the convolution.
+    together: queries, keys, values and gates come from one matrix, key head by key head, and the rates from another
+    (Qwen3-Next), and not each kind from its own (Qwen3.5).
+    """
+
+    their_name: ClassVar[str] = "linear_attn"
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    together: bool = False
+
+    def __post_init__(self):
+        for key, value in (
+            ("linear_num_key_heads", self.key_heads),
+            ("linear_num_value_heads", self.heads),
+            ("linear_key_head_dim", self.key_dim),
+            ("linear_value_head_dim", self.value_dim),
+            ("linear_conv_kernel_dim", self.taps),
+        ):
+            values.whole(key, value)
+        if self.heads % self.key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.heads} is not a multiple of linear_num_key_heads {self.key_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.heads * self.value_dim
+
+    def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
+        return DeltaNet(self, config, key, dtype)
+
+
+class Convolution(nnx.Module):
+    """weight [channels, 1, taps], as in Hugging Face's conv1d."""
+
+    def __init__(self, channels: int, taps: int, std: float, key: jax.Array, dtype):
+        self.weight = nnx.Param((jax.random.normal(key, (channels, 1, taps), jnp.float32) * std).astype(dtype))
+
+
+class DeltaNet(nnx.Module):
+    """in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (or in_proj_qkvz and in_proj_ba), conv1d, norm and out_proj.
+
+    A head's decay is -exp(A_log) softplus(a + dt_bias), its beta sigmoid(b).
+    """
+
+    their_name = DeltaNetShape.their_name
+    state_reads = ("qkv", "rates")
+
+    def __init__(self, shape: DeltaNetShape, config: DecoderConfig, key: jax.Array, dtype):
+        self.shape = shape
+        keys = jax.random.split(key, 7)
+        hidden, std = config.hidden_size, config.initializer_range
+        mixed = 2 * shape.key_size + shape.value_size
+
+        def linear(k, in_size, out_size):
+            return Linear(in_size, out_size, bias=False, std=std, key=k, dtype=dtype)
+
+        if shape.together:
+            self.in_proj_qkvz = linear(keys[0], hidden, mixed + shape.value_size)
+            self.in_proj_ba = linear(keys[1], hidden, 2 * shape.heads)
+        else:
+            self.in_proj_qkv = linear(keys[0], hidden, mixed)
+            self.in_proj_z = linear(keys[1], hidden, shape.value_size)
+            self.in_proj_b = linear(keys[2], hidden, shape.heads)
+            self.in_proj_a = linear(keys[3], hidden, shape.heads)
+        self.conv1d = Convolution(mixed, shape.taps, std, keys[4], dtype)
+        speed = jax.random.uniform(keys[5], (shape.heads,), minval=0.01, maxval=16)
+        self.A_log = nnx.Param(jnp.log(speed).astype(dtype))
+        self.dt_bias = nnx.Param(jnp.ones((shape.heads,), dtype))
+        self.norm = RMSNorm(shape.value_dim, config.norm_eps, dtype=dtype)
+        self.out_proj = linear(keys[6], shape.value_size, hidden)
+
+    def segments(self) -> tuple[Segment, ...]:
+        shape = self.shape
+        # Of a token and head: the state read twice and written, two triangles of a chunk, of which halves count.
+        products = shape.heads * (3 * shape.key_dim * shape.value_dim + CHUNK * (shape.key_dim + shape.value_dim))
+        apart = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return (
+            Segment(
+                "project",
+                (INPUT,),
+                (
+                    Residual("qkv"),
+                    Residual("output_gate", axes=_HEADS),
+                    Residual("rates", decided_with="qkv"),
+                ),
+                DeltaNet._project,
+                matrices=("in_proj_qkvz", "in_proj_ba") if shape.together else apart,
+            ),
+            Segment(
+                "remember",
+                ("qkv", "rates"),
+                (Residual("remembered", axes=_HEADS),),
+                DeltaNet._remember,
+                token_flops=2.0 * products,
+            ),
+            Segment(
+                "mix",
+                ("remembered", "output_gate"),
+                (Residual(OUTPUT),),
+                lambda net, context, remembered, gate: (net.output(remembered, gate, context.key),),
+                matrices=("out_proj",),
+            ),
+        )
+
+    def _project(self, context: Context, x: jax.Array):
+        return self.project(x, context.key)
+
+    def project(self, x: jax.Array, key: jax.Array | None = None):
+        """[B, T, hidden] -> queries, keys and values side by side [B, T, mixed], gates [B, T, heads, value_dim], and
+        what the rates are made of, b and a side by side [B, T, 2 heads]."""
+        shape = self.shape
+        if not shape.together:
+            qkv, gate, b, a = apply_together(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
+            return qkv, gate.reshape(*x.shape[:2], -1, shape.value_dim), jnp.concatenate([b, a], -1)
+        both, rates = apply_together(x, (self.in_proj_qkvz, self.in_proj_ba), key)
+        both, rates = (array.reshape(*x.shape[:2], shape.key_heads, -1) for array in (both, rates))
+        shared = shape.value_size // shape.key_heads  # numbers of values beside a key head
+        parts = jnp.split(both, (shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + shared), axis=-1)
+        *qkv, gate = (part.reshape(*x.shape[:2], -1) for part in parts)
+        rates = (part.reshape(*x.shape[:2], -1) for part in jnp.split(rates, 2, axis=-1))
+        return (
+            jnp.concatenate(qkv, -1),
+            gate.reshape(*x.shape[:2], -1, shape.value_dim),
+            jnp.concatenate([*rates], -1),
+        )
+
+    def _remember(self, context: Context, qkv: jax.Array, rates: jax.Array):
+        return (gated_delta_rule(*self.tokens(qkv, rates, context.layout), context.layout),)
+
+    def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
+        """Query, key, value, decay and beta, as the rule takes them, of rows."""
+        return self._split(short_convolution(qkv, self._taps(), layout), rates)
+
+    def _taps(self) -> jax.Array:
+        return self.conv1d.weight[...][:, 0]
+
+    def _split(self, qkv: jax.Array, rates: jax.Array):
+        shape = self.shape
+        query, key, value = jnp.split(qkv, (shape.key_size, 2 * shape.key_size), axis=-1)
+        query, key = (x.reshape(*x.shape[:2], shape.key_heads, shape.key_dim) for x in (query, key))
+        b, a = jnp.split(rates.astype(jnp.float32), 2, axis=-1)
+        step = jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))
+        decay = -jnp.exp(self.A_log[...].astype(jnp.float32)) * step
+        return query, key, value.reshape(*value.shape[:2], -1, shape.value_dim), decay, jax.nn.sigmoid(b)
+
+    def output(self, remembered: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """[B, T, heads, value_dim], normed and gated -> [B, T, hidden]."""
+        out = self.norm(remembered).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
+
+    # ---- generation
+
+    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int):
+        """The last inputs of the convolution, and float32[B, heads, key_dim, value_dim]; of a row as long as it is."""
+        qkv, rates = values["qkv"], values["rates"]
+        _, *written = self.tokens(qkv, rates, packed_layout(qkv.shape[:2]))
+        at = lengths[:, None] + jnp.arange(1 - self.shape.taps, 0)
+        window = jnp.take_along_axis(qkv, jnp.maximum(at, 0)[..., None], axis=1)
+        return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(*written, lengths)
+
+    def step(self, x: jax.Array, state, at: jax.Array, context: Context):
+        window, state = state
+        qkv, gate, rates = self.project(x)
+        qkv, window = short_convolution_step(qkv, self._taps(), window)
+        out, state = delta_rule_step(*self._split(qkv, rates), state)
+        return self.output(out, gate), (window, state)
+
+    # ---- what the planner asks: counted from chunked.py; no GPU has measured it yet.
+
+    def waiting_bytes(self, sizes: Sizes) -> float:
+        return 0.7 * sizes["remembered"]
+
+    def backward_bytes(self, sizes: Sizes) -> float:
+        """Queries, keys and values after the convolution and their gradients, cut into groups and not; the groups'
+        first states; and of one group, in float32, matrices between tokens, states of chunks and what is beside."""
+        shape = self.shape
+        tokens = sizes["remembered"] / (shape.value_size * sizes.dtype.itemsize)
+        group = min(tokens, GROUP_TOKENS)
+        state = shape.heads * shape.key_dim * shape.value_dim * 4.0
+        states = state * (group / CHUNK + max(tokens / group, tokens / sizes.length))
+        wide = shape.heads * (8 * CHUNK + 6 * shape.value_dim) + 6 * shape.key_size
+        return 4 * sizes["qkv"] + 2 * sizes["remembered"] + states + 4.0 * group * wide + 2.2 * sizes["layer_input"]
