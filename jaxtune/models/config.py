@@ -233,13 +233,27 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Carried:
+    """What belongs to a model that is not its text part: it is left where it lies, and saved again as it is.
+
+    tensors: where they lie (shards.TensorEntry): a vision tower, layers that predict further tokens.
+    config: config.json of the whole as text, where the text part is nested in it; then the names of the text part's
+      tensors have the prefix of families with a vision tower, model.language_model.
+    """
+
+    tensors: tuple[Any, ...]
+    config: str | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """Where a model's weights came from; kept with the model so that it can be saved as it was found.
 
     path: folder, or folder of the local Hugging Face cache. config: config.json as text.
-    generation_config: generation_config.json as text, or None.
+    generation_config: generation_config.json as text, or None. carried: what else the folder holds, or None.
     """
 
     path: str
     config: str
     generation_config: str | None = None
+    carried: Carried | None = None

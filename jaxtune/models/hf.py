@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import expert_files, fp8_files, quant, shards
+from jaxtune.models import carried, expert_files, fp8_files, quant, shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
@@ -231,6 +231,7 @@ class Pretrained:
             tensor_name(variable_path, norms, config.layers): (variable_path, v) for variable_path, v in flat
         }
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
+        entries, self._carried = carried.divide(entries, config, hf, whole)
         if hf is not whole:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
@@ -262,7 +263,7 @@ class Pretrained:
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
             model = freeze(model)
-        model.source = Source(os.fspath(self._path), json.dumps(self._hf), self._generation_config)
+        model.source = Source(os.fspath(self._path), json.dumps(self._hf), self._generation_config, self._carried)
         model.base_fingerprint = fingerprint
         return model
 
@@ -270,7 +271,10 @@ class Pretrained:
 def from_pretrained(
     path: str | os.PathLike, dtype="bfloat16", load_in: str | None = None, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """Loads a causal language model in Hugging Face's format; of Gemma 3 with a vision tower, the text part.
+    """Loads a causal language model in Hugging Face's format; of one with a vision tower, the text part.
+
+    What else a checkpoint of Qwen3-Next or Qwen3.5 holds (its vision tower, layers that predict further tokens) is not
+    loaded; save_pretrained writes it again, as it lies in the folder then. Of Gemma 3 the text part alone is saved.
 
     Args:
       path: folder with config.json and safetensors, or a hub name (the local cache comes first).
@@ -340,7 +344,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
             layers = range(model.config.num_layers)
             quantization["llm_int8_skip_modules"] += [f"model.layers.{i}.{m}.gate" for m in modules for i in layers]
         hf["quantization_config"] = quantization
-    return hf
+    return carried.whole_config(hf, own, model.config, None if model.source is None else model.source.carried)
 
 
 def model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
@@ -423,7 +427,8 @@ def checkpoint_tensors(model: Decoder) -> Planned:
     """
     dtype = jnp.dtype(model.dtype)
     files = getattr(family(model.config.family), "EXPERT_FILES", None)
-    return {name: _planned(name, variable, dtype, files) for name, variable in model_tensors(model).items()}
+    planned = {name: _planned(name, variable, dtype, files) for name, variable in model_tensors(model).items()}
+    return carried.with_carried(planned, None if model.source is None else model.source.carried)
 
 
 def checkpoint_bytes(planned: Planned) -> int:

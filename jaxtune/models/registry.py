@@ -44,7 +44,11 @@ FAMILIES: dict[str, ModuleType] = {
 }
 
 # Models with a vision tower, of which the text part is loaded: model_type -> that of the text part.
-TEXT_PARTS = {"gemma3": "gemma3_text"}
+TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+# Families of whose checkpoints all is saved again, and how the names begin of tensors that no layer here has.
+_CARRIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_CARRIED = ("model.visual.", "visual.", "mtp.")
+_LANGUAGE = "model.language_model."
 
 
 def text_config(hf: dict) -> dict:
@@ -54,7 +58,10 @@ def text_config(hf: dict) -> dict:
     text = hf.get("text_config")
     if not isinstance(text, dict):
         raise ValueError(f"config.json of a {hf['model_type']!r} model lacks 'text_config', which holds its sizes")
-    outer = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    outer = (
+        "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
+        "tie_word_embeddings",
+    )  # fmt: skip
     return {key: hf[key] for key in outer if key in hf} | text | {"model_type": TEXT_PARTS[hf["model_type"]]}
 
 
@@ -63,7 +70,17 @@ def text_tensor_name(name: str) -> str | None:
     if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
-    return name.replace("model.language_model.", "model.").removeprefix("language_model.")
+    return name.replace(_LANGUAGE, "model.").removeprefix("language_model.")
+
+
+def is_carried(name: str, model_type: str) -> bool:
+    """Whether a tensor of a checkpoint is no layer's, but saved again with the model; model_type: of the text part."""
+    return model_type in _CARRIES and name.startswith(_CARRIED)
+
+
+def whole_tensor_name(name: str) -> str:
+    """The name that a tensor of the text model has in a checkpoint with more to it."""
+    return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 
 def family(model_type: str | None) -> ModuleType:

@@ -44,8 +44,17 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
+_SHARED = [*_ATTENTION, "out_proj", "shared_expert.up_proj", "shared_expert_gate"]
+_BESIDE_ROUTER = {
+    "qwen3_next": [*_SHARED, "in_proj_qkvz", "in_proj_ba"],
+    "qwen3_5_moe": [*_SHARED, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"],
+}
+
+
 def _linears(name):
     """For PEFT "all-linear" includes the router, which has no adapter here."""
+    if name in _BESIDE_ROUTER:
+        return _BESIDE_ROUTER[name]
     return _ATTENTION if {"num_experts", "num_local_experts"} & set(CONFIGS[name]) else "all-linear"
 
 
@@ -53,7 +62,7 @@ LIVE_CASES = (
     GOLDEN_CASES
     | {
         f"{name}_experts": (name, dict(r=4, lora_alpha=8, target_modules=_ATTENTION, target_parameters=_EXPERTS))
-        for name in ("mixtral", "qwen3_moe", "gpt_oss")
+        for name in ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")
     }
     | {f"{name}_lora": (name, dict(r=4, lora_alpha=8, target_modules=_linears(name))) for name in CONFIGS}
     | {f"{name}_dora": (name, dict(r=4, target_modules="all-linear", use_dora=True)) for name in ("phi3", "gemma2")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ import jaxtune
 from jaxtune.models import hf, shards
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.quant import quantize
 
 TIED, UNTIED = CONFIGS["llama"], CONFIGS["mistral"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -189,6 +191,75 @@ def test_text_part_of_a_multimodal_model(spelling, tmp_path):
     assert (saved["model_type"], saved["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
     assert saved["eos_token_id"] == [1, 106]
     from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
+    """A vision tower and layers that predict further tokens, in their own dtypes; the config they belong to; also of a
+    merged model, of one in four bits, and of one whose config has changed."""
+    text = CONFIGS[name]
+    write_checkpoint(tmp_path / "whole", text, shapes_of(text))
+    rng = np.random.default_rng(0)
+    beside = {"mtp.layers.0.mlp.gate.weight": rng.normal(size=(4, 6)).astype(np.float16)}
+    outer = text
+    if name == "qwen3_5":
+        beside["model.visual.patch_embed.proj.bias"] = rng.normal(size=5).astype(ml_dtypes.bfloat16)
+        inner = {key: value for key, value in text.items() if key not in ("architectures", "eos_token_id")}
+        outer = {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": inner,
+            "vision_config": {"depth": 2},
+            "image_token_id": 99,
+            "eos_token_id": [1, 2],
+            "dtype": "float32",
+            "tie_word_embeddings": text["tie_word_embeddings"],
+        }
+
+    def change(content):
+        if name == "qwen3_5":
+            for key in [key for key in content if key.startswith("model.")]:
+                content[key.replace("model.", "model.language_model.", 1)] = content.pop(key)
+        content |= beside
+
+    rewrite(tmp_path / "whole", change)
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(outer))
+    model, _ = from_pretrained(tmp_path / "whole", dtype="float32")
+
+    def saved(model, out, shard_bytes=100_000):
+        save_pretrained(model, tmp_path / out, max_shard_bytes=shard_bytes)
+        content = {}
+        for file in (tmp_path / out).glob("*.safetensors"):
+            content |= safetensors.numpy.load_file(file)
+        return content, json.loads((tmp_path / out / "config.json").read_text())
+
+    content, config = saved(model, "out")
+    wanted = safetensors.numpy.load_file(tmp_path / "whole" / "model.safetensors")
+    names = [{key for key in tensors if ".experts." not in key} for tensors in (content, wanted)]
+    assert names[0] == names[1] and config == outer
+    for key in names[0]:
+        value = wanted[key]
+        assert value.dtype == content[key].dtype
+        np.testing.assert_array_equal(value, content[key])
+
+    adapted = get_peft_model(model, r=2)
+    merged, _ = saved(jaxtune.merge_adapter(adapted), "merged")
+    packed, config = saved(quantize(model, "nf4"), "packed")
+    for key, value in beside.items():
+        np.testing.assert_array_equal(value, merged[key])
+        np.testing.assert_array_equal(value, packed[key])
+    again, _ = from_pretrained(tmp_path / "packed", dtype="float32")
+    assert again.config == model.config and again.source.carried.tensors
+    if name == "qwen3_5":
+        assert "model.visual" in config["quantization_config"]["llm_int8_skip_modules"]
+    model.config = dataclasses.replace(model.config, max_position_embeddings=32)
+    _, config = saved(model, "changed")
+    assert config.get("text_config", config)["max_position_embeddings"] == 32
+    assert from_pretrained(tmp_path / "changed", dtype="float32")[0].config == model.config
+    (tmp_path / "whole" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"is saved as it lies in .*model.safetensors.*; put the folder back"):
+        save_pretrained(model, tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
 
 
 # ---- weights that do not fit

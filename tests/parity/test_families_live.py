@@ -248,6 +248,40 @@ def test_text_part_of_gemma3_with_vision(tmp_path):
     np.testing.assert_allclose(reference.logits(again, tokens), reference.logits(theirs, tokens), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_whole_qwen3_5_goes_through_our_hands(name, tmp_path):
+    """What the hub holds: a model with a vision tower. Our text model gives its logits for text, and the folder that
+    we save has all of it again."""
+    text = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "torch_dtype")}
+    kinds = {"qwen3_5": transformers.Qwen3_5Config, "qwen3_5_moe": transformers.Qwen3_5MoeConfig}
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
+    config = kinds[name](
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=text["tie_word_embeddings"],
+        image_token_id=125,
+        video_token_id=126,
+        vision_start_token_id=123,
+        vision_end_token_id=124,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    theirs.save_pretrained(tmp_path / "whole")
+    ours = checks.load(tmp_path / "whole")
+    tokens = np.minimum(golden_tokens(), 120)
+    np.testing.assert_allclose(ours(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=1e-4, rtol=0)
+    save_pretrained(ours, tmp_path / "again")
+    again, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "again", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for (key, value), (other, want) in zip(again.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert key == other
+        np.testing.assert_array_equal(value.numpy(), want.numpy(), err_msg=key)
+
+
 def test_real_model(test_data):
     """stories260K: logits, loss and greedy text."""
     folder = test_data / "models" / "stories260K"
