@@ -199,10 +199,11 @@ class DeltaNet(nnx.Module):
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int):
         """The last inputs of the convolution, and float32[B, heads, key_dim, value_dim]; of a row as long as it is."""
         qkv, rates = values["qkv"], values["rates"]
-        _, *written = self.tokens(qkv, rates, packed_layout(qkv.shape[:2]))
+        rows, length = rates.shape[:2]
+        _, key, value, decay, beta = self.tokens(qkv, rates, packed_layout((rows, length)))
         at = lengths[:, None] + jnp.arange(1 - self.shape.taps, 0)
         window = jnp.take_along_axis(qkv, jnp.maximum(at, 0)[..., None], axis=1)
-        return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(*written, lengths)
+        return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         window, state = state

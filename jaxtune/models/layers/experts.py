@@ -296,11 +296,11 @@ class MoE(nnx.Module):
             ),
         )
 
-    def _contract(self, context: Context, gate_up, choice, x, *shared):
+    def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
         out = self.down(gate_up, choice, x)
-        if shared:
+        if shared_gate is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
-            out = out + gate * self.shared_expert.down(*shared, context.key)
+            out = out + gate * self.shared_expert.down(shared_gate, shared_up, context.key)
         return (out,)
 
     def _route(self, context: Context, x: jax.Array):

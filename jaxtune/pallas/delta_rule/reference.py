@@ -30,9 +30,9 @@ def forward(query, key, value, decay, beta, layout):
     state = jnp.zeros((rows, heads, key.shape[-1], value.shape[-1]), jnp.float32)
 
     def one(state, token):
-        *arrays, begins, real = token
+        query, key, value, decay, beta, begins, real = token
         state = jnp.where(begins[:, None, None, None], 0.0, state)
-        out, state = _token(*arrays, state)
+        out, state = _token(query, key, value, decay, beta, state)
         return state, jnp.where(real[:, None, None], out, 0.0)
 
     by_token = [jnp.moveaxis(array, 1, 0) for array in (query, key, value, decay, beta, begins, real)]
