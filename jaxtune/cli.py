@@ -181,9 +181,7 @@ def generate(arguments: Sequence[str]) -> None:
     parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
     parser.add_argument("--raw", action="store_true", help="give the prompt as it is, not as a user's chat message")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
+    _add_sampling(parser, temperature=0.0)
     options = parser.parse_args(arguments)
 
     import jaxtune
@@ -206,12 +204,75 @@ def generate(arguments: Sequence[str]) -> None:
             for chat in chats
         ]
     answers = jaxtune.generate(
-        model, prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed
+        model, prompts, max_new_tokens=options.max_new_tokens, tokenizer=tokenizer, **_sampling(options)
     )
     for prompt, answer in zip(options.prompt, answers, strict=True):
         if len(options.prompt) > 1:
             say(f"--- {prompt}")
         say(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def _add_sampling(parser: argparse.ArgumentParser, temperature: float) -> None:
+    """The options that are settings of jaxtune.generate, and the dtype."""
+    parser.add_argument(
+        "--temperature", type=float, default=temperature, help=f"0 takes the likeliest token (default: {temperature:g})"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="only so many likeliest tokens; 0 (the default): all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest with this probability together")
+    parser.add_argument("--min-p", type=float, default=0.0, help="only those with this part of the likeliest one's")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: less of what was said")
+    parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return {name: getattr(options, name) for name in names} | {"stop_strings": options.stop}
+
+
+def chat(arguments: Sequence[str]) -> None:
+    """Talk to a model or an adapter in the terminal."""
+    parser = _parser("chat", chat.__doc__)
+    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--no-adapter", action="store_true", help="begin with the adapter off")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    _add_sampling(parser, temperature=0.7)
+    options = parser.parse_args(arguments)
+
+    from jaxtune.models.chat import Conversation
+
+    model, tokenizer = _load(options.model, options.dtype)
+    settings = {"max_new_tokens": options.max_new_tokens, **_sampling(options)}
+    conversation = Conversation(model, tokenizer, options.system, **settings)
+    if options.no_adapter:
+        conversation.adapter = False
+    prompt = "> " if sys.stdin.isatty() else ""
+    switch = ", /adapter turns the adapter off and on" if conversation.has_adapter else ""
+    say(f"/reset begins anew{switch}, /exit or the end of the input leaves", file=sys.stderr)
+    while True:
+        try:
+            text = input(prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+        elif text == "/adapter" and conversation.has_adapter:
+            conversation.adapter = not conversation.adapter
+            say(f"the adapter is {'on' if conversation.adapter else 'off'}", file=sys.stderr)
+        elif text.startswith("/"):
+            say(f"{text}: unknown; there are /reset{', /adapter' if switch else ''}, /exit", file=sys.stderr)
+        elif text:
+            try:
+                conversation.ask(text, functools.partial(say, end="", flush=True))
+            except KeyboardInterrupt:  # ends the answer, not the conversation
+                say(" ...", end="")
+            except ValueError as error:  # too long, mostly
+                say(error, file=sys.stderr)
+            say()
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -471,6 +532,7 @@ def _load(name: str, dtype: str):
 _COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "generate": generate,
+    "chat": chat,
     "evaluate": evaluate,
     "export": export,
     "profile": profile,

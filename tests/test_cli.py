@@ -58,7 +58,7 @@ def test_the_exit_code_of_a_run_is_the_command_s(recipe, runs, monkeypatch):
     ("arguments", "message"),
     [
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["zzz"], "unknown command 'zzz'; commands: train, generate, evaluate, export, profile, info"),
+        (["zzz"], "unknown command 'zzz'; commands: train, generate, chat, evaluate, export, profile, info"),
         (["train"], "the first argument is a recipe: a YAML file or one of "),
         (["train", "steps=3"], "the first argument is a recipe"),
         (["train", "lora-8"], "no packaged recipe 'lora-8' (nearest: lora-8b)"),
@@ -331,6 +331,52 @@ def test_generate_takes_the_template_beside_the_adapter(tmp_path, capsys):
     assert output(base)[0] == words[1]
     assert "base has no chat template: the prompt is given as it stands" in output(base)[1]
     assert output(base, "--raw")[1] == ""
+
+
+def test_chat_keeps_what_was_said_and_turns_the_adapter_off(tmp_path, capsys, monkeypatch):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    template = "{% for m in messages %}{{ 'w7' if m['role'] == 'user' else 'w9' }} {{ m['content'] }} {% endfor %}w8"
+    jaxtune.save_pretrained(tiny_model(), base, tokenizer=word_tokenizer(None))
+    model = jaxtune.get_peft_model(jaxtune.from_pretrained(base, dtype="float32")[0], r=2)
+    for _, linear in linears(model):
+        linear.lora.b.set_value(linear.lora.b.get_value() + 0.3)
+    jaxtune.save_adapter(model, adapter, word_tokenizer(template))
+
+    def answer(prompt: list[int], adapted: bool = True) -> tuple[list[int], str]:
+        new = jaxtune.generate(model if adapted else jaxtune.without_adapter(model), [prompt], 5)[0]
+        return [i for i in new if i != 0], " ".join(f"w{i}" for i in new if i != 0)
+
+    first, first_text = answer([9, 3, 7, 1, 2, 8])
+    second = answer([9, 3, 7, 1, 2, 9, *first, 7, 4, 8])[1]
+    off = answer([9, 3, 7, 1, 2, 8], adapted=False)[1]
+    assert len({first_text, second, off}) == 3
+    lines = iter(["w1 w2", "w4", "/reset", "/adapter", "w1 w2", "/what", "w1 " * 200, "/exit", "w5"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    arguments = ["--system", "w3", "--max-new-tokens", "5", "--temperature", "0", "--dtype", "float32"]
+    assert cli.main(["chat", str(adapter), *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{first_text}\n{second}\n{off}\n\n"
+    assert "the adapter is off" in err and "/what: unknown; there are /reset, /adapter, /exit" in err
+    assert "the model has 64" in err  # positions, and the conversation goes on
+    assert next(lines) == "w5"
+
+
+def test_chat_needs_a_template(tmp_path, capsys):
+    jaxtune.save_pretrained(tiny_model(), tmp_path / "model", tokenizer=word_tokenizer(None))
+    assert cli.main(["chat", str(tmp_path / "model")]) == 2
+    assert "chat: the model has no chat template" in capsys.readouterr().err
+
+
+def test_generate_takes_settings_of_sampling(tmp_path, capsys):
+    model = tiny_model()
+    jaxtune.save_pretrained(model, tmp_path / "model", tokenizer=word_tokenizer(None))
+    settings = dict(temperature=1.2, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, seed=5)
+    [answer] = jaxtune.generate(model, [[1, 2]], 16, **settings)
+    flags = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    arguments = ["generate", str(tmp_path / "model"), "--prompt", "w1 w2", "--max-new-tokens", "16", *flags]
+    arguments += ["--dtype", "float32", "--stop", f"w{answer[4]}"]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == " ".join(f"w{i}" for i in answer[:5] if i != 0) + "\n"
 
 
 def test_generate_needs_a_tokenizer(tmp_path, capsys):

@@ -1,14 +1,16 @@
-"""Generation with a key/value cache: ragged prompts in one batch, one compiled program a bucket of shapes.
+"""Generation with a key/value cache: ragged prompts in one batch, two compiled programs a bucket of shapes.
 
-A program is a prefill, which is the training forward with keys and values kept, and a while loop of single tokens
-that ends when every row has ended. Rows are padded on the right: each writes its next token at its own length.
+One is the prefill, the training forward with what its mixers keep; the other a loop of single tokens, which ends when
+every row has ended or the host wants to look. Rows are padded on the right: each writes its next token at its own
+length.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,24 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.rope import rotary_tables
+from jaxtune.models.sampling import Kind, Numbers, Sampling, filtered, penalised
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout
 
 _SMALLEST_LENGTH = 16  # of a bucket of prompts or of new tokens
+_STEPS_BETWEEN_LOOKS = 16  # tokens between looks for stop strings; what a row has past one is dropped
+
+
+@overload
+def generate(
+    model: Decoder, prompts: Sequence[Sequence[int]], *args: Any, output_logprobs: Literal[False] = ..., **options: Any
+) -> list[list[int]]: ...
+
+
+@overload
+def generate(
+    model: Decoder, prompts: Sequence[Sequence[int]], *args: Any, output_logprobs: Literal[True], **options: Any
+) -> tuple[list[list[int]], list[list[float]]]: ...
 
 
 def generate(
@@ -30,40 +46,52 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 64,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     *,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop_strings: str | Sequence[str] = (),
+    tokenizer: Any = None,
+    streamer: Callable[[int, list[int]], None] | None = None,
     eos_token_ids: int | Sequence[int] | None = None,
-) -> list[list[int]]:
+    output_logprobs: bool = False,
+) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
     """Continues each prompt.
 
-    Batch, longest prompt and max_new_tokens are padded to powers of two, and a program is compiled for each such
+    Batch, longest prompt and max_new_tokens are padded to powers of two, and the programs are compiled for each such
     triple once. A row of a longrope model that passes its original context takes the long factors from that token on,
-    and the cache is built anew, as transformers does for a row alone; that compiles a program for the longer prompts.
+    and the cache is built anew, as transformers does for a row alone; that compiles programs for the longer prompts.
 
     Args:
       prompts: token ids, of any lengths.
       max_new_tokens: at most so many new tokens a row.
-      temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
-      seed: of sampling. What a row draws depends on seed, its index and its step only.
-      top_k, top_p, min_p: which tokens sampling may take, all of them by default: the k likeliest (0: all); of these
-        the likeliest until their probabilities reach top_p; of these, those with at least min_p times the largest
-        probability. In this order, each over what the one before left, as in transformers.
+      temperature, top_k, top_p, min_p, repetition_penalty: see sampling.Sampling; temperature 0 takes the likeliest
+        token.
+      seed: of sampling. What a row draws depends on seed, its index and its step only. A sequence has a seed for each
+        prompt, which then draws as it does alone with that seed, whatever else is in the batch.
+      stop_strings: a row ends with the token that completes one of them in its new text. Needs `tokenizer`.
+      streamer: called with a row's index and its new tokens as soon as they are there, a token at a time.
       eos_token_ids: tokens that end a row. None: those of the model's generation_config.json or config.json, if it
         was loaded; an empty sequence: no token does.
+      output_logprobs: also return the logarithm of each new token's probability under the model itself: softmax of
+        its logits, without temperature, penalty or filters.
     Returns:
-      for each prompt its new tokens, up to and with the one that ended it.
+      for each prompt its new tokens, up to and with the one that ended it; with output_logprobs (those, logarithms).
     Raises:
-      ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions.
+      ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions; a
+        setting out of its range; stop_strings without a tokenizer.
     """
     config = model.config
-    rows = _checked(prompts, max_new_tokens, temperature, config.vocab_size, config.max_position_embeddings)
-    _check_sampling(temperature, top_k, top_p, min_p)
-    limited = (top_k, top_p, min_p) != (0, 1.0, 0.0)
-    limits = (np.int32(top_k or config.vocab_size), np.float32(top_p), np.float32(min_p))
-    ends = np.atleast_1d(np.asarray(end_token_ids(model) if eos_token_ids is None else eos_token_ids, np.int32))
+    rows = _checked(prompts, max_new_tokens, config.vocab_size, config.max_position_embeddings)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    if stops and (tokenizer is None or not all(stops)):
+        raise ValueError(
+            f"generate: stop_strings = {stops!r}: "
+            + ("give the tokenizer that turns tokens into text" if tokenizer is None else "one of them is empty")
+        )
     count, longest = len(rows), max(map(len, rows))
     batch, new_bucket = _bucket(count, 1), _bucket(max_new_tokens, _SMALLEST_LENGTH)
     lengths = np.ones(batch, np.int32)
@@ -72,6 +100,7 @@ def generate(
     tokens = np.zeros((batch, _bucket(longest, _SMALLEST_LENGTH)), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
+    logprobs = np.zeros(tokens.shape, np.float32)
     ended = np.arange(batch) >= count  # rows that only fill the bucket
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     switch = min(
@@ -82,32 +111,79 @@ def generate(
         ),
         default=np.iinfo(np.int32).max,
     )
-    key = jax.random.key(seed)
+    ends = np.atleast_1d(np.asarray(end_token_ids(model) if eos_token_ids is None else eos_token_ids, np.int32))
+    request = _Request(
+        start, np.int32(max_new_tokens), np.int32(switch), ends, _row_keys(seed, count, batch),
+        sampling.numbers(config.vocab_size),
+    )  # fmt: skip
+    steps = np.int32(1 if streamer is not None else _STEPS_BETWEEN_LOOKS if stops else max_new_tokens)
+    shown = start.copy()
     while True:
         # Until a row passes the switch of longrope; then on, with a prefill of everything.
-        tokens, lengths, ended = jax.device_get(
-            _program(
-                graph, new_bucket, temperature > 0, limited, trainable, frozen, tokens, lengths, start, ended,
-                np.int32(max_new_tokens), np.int32(switch), ends, key, np.float32(temperature or 1.0), limits,
+        begun_short = lengths <= switch
+        carry = _prefill(graph, new_bucket, sampling.kind, trainable, frozen, tokens, logprobs, lengths, ended, request)
+        while True:
+            tokens, logprobs, lengths, ended = map(np.array, jax.device_get(carry[:4]))
+            _stop(stops, tokenizer, tokens, start, shown, lengths, ended)
+            for row in np.flatnonzero(lengths > shown):
+                if streamer is not None:
+                    streamer(int(row), tokens[row, shown[row] : lengths[row]].tolist())
+            shown = lengths.copy()
+            if ended.all():
+                answers = [tokens[i, start[i] : lengths[i]].tolist() for i in range(count)]
+                if not output_logprobs:
+                    return answers
+                return answers, [logprobs[i, start[i] : lengths[i]].tolist() for i in range(count)]
+            if (~ended & begun_short & (lengths > switch)).any():
+                break
+            carry = _decode(
+                graph, sampling.kind, trainable, frozen, carry._replace(lengths=lengths, ended=ended), request, steps
             )
-        )  # fmt: skip
-        if ended.all():
-            return [tokens[i, start[i] : lengths[i]].tolist() for i in range(count)]
         width = _bucket(int(lengths.max()), _SMALLEST_LENGTH)
-        tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width]
+        tokens, logprobs = (
+            np.pad(part, ((0, 0), (0, max(0, width - part.shape[1]))))[:, :width] for part in (tokens, logprobs)
+        )
+
+
+def _row_keys(seed: int | Sequence[int], count: int, batch: int) -> jax.Array:
+    """A key for each row: of the one seed and its index, or of its own seed, as if it were alone."""
+    if isinstance(seed, int | np.integer):
+        return jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
+    seeds = np.asarray(seed)
+    if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
+        raise ValueError(f"generate: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
+    seeds = np.concatenate([seeds, np.zeros(batch - count, seeds.dtype)])
+    return jax.vmap(lambda own: jax.random.fold_in(jax.random.key(own), 0))(jnp.asarray(seeds))
+
+
+def _stop(stops: Sequence[str], tokenizer: Any, tokens, start, shown, lengths, ended) -> None:
+    """Ends rows at the token that completes a stop string; lengths and ended are changed.
+
+    A stop string can begin in tokens that were looked at before, but not end there.
+    """
+    for row in np.flatnonzero(lengths > shown) if stops else ():
+        new = tokens[row, start[row] : lengths[row]]
+        if not _holds(tokenizer.decode(new), stops):
+            continue
+        for length in range(shown[row] - start[row] + 1, len(new) + 1):
+            if _holds(tokenizer.decode(new[:length]), stops):
+                lengths[row], ended[row] = start[row] + length, True
+                break
+
+
+def _holds(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops)
 
 
 def _bucket(size: int, smallest: int) -> int:
     return max(smallest, 1 << (size - 1).bit_length())
 
 
-def _checked(prompts, max_new_tokens, temperature, vocab_size, max_positions) -> list[np.ndarray]:
+def _checked(prompts, max_new_tokens, vocab_size, max_positions) -> list[np.ndarray]:
     if len(prompts) == 0:
         raise ValueError("generate: prompts is empty; give at least one list of token ids")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens = {max_new_tokens!r}: must be a positive integer")
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"generate: temperature = {temperature}: must be 0 (greedy) or more")
     rows = []
     for index, prompt in enumerate(prompts):
         row = np.asarray(prompt)
@@ -139,109 +215,115 @@ def end_token_ids(model: Decoder) -> list[int]:
     return []
 
 
-def _check_sampling(temperature, top_k, top_p, min_p) -> None:
-    for name, value, good, what in (
-        ("top_k", top_k, isinstance(top_k, int) and top_k >= 0, "a whole number, 0 for all tokens"),
-        ("top_p", top_p, 0.0 < top_p <= 1.0, "above 0 and at most 1"),
-        ("min_p", min_p, 0.0 <= min_p <= 1.0, "from 0 to 1"),
-    ):
-        if not good:
-            raise ValueError(f"generate: {name} = {value!r}: must be {what}")
-    if temperature == 0 and (top_k, top_p, min_p) != (0, 1.0, 0.0):
-        raise ValueError(
-            f"generate: top_k = {top_k}, top_p = {top_p}, min_p = {min_p} have no effect with temperature = 0, which "
-            "takes the likeliest token: set a temperature, or drop them"
-        )
+class _Request(NamedTuple):
+    """What does not change while tokens are generated."""
+
+    start: Any  # int32[B], tokens of the prompt
+    max_new: Any  # int32[]
+    switch: Any  # int32[], the length that a row of longrope must not pass
+    ends: Any  # int32[n]
+    keys: Any  # key[B]
+    numbers: Numbers
 
 
-def _limited(logits: jax.Array, top_k, top_p, min_p) -> jax.Array:
-    """logits [B, V], with -inf where a token may not be taken; see generate. The likeliest token always stays."""
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ordered = jnp.take_along_axis(logits, order, axis=-1)
-    ordered = jnp.where(jnp.arange(logits.shape[-1]) < top_k, ordered, -jnp.inf)
-    shares = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(shares, axis=-1) - shares
-    ordered = jnp.where(before < top_p, ordered, -jnp.inf)
-    shares = jax.nn.softmax(ordered, axis=-1)
-    ordered = jnp.where(shares >= min_p * shares[:, :1], ordered, -jnp.inf)
-    return jnp.take_along_axis(ordered, jnp.argsort(order, axis=-1), axis=-1)
+class _Carry(NamedTuple):
+    """What a step hands to the next."""
+
+    tokens: Any  # int32[B, P + new]
+    logprobs: Any  # float32[B, P + new]
+    lengths: Any  # int32[B], tokens there are
+    ended: Any  # bool[B]
+    begun_short: Any  # bool[B]: it had at most `switch` tokens at the prefill
+    seen: Any  # bool[B, V], tokens that the row has; None where nothing is penalised
+    states: Any  # of the mixers
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _program(
-    graph, new_bucket: int, sample: bool, limited: bool, trainable, frozen, tokens, lengths, start, ended,
-    max_new, switch, ends, key, temperature, limits,
-):  # fmt: skip
-    """Generates until every row has ended, or one that had at most `switch` tokens has more.
+def _append(model: Decoder, kind: Kind, request: _Request, carry: _Carry, hidden) -> _Carry:
+    """The carry with the next token of each row, chosen from the hidden state [B, 1, hidden] of its last one."""
+    logits = model.logits(model.norm(hidden))[:, 0].astype(jnp.float32)
+    numbers, row = request.numbers, jnp.arange(len(carry.lengths))
+    scores = penalised(logits, carry.seen, numbers.repetition_penalty) if kind.penalises else logits
+    if kind.draws:
+        scores = scores / numbers.temperature
+        scores = filtered(scores, numbers) if kind.filters else scores
+        keys = jax.vmap(jax.random.fold_in)(request.keys, carry.lengths - request.start)
+        token = jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
+    else:
+        token = scores.argmax(-1).astype(jnp.int32)
+    logprob = logits[row, token] - jax.nn.logsumexp(logits, axis=-1)
+    active = ~carry.ended
+    # Ended rows write nothing: their index is out of bounds.
+    at = jnp.where(active, carry.lengths, carry.tokens.shape[1])
+    lengths = carry.lengths + active
+    ends = (token[:, None] == request.ends).any(-1) | (lengths - request.start >= request.max_new)
+    return carry._replace(
+        tokens=carry.tokens.at[row, at].set(token, mode="drop"),
+        logprobs=carry.logprobs.at[row, at].set(logprob, mode="drop"),
+        lengths=lengths,
+        ended=carry.ended | (active & ends),
+        seen=carry.seen.at[row, token].set(True) if kind.penalises else None,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefill(
+    graph, new_bucket: int, kind: Kind, trainable, frozen, tokens, logprobs, lengths, ended, request
+) -> _Carry:
+    """The carry after the first new token of each row.
 
     Args:
-      tokens: int32[B, P]; lengths: int32[B], those there are; start: int32[B], those of the prompt.
-      ended: bool[B]. max_new, switch: int32. ends: int32[n]. temperature: float32, used if `sample`;
-        limits: top_k, top_p, min_p, used if `limited`.
-    Returns:
-      (tokens int32[B, P + new_bucket], lengths, ended)
+      tokens: int32[B, P]; logprobs: float32[B, P], of those that were generated before; lengths: int32[B];
+      ended: bool[B].
     """
     model = nnx.merge(graph, trainable, frozen)
-    config = model.config
-    batch, prompt_length = tokens.shape
-    row = jnp.arange(batch)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(row)
-    splits = [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
-
-    begun_short = lengths <= switch
-
-    def choose(hidden, lengths):
-        """hidden [B, 1, hidden] of each row's last token -> its next token, int32[B]."""
-        logits = model.logits(model.norm(hidden))[:, 0]
-        if not sample:
-            return logits.argmax(-1).astype(jnp.int32)
-        step_keys = jax.vmap(jax.random.fold_in)(keys, lengths - start)
-        logits /= temperature
-        if limited:
-            logits = _limited(logits, *limits)
-        return jax.vmap(jax.random.categorical)(step_keys, logits).astype(jnp.int32)
-
-    def append(tokens, lengths, ended, token):
-        active = ~ended
-        # Ended rows write nothing: their index is out of bounds.
-        at = jnp.where(active, lengths, tokens.shape[1])
-        tokens = tokens.at[row, at].set(token, mode="drop")
-        lengths = lengths + active
-        ended |= active & ((token[:, None] == ends).any(-1) | (lengths - start >= max_new))
-        return tokens, lengths, ended
-
     with jax.named_scope("prefill"):
         # A row is its prompt, then padding.
-        segment_ids = (jnp.arange(prompt_length) < lengths[:, None]).astype(jnp.int32)
-        layout = model.layout(tokens.shape, segment_ids, max_documents=1)
+        real = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        layout = model.layout(tokens.shape, real.astype(jnp.int32), max_documents=1)
         x = model.embed(tokens)
-        caches = []
-        for (layer_graph, *state), spec in zip(splits, config.layers, strict=True):
-            mixer = nnx.merge(layer_graph, *state).mixer
-            x, kept, _ = layer_forward(layer_graph, spec, mixer.state_reads, *state, x, layout, None)
-            caches.append(mixer.first_state(kept, lengths, new_bucket))
-        token = choose(jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1), lengths)
-        tokens = jnp.pad(tokens, ((0, 0), (0, new_bucket)))
-        carry = (*append(tokens, lengths, ended, token), caches)
+        states = []
+        for layer, spec in zip(model.layers, model.config.layers, strict=True):
+            layer_graph, *state = nnx.split(layer, nnx.Param, ...)
+            x, kept, _ = layer_forward(layer_graph, spec, layer.mixer.state_reads, *state, x, layout, None)
+            states.append(layer.mixer.first_state(kept, lengths, new_bucket))
+        seen = None
+        if kind.penalises:
+            row = jnp.arange(len(lengths))[:, None]
+            seen = jnp.zeros((len(lengths), model.config.vocab_size), bool).at[row, tokens].max(real)
+        room = ((0, 0), (0, new_bucket))
+        carry = _Carry(
+            jnp.pad(tokens, room), jnp.pad(logprobs, room), lengths, ended, lengths <= request.switch, seen, states
+        )
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return _append(model, kind, request, carry, last)
 
-    def unfinished(carry):
-        _, lengths, ended, _ = carry
-        return ~ended.all() & ~(~ended & begun_short & (lengths > switch)).any()
 
-    def step(carry):
-        tokens, lengths, ended, caches = carry
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames=("carry",))
+def _decode(graph, kind: Kind, trainable, frozen, carry: _Carry, request: _Request, steps) -> _Carry:
+    """Up to `steps` more tokens: until every row has ended, or one that had at most `switch` tokens has more."""
+    model = nnx.merge(graph, trainable, frozen)
+    config = model.config
+    splits = [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
+
+    def unfinished(loop):
+        step, carry = loop
+        passed = ~carry.ended & carry.begun_short & (carry.lengths > request.switch)
+        return (step < steps) & ~carry.ended.all() & ~passed.any()
+
+    def one(loop):
+        step, carry = loop
         with jax.named_scope("decode"):
-            # The newest token is not in the cache yet.
-            at = lengths - 1
-            x = model.embed(tokens[row, at][:, None])
-            tables = rotary_tables(config, at[:, None], lengths[:, None])
-            new_caches = []
-            for (layer_graph, *state), spec, cache in zip(splits, config.layers, caches, strict=True):
-                x, cache = _layer_step(layer_graph, spec, *state, x, tables, cache, at)
-                new_caches.append(cache)
-            return *append(tokens, lengths, ended, choose(x, lengths)), new_caches
+            # The newest token is not in the states yet.
+            at = carry.lengths - 1
+            x = model.embed(carry.tokens[jnp.arange(len(at)), at][:, None])
+            tables = rotary_tables(config, at[:, None], carry.lengths[:, None])
+            states = []
+            for (layer_graph, *state), spec, kept in zip(splits, config.layers, carry.states, strict=True):
+                x, kept = _layer_step(layer_graph, spec, *state, x, tables, kept, at)
+                states.append(kept)
+            return step + 1, _append(model, kind, request, carry._replace(states=states), x)
 
-    return jax.lax.while_loop(unfinished, step, carry)[:3]
+    return jax.lax.while_loop(unfinished, one, (jnp.int32(0), carry))[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

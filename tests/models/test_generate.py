@@ -15,7 +15,8 @@ from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
 from jaxtune.models.config import LayerSpec, RopeConfig, Source
-from jaxtune.models.generate import _limited, _program
+from jaxtune.models.generate import _decode, _prefill
+from jaxtune.models.sampling import Sampling, filtered
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
@@ -156,14 +157,12 @@ def test_sampling_follows_the_softmax_and_the_seed():
         (dict(top_p=0.5), [3]),
         (dict(min_p=0.3), [0, 3]),
         (dict(top_k=3, top_p=0.99, min_p=0.21), [0, 1, 3]),  # 0.125 is a quarter of 0.5
-        (dict(top_k=1, temperature=9.0), [3]),
         (dict(top_p=1e-6), [3]),
     ],
 )
 def test_sampling_takes_only_what_the_limits_leave(limits, kept):
     logits = jnp.log(jnp.array([[0.25, 0.125, 0.0625, 0.5, 0.0625]]))
-    settings = dict(top_k=5, top_p=1.0, min_p=0.0) | {k: v for k, v in limits.items() if k != "temperature"}
-    left = _limited(logits, **settings)
+    left = filtered(logits, Sampling(temperature=1.0, **limits).numbers(5))
     assert np.flatnonzero(np.isfinite(left[0])).tolist() == kept
     np.testing.assert_array_equal(left[0][np.array(kept)], logits[0][np.array(kept)])
 
@@ -178,19 +177,27 @@ def test_limits_of_sampling_reach_the_program():
 
 def test_one_compile_for_each_bucket_of_shapes():
     model = tiny_model(vocab_size=52)  # nobody else has compiled for it
-    before = _program._cache_size()
+    before = _prefill._cache_size(), _decode._cache_size()
+
+    def compiled():
+        return _prefill._cache_size() - before[0], _decode._cache_size() - before[1]
+
     for prompts, count in (
-        ([[1]] * 3, 1), ([[2, 3]] * 4, 16), ([[1] * 16, [2], [3, 4]], 7), ([[5] * 9] * 4, 10),
+        ([[1]] * 3, 2), ([[2, 3]] * 4, 16), ([[1] * 16, [2], [3, 4]], 7), ([[5] * 9] * 4, 10),
     ):  # fmt: skip
         generate(model, prompts, max_new_tokens=count)
-    assert _program._cache_size() - before == 1
-    generate(model, [[1]] * 5, max_new_tokens=1)
-    generate(model, [[1] * 17] * 4, max_new_tokens=1)
+    generate(model, [[5] * 9] * 4, max_new_tokens=4, streamer=lambda row, new: None)
+    assert compiled() == (1, 1)
+    generate(model, [[1]] * 5, max_new_tokens=2)
+    generate(model, [[1] * 17] * 4, max_new_tokens=2)
     generate(model, [[1]] * 4, max_new_tokens=17)
-    assert _program._cache_size() - before == 4
+    assert compiled() == (4, 3)  # the last two have as many positions
     generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.5)
     generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.9, seed=4)
-    assert _program._cache_size() - before == 5
+    assert compiled() == (5, 4)
+    generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.9, top_p=0.5, min_p=0.1)
+    generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.3, top_k=7)
+    assert compiled() == (6, 5)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +216,9 @@ def test_one_compile_for_each_bucket_of_shapes():
         (dict(prompts=[[1]], temperature=1.0, top_p=0.0), "top_p = 0.0: must be above 0"),
         (dict(prompts=[[1]], temperature=1.0, top_k=-1), "top_k = -1: must be a whole number"),
         (dict(prompts=[[1]], temperature=1.0, min_p=2.0), "min_p = 2.0: must be from 0 to 1"),
+        (dict(prompts=[[1]], repetition_penalty=0.0), "repetition_penalty = 0.0: must be positive"),
+        (dict(prompts=[[1]], stop_strings="x"), "give the tokenizer that turns tokens into text"),
+        (dict(prompts=[[1], [2]], seed=[1]), "must be an integer, or 2 of them, one a prompt"),
     ],
 )
 def test_errors(arguments, message):
@@ -220,3 +230,110 @@ def test_the_last_position_can_be_filled():
     model = tiny_model(initializer_range=0.5)
     prompt = [list(range(40)) + list(range(40)) + list(range(40))]
     assert generate(model, prompt, max_new_tokens=8) == greedy_without_cache(model, prompt, 8)
+
+
+# ---- sampling
+
+
+def by_definition(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, penalty=1.0, seen=()):
+    """The distribution of the next token, float64[V], written down with sorted lists."""
+    scores = [float(x) for x in logits]
+    for token in set(seen):
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    scores = [x / temperature for x in scores]
+    left = set(range(len(scores)))
+
+    def probability(token):
+        return np.exp(scores[token]) / sum(np.exp(scores[i]) for i in left)
+
+    if top_k:
+        least = sorted(scores, reverse=True)[min(top_k, len(scores)) - 1]
+        left = {i for i in left if scores[i] >= least}
+    ranked, sofar, nucleus = sorted(left, key=lambda i: -scores[i]), 0.0, set()
+    for token in ranked:
+        if not nucleus or sofar < top_p:
+            nucleus.add(token)
+        sofar += probability(token)
+    left = nucleus
+    most = max(probability(i) for i in left)
+    left = {i for i in left if probability(i) >= min_p * most}
+    return np.array([probability(i) if i in left else 0.0 for i in range(len(scores))])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=0.7), dict(top_k=5), dict(top_k=400), dict(top_p=0.6), dict(top_p=1e-6), dict(min_p=0.2),
+        dict(min_p=1.0), dict(temperature=1.5, top_k=20, top_p=0.8, min_p=0.1), dict(top_k=3, top_p=0.5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_filters_are_their_definitions(settings):
+    logits = 2.0 * np.random.default_rng(0).standard_normal((8, 50)).astype(np.float32)
+    logits[0, 7] = logits[0, 9] = np.sort(logits[0])[-5]  # equals at the border of top_k
+    sampling = Sampling(**{"temperature": 1.0} | settings)
+    numbers = sampling.numbers(50)
+    assert sampling.kind.filters == (set(settings) != {"temperature"})
+    found = jax.nn.softmax(filtered(jnp.asarray(logits) / numbers.temperature, numbers), axis=-1)
+    expected = np.stack([by_definition(row, **settings) for row in logits])
+    np.testing.assert_array_equal(np.asarray(found) > 0, expected > 0)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+def test_the_repetition_penalty_is_of_what_the_row_has():
+    model = tiny_model(initializer_range=0.5)
+    rows = [list(prompt) for prompt in PROMPTS]
+    for row in rows:
+        for _ in range(6):
+            logits = np.asarray(model(jnp.array([row]))[0, -1])
+            row.append(int(by_definition(logits, penalty=1.8, seen=row).argmax()))
+    expected = [row[len(prompt) :] for row, prompt in zip(rows, PROMPTS, strict=True)]
+    assert generate(model, PROMPTS, max_new_tokens=6, repetition_penalty=1.8) == expected
+    assert generate(model, PROMPTS, max_new_tokens=6) != expected
+
+
+def test_a_row_with_a_seed_of_its_own_draws_the_same_in_any_batch():
+    model = tiny_model(initializer_range=0.5)
+    settings = dict(max_new_tokens=8, temperature=1.0, top_p=0.9)
+    alone = [generate(model, [prompt], seed=seed, **settings)[0] for prompt, seed in zip(PROMPTS, (3, 5, 5, 8))]
+    assert generate(model, PROMPTS, seed=[3, 5, 5, 8], **settings) == alone
+    assert generate(model, PROMPTS[1:3], seed=[5, 5], **settings) == alone[1:3]
+
+
+def test_log_probabilities_are_the_forwards():
+    model = tiny_model(initializer_range=0.5)
+    settings = dict(max_new_tokens=8, temperature=1.3, top_k=9, repetition_penalty=1.2)
+    answers, logprobs = generate(model, PROMPTS, output_logprobs=True, **settings)
+    assert answers == generate(model, PROMPTS, **settings)
+    for prompt, answer, found in zip(PROMPTS, answers, logprobs, strict=True):
+        forward = jax.nn.log_softmax(model(jnp.array([prompt + answer]))[0])
+        expected = forward[len(prompt) - 1 : -1][np.arange(len(answer)), np.array(answer)]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+class _Letters:
+    """A tokenizer whose token i is the letter i."""
+
+    def decode(self, tokens):
+        return "".join(chr(ord("A") + int(token)) for token in tokens)
+
+
+def test_stop_strings_end_a_row_where_they_are_complete():
+    model = tiny_model(initializer_range=0.5)
+    free = generate(model, PROMPTS, max_new_tokens=24)
+    texts = [_Letters().decode(row) for row in free]
+    stops = [texts[1][3:5], texts[3][17:20]]  # over a look's border, too
+    cut = [min([text.find(s) + len(s) for s in stops if s in text] or [len(text)]) for text in texts]
+    expected = [row[:n] for row, n in zip(free, cut, strict=True)]
+    settings = dict(max_new_tokens=24, stop_strings=stops, tokenizer=_Letters())
+    assert generate(model, PROMPTS, **settings) == expected
+    streamed = [[] for _ in PROMPTS]
+    assert generate(model, PROMPTS, streamer=lambda row, new: streamed[row].extend(new), **settings) == expected
+    assert streamed == expected and len({len(row) for row in expected}) > 1
+
+
+def test_streaming_gives_tokens_as_they_come():
+    model = tiny_model(initializer_range=0.5)
+    pieces = []
+    [answer] = generate(model, PROMPTS[:1], max_new_tokens=6, streamer=lambda row, new: pieces.append((row, new)))
+    assert pieces == [(0, [token]) for token in answer]
