@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-_Number = jax.Array | np.ndarray | np.generic
-
-
 class Numbers(NamedTuple):
     """The settings as arrays, so that a program serves all values; top_k is the vocabulary where it is off."""
 
-    temperature: _Number  # float32[]
-    top_k: _Number  # int32[]
-    top_p: _Number  # float32[]
-    min_p: _Number  # float32[]
-    repetition_penalty: _Number  # float32[]
+    temperature: Any  # float32[]
+    top_k: Any  # int32[]
+    top_p: Any  # float32[]
+    min_p: Any  # float32[]
+    repetition_penalty: Any  # float32[]
 
 
 class Kind(NamedTuple):
@@ -76,7 +73,7 @@ class Sampling:
         return Numbers(np.float32(self.temperature or 1.0), np.int32(top_k), top_p, min_p, penalty)
 
 
-def penalised(logits: jax.Array, seen: jax.Array, penalty: _Number) -> jax.Array:
+def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
     """logits float32[B, V] with the repetition penalty on tokens that are seen, bool[B, V]."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
