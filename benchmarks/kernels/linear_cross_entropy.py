@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.record import environment, write
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
-from jaxtune.train.trainer import compiler_options
+from jaxtune.train.programs import compiler_options
 
 FLOOR_SPEED, CEILING_GB = 0.9, 1.0
 

@@ -57,7 +57,7 @@ from jaxtune.pallas.formats import dense
 from jaxtune.pallas.routing import expert_weights
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.planning.plan import parse_residuals
-from jaxtune.train.trainer import compiler_options
+from jaxtune.train.programs import compiler_options
 
 # model -> format of the frozen weights
 MODELS = {

@@ -36,7 +36,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.planning.devices import allow_pinned_memory
-from jaxtune.train.trainer import compiler_options
+from jaxtune.train.programs import compiler_options
 
 OFFLOAD = LayerPlan("offload")
 PLANS = {

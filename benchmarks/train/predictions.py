@@ -33,9 +33,9 @@ from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
+from jaxtune.train.programs import compiler_options
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.step import StepProgram
-from jaxtune.train.trainer import compiler_options
 
 ADAMW = OptimConfig()
 # shape, rows of a micro-batch, length, LoRA rank (0: all trains), base, plan; and the optimizer where it is not adamw.

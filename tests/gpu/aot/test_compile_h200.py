@@ -19,8 +19,8 @@ from jaxtune.models.quant import quantize
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.programs import compiler_options
 from jaxtune.train.step import StepProgram
-from jaxtune.train.trainer import compiler_options
 from tests.gpu.aot.target import H200
 
 ROWS, LENGTH = 8, 2048
