@@ -206,6 +206,9 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     planner = trainer.planner
     for line in planner.lines():
         console.print(line, markup=False, highlight=False)
+    if planner.device.name != "cpu":  # whose speed is not known
+        price = trainer.config.plan.dollars_per_hour
+        console.print(report.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
     programs = trainer.engine.compile(*trainer.model.first_shapes(trainer.engine))
     need = planner.compiled_bytes(programs.accumulate, programs.update)
     return report.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)
@@ -308,6 +311,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = choice.longest_row(parts, config, device, budget_bytes)
     console.print(report.plan_elsewhere(forecast, parts, device, budget_bytes, longest))
+    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
 
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:

@@ -261,9 +261,11 @@ class PlanConfig:
     host_gb: Annotated[
         float | None, "Memory of that device's machine, in GB, for each device; default: what is usual beside it."
     ] = None
+    dollars_per_hour: Annotated[float | None, "Price of the device, for what a run will cost."] = None
 
     def __post_init__(self) -> None:
         require(self.host_gb is None or self.host_gb > 0, "plan.host_gb", self.host_gb, "must be over 0")
+        positive("plan.dollars_per_hour", self.dollars_per_hour)
         require(
             self.host_gb is None or self.device is not None, "plan.host_gb", self.host_gb,
             "is of a device that is not here: set plan.device too",

@@ -23,6 +23,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.loss import RouterLosses
+from jaxtune.train.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import EXPERT_SHARE, Forecast, state_seconds
@@ -183,6 +184,20 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
             f"  experts are taken to run at {EXPERT_SHARE:.0%} of the speed of dense products, as measured on a H200"
         )
     return lines
+
+
+def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
+    """How long a run will take by its plan, and what that costs; without a number of steps, a million tokens.
+
+    Args:
+      steps: of the whole run. dollars_per_hour: of one device. devices: that the run uses.
+    """
+    if steps is None:
+        what, seconds = "a million tokens take", 1e6 / forecast.tokens_per_second
+    else:
+        what, seconds = f"{steps:,} steps take", steps * forecast.step_seconds
+    price = "" if dollars_per_hour is None else f", for {seconds / 3600 * dollars_per_hour * devices:,.2f} dollars"
+    return f"{what} {duration(seconds)}{price}, evaluations and saves not counted"
 
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -355,10 +357,22 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
 
 
 def test_a_plan_for_a_device_that_is_not_here(capsys):
-    assert cli.main(["train", "qlora-8b", "--plan", "plan.device=RTX 4090"]) == 0
+    assert cli.main(["train", "qlora-8b", "--plan", "plan.device=RTX 4090", "plan.dollars_per_hour=36"]) == 0
     text = capsys.readouterr().out
     for words in ("plan: ", "predicted peak", "tokens/s", "not measured", "longest single row that fits: "):
         assert words in text, words
+    speed = float(re.search(r"([\d,]+) tokens/s", text)[1].replace(",", ""))
+    price = float(re.search(r"a million tokens take [\d:]+, for ([\d.]+) dollars, evaluations", text)[1])
+    assert price == pytest.approx(1e6 / speed / 100, rel=1e-2)  # a cent a second
+
+
+def test_the_time_to_finish_and_its_price():
+    step = SimpleNamespace(step_seconds=0.5, tokens_per_second=1000.0)
+    assert report.finish_line(step, 7200, None) == "7,200 steps take 1:00:00, evaluations and saves not counted"
+    assert "take 1:00:00, for 8.00 dollars," in report.finish_line(step, 7200, 2.0, devices=4)
+    assert report.finish_line(step, None, 3.6).startswith("a million tokens take 16:40, for 1.00 dollars,")
+    with pytest.raises(ValueError, match="plan.dollars_per_hour = 0"):
+        PlanConfig(dollars_per_hour=0.0)
 
 
 def test_a_plan_of_a_model_with_experts(capsys):
