@@ -43,15 +43,19 @@ def flop_counter(model: Decoder) -> Callable[[int, int], float]:
     matmul += head.size
     trained += head.size if isinstance(head, nnx.Param) else 0
 
+    segments = [segment for layer in model.layers for segment in layer.segments()]
+    # What is neither a matrix nor attention: in the backward, as much for each of the two arguments of a product.
+    beside = 3 * sum(segment.token_flops for segment in segments)
+
     def flops(tokens: int, sum_squared: int) -> float:
-        return model_flops_per_step(
+        return beside * tokens + model_flops_per_step(
             tokens=tokens,
             matmul_params=matmul,
             trained_matmul_params=trained,
             adapter_params=adapters,
-            attention_layers=config.num_layers,
-            query_heads=config.num_heads,
-            head_dim=config.head_dim,
+            attention_layers=1,  # the heads of all layers side by side
+            query_heads=1,
+            head_dim=sum(segment.attention_width for segment in segments),
             sum_squared_document_tokens=sum_squared,
         )
 

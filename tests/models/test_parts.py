@@ -22,6 +22,7 @@ from jaxtune.models.lora import matrices
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import AdapterConfig, MemoryConfig
+from jaxtune.train.flops import flop_counter
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
@@ -134,6 +135,11 @@ def test_plans_know_its_residuals_and_what_they_take():
     less = choose(parts, config, device, 0.9 * kept.peak_bytes)
     assert less.peak_bytes <= 0.9 * kept.peak_bytes and less.plan != kept.plan
     assert forecast(parts, less.plan, device).peak_bytes == less.peak_bytes
+
+
+def test_each_layer_counts_the_flops_of_its_own_attention():
+    """Two and four heads of 8, and two mixers that say 1: 2 products forward and 4 backward, half of a square seen."""
+    assert flop_counter(toy_model())(0, 20**2) == 6 * 2 * (16 + 32 + 1 + 1) * 20**2 / 2
 
 
 def test_a_run_trains_it_under_a_plan(tmp_path):

@@ -298,7 +298,7 @@ class MoE(nnx.Module):
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
         out = self.down(gate_up, choice, x)
-        if shared_gate is not None:
+        if shared_gate is not None and shared_up is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
             out = out + gate * self.shared_expert.down(shared_gate, shared_up, context.key)
         return (out,)
