@@ -182,7 +182,7 @@ def test_a_wrong_key_or_value_is_refused(recipe, text, message):
         (["model={from_config: c.json, tokenizer: t}", "adapter={}"], "training from scratch trains all"),
         (["model={from_config: c.json, tokenizer: t, load_in: nf4}"], "is not quantised"),
         (["model.load_in=nf4"], "model.load_in = 'nf4': quantised weights are frozen and train through an adapter"),
-        (["model.load_in=int4"], "model.load_in = \"int4\" (override 'model.load_in=int4'): expected nf4 | fp8 or null"),
+        (["model.load_in=int4"], "model.load_in = \"int4\" (override 'model.load_in=int4'): expected nf4 | fp8"),
         (["data.eval=e.jsonl", "data.eval_rows=5"], "data.eval_rows = 5: takes rows out of data.train"),
         (["data.instruction_part=Q:"], "data.response_part = None: data.instruction_part needs it"),
         (["data.response_part=A:"], "data.instruction_part = None: data.response_part needs it"),
