@@ -135,6 +135,7 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
 FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     "merged": _folder(lambda model, *rest: folders.write_merged(_whole(model), *rest)),
     "bnb-4bit": _folder(lambda model, *rest: folders.write_bnb(_whole(model), *rest)),
+    "fp8": _folder(lambda model, *rest: folders.write_fp8(_whole(model), *rest)),
     "mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest)),
     "adapter": _folder(lambda model, folder, tokenizer, _: adapters.write(model, folder, tokenizer)),
     "gguf": _gguf,

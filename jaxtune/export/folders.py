@@ -1,4 +1,4 @@
-"""Hugging Face folders for other programs: merged, in bitsandbytes' four bits, in MXFP4; read back byte for byte."""
+"""Hugging Face folders for other programs: merged, in NF4, in FP8, in MXFP4; read back byte for byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import require_space
 from jaxtune.models.lora import experts
 from jaxtune.models.model_folder import weight_entries
-from jaxtune.models.quant import dequantize, is_quantized, quantize
+from jaxtune.models.quant import dequantize, is_quantized, quantize, stored_in
 from jaxtune.pallas.formats import MXFP4, dense
 
 
@@ -29,8 +29,21 @@ def write_bnb(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int
     """Linears in NF4 with double quantisation, as bitsandbytes writes them."""
     if model.config.moe is not None:
         raise ValueError("bnb-4bit: transformers 5 has no experts in four bits, so it could not load the result")
-    model = quantize(model)
+    model = _stored_in(model, "nf4")
     return _write(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
+
+
+def write_fp8(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
+    """Linears and experts in FP8 with a scale for each row, in compressed-tensors' layout, which vLLM loads."""
+    model = _stored_in(model, "fp8")
+    return _write(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
+
+
+def _stored_in(model: Decoder, load_in: str) -> Decoder:
+    """The model in a format of quant.LOAD_IN; as it is, where it is in that already."""
+    if stored_in(model) == load_in:
+        return model
+    return quantize(dequantize(model) if is_quantized(model) else model, load_in)
 
 
 def write_mxfp4(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:

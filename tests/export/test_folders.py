@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from jaxtune.models import hf
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
 from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import quantize
+from jaxtune.models.quant import dequantize, quantize
 from jaxtune.pallas.formats import MXFP4, FourBit
 
 
@@ -48,6 +49,18 @@ def test_bnb_holds_the_bytes_of_quantize(tmp_path):
         np.testing.assert_array_equal(found.stored_weight.codes, wanted.stored_weight.codes, err_msg=name)
     config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "bitsandbytes" and config["bnb_4bit_use_double_quant"]
+
+
+def test_fp8_holds_the_bytes_of_quantize_whatever_the_model_was_in(tmp_path):
+    model = made("qwen2", "bfloat16")
+    wanted = quantize(dequantize(quantize(model)), "fp8")
+    done = api.export_model(quantize(model), tmp_path / "out", "fp8")
+    loaded, _ = from_pretrained(done.folder)
+    for (name, found), (_, expected) in zip(linears(loaded), linears(wanted), strict=True):
+        for ours, theirs in zip(*(jax.tree.leaves(m.stored_weight) for m in (found, expected)), strict=True):
+            np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8), err_msg=name)
+    config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
 
 
 def test_mxfp4_is_read_as_gpt_oss_is_published(tmp_path):
@@ -87,7 +100,7 @@ def test_mxfp4_rounds_to_the_nearest_number_of_the_better_scale():
         MXFP4.encode(jnp.zeros((2, 48)))
 
 
-@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "adapter"])
+@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "adapter"])
 def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch):
     module, name = (adapters, "write_adapter") if to == "adapter" else (hf, "write_checkpoint")
     real = getattr(module, name)
@@ -118,7 +131,10 @@ def test_no_room(to, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(to="onnx"), "to = 'onnx' is unknown; it can be merged, bnb-4bit, mxfp4, adapter, gguf, gguf-adapter"),
+        (
+            dict(to="onnx"),
+            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, mxfp4, adapter, gguf",
+        ),
         (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is of gguf; merged has none"),
         (dict(to="gguf", outtype="q3"), "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q4_0"),
         (dict(to="mxfp4"), "only gpt-oss is stored so, and this model is of the family 'qwen2'"),
