@@ -44,10 +44,11 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-_SHARED = [*_ATTENTION, "out_proj", "shared_expert.up_proj", "shared_expert_gate"]
+# Of Qwen3-Next, PEFT takes the shared expert's up_proj for one of the experts', which are one matrix for it.
+_SHARED = [*_ATTENTION, "out_proj", "shared_expert_gate"]
 _BESIDE_ROUTER = {
     "qwen3_next": [*_SHARED, "in_proj_qkvz", "in_proj_ba"],
-    "qwen3_5_moe": [*_SHARED, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"],
+    "qwen3_5_moe": [*_SHARED, "shared_expert.up_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"],
 }
 
 
