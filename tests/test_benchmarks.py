@@ -312,11 +312,13 @@ def test_programs_are_compiled_ahead_whatever_becomes_of_one(monkeypatch, capsys
         made.append((options.shape, options.rows, {type(leaf) for leaf in jax.tree.leaves(nnx.state(model))}))
         problem = None if options.rows == 2 else "does not fit\nfor reasons"
 
-        def compile_to_fit(first_step, print_line):
+        def fit(shapes, first_step, print_line):
+            assert shapes() == "shapes" and first_step == 0
             if problem:
                 raise ValueError(problem)
 
-        return SimpleNamespace(_compile_to_fit=compile_to_fit)
+        model = SimpleNamespace(first_shapes=lambda engine: "shapes")
+        return SimpleNamespace(engine=SimpleNamespace(fit=fit), model=model)
 
     monkeypatch.setattr(compile_ahead, "make_trainer", make_trainer)
     monkeypatch.setattr(jax.config, "update", lambda key, value: None)

@@ -41,7 +41,8 @@ def compile_ahead(cases: dict[str, list[str]], cache: str, threads: int = THREAD
 
     def one(options) -> float:
         model = abstract_model(config_from_hf(SHAPES[options.shape]), train_config(options))
-        make_trainer(options, model)._compile_to_fit(0, lambda line: None)
+        trainer = make_trainer(options, model)
+        trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, lambda line: None)
         return time.perf_counter() - began
 
     np.asarray(jax.device_put(0, jax.devices()[0]))  # the backend starts once, before the threads
