@@ -34,7 +34,7 @@ def test_the_blocks_of_a_page_run(page, workplace):
         if block.needs:
             continue
         if block.language == "python":
-            exec(compile(block.code, str(block), "exec"), namespace)
+            exec(compile(block.code, str(block), "exec", dont_inherit=True), namespace)
         elif block.language in ("sh", "console"):
             for line in commands(block):
                 if shlex.split(line)[0] not in OTHERS:

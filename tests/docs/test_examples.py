@@ -20,7 +20,7 @@ SMALLER = {"own_loop.py": {"LENGTH, STEPS = 1024, 100": "LENGTH, STEPS = 64, 2"}
 
 def run_text(text: str, name: str, namespace: dict | None = None) -> dict:
     namespace = {"__name__": "__main__"} if namespace is None else namespace
-    exec(compile(text, name, "exec"), namespace)
+    exec(compile(text, name, "exec", dont_inherit=True), namespace)
     return namespace
 
 

@@ -48,7 +48,7 @@ def run_script(name: str, **numbers: str) -> dict:
         text, count = re.subn(rf"\b{key}( ?= ?)[^,\n]+", rf"{key}\g<1>{value}", text, count=1)
         assert count == 1, key
     namespace = {"__name__": "__main__"}
-    exec(compile(text, name, "exec"), namespace)
+    exec(compile(text, name, "exec", dont_inherit=True), namespace)
     return namespace
 
 
