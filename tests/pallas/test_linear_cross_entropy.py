@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
+from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_token_losses
 
 ROWS, LENGTH, DIM, VOCAB = 2, 13, 16, 50
 
@@ -152,3 +152,26 @@ def test_a_head_in_fp32_under_bf16_hidden_keeps_its_gradient_in_fp32():
     want = dense(low, head.astype(jnp.bfloat16), targets, weights)[2]
     assert dhead.dtype == jnp.float32
     assert np.abs(np.asarray(dhead) - want).max() < 2 * 2**-8 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("head_gradient", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("chunk_tokens", [None, 10])
+@pytest.mark.gpu
+def test_losses_of_tokens_have_gradients_for_any_shares(head_gradient, chunk_tokens):
+    """Each token's loss, and gradients where a loss takes each token times another number."""
+    hidden, head, targets, weights = operands()
+    shares = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, LENGTH)), jnp.float32)
+    options = dict(soft_cap=2.0, head_gradient=head_gradient, chunk_tokens=chunk_tokens)
+
+    def shared(hidden, head):
+        losses = linear_token_losses(hidden, head, targets, weights, **options)
+        return (shares * losses).sum(), losses
+
+    (total, losses), (dhidden, dhead) = jax.value_and_grad(shared, (0, 1), has_aux=True)(hidden, head)
+    want, want_dhidden, want_dhead = dense(hidden, head, targets, weights * shares, soft_cap=2.0)
+    assert losses.shape == (ROWS, LENGTH) and losses.dtype == jnp.float32
+    loss, _ = linear_cross_entropy(hidden, head, targets, weights, **options)
+    np.testing.assert_allclose(losses.sum(), loss, rtol=1e-6)
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+    np.testing.assert_allclose(dhidden, want_dhidden, atol=2e-5)
+    np.testing.assert_allclose(dhead, want_dhead if head_gradient else np.zeros_like(dhead), atol=2e-5)
