@@ -1,4 +1,4 @@
-"""Attention of one's own in every layer of a model: a function with the operation's arguments takes its place.
+"""Attention of one's own in a layer of a model: a function with the operation's arguments takes its place.
 
 Here each head forgets with distance (ALiBi); whatever replaces `attention` is differentiated by JAX.
 """
