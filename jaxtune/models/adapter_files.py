@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from jaxtune.models import shards, values
 from jaxtune.models.decoder import Decoder
@@ -145,7 +144,8 @@ def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Writes the two files of an adapter into a folder; see adapter_content."""
-    save_file(dict(arrays), folder / WEIGHTS_NAME, metadata=dict(metadata))
+    tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
+    shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -168,7 +168,7 @@ def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarra
     broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
     if broken:
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
-    metadata = {"format": "pt"}
+    metadata: dict[str, str] = {}
     if model.base_fingerprint is not None:
         metadata[_FINGERPRINT] = model.base_fingerprint
     return config, arrays, metadata

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,22 @@ def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) ->
     return shards
 
 
-def write_file(file: Path, tensors: list[tuple[str, tuple[int, ...], np.dtype]], fetch) -> None:
+def write_file(
+    file: Path,
+    tensors: list[tuple[str, tuple[int, ...], np.dtype]],
+    fetch,
+    metadata: Mapping[str, str] = types.MappingProxyType({}),
+) -> None:
     """Writes one safetensors file; `fetch(name)` gives each tensor when its turn comes, so one is in memory at a time.
+
+    The same content makes the same bytes, which the safetensors library does not promise of metadata.
 
     Args:
       tensors: (name, shape, dtype), in file order.
       fetch: name -> np.ndarray or jax.Array of that shape and dtype.
+      metadata: of the file, beside its format.
     """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers wants the format named
+    header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers wants the format named
     at = 0
     for name, shape, dtype in tensors:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

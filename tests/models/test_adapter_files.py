@@ -68,6 +68,15 @@ def saved_config(tmp_path, **settings) -> dict:
     return json.loads((tmp_path / "a" / "adapter_config.json").read_text())
 
 
+def test_the_same_adapter_makes_the_same_bytes(tmp_path):
+    """Files of a run that was killed and went on are compared byte by byte with those of one that was not."""
+    model = adapted_model(tiny_model(), r=3)
+    model.base_fingerprint = "of the base"
+    for number in range(8):  # the safetensors library puts metadata in another order each time
+        save_adapter(model, tmp_path / str(number))
+    assert len({(tmp_path / str(number) / "adapter_model.safetensors").read_bytes() for number in range(8)}) == 1
+
+
 def test_config_names_exactly_the_targets_and_patterns(tmp_path):
     config = saved_config(
         tmp_path, r=4, lora_alpha=8, target_modules=r".*(q_proj|layers\.1\.mlp\.up_proj|down_proj)",
@@ -232,7 +241,7 @@ def test_saving_is_refused_or_complete(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxtune.models.adapter_files.save_file", full)
+    monkeypatch.setattr("jaxtune.models.shards.write_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_adapter(model, tmp_path / "b")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "empty"]
