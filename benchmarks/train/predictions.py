@@ -116,7 +116,7 @@ def compiled_step(target: Any, *case: Any) -> Compiled:
         graph,
         make_optimizer(optim, schedule),
         schedule,
-        step_plan.residuals,
+        plan=step_plan.residuals,
         max_documents=1,
         chunk_tokens=step_plan.chunk_tokens,
         weights=optim.weights or "fp32",

@@ -65,7 +65,7 @@ def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool 
     graph, trainable, frozen = nnx.split(make_model(layers, four_bit), nnx.Param, ...)
     schedule = optax.constant_schedule(1e-4)
     residuals = ResidualPlan.uniform(PLANS[plan], layers)
-    program = StepProgram(graph, optax.adamw(schedule), schedule, residuals, max_documents)
+    program = StepProgram(graph, optax.adamw(schedule), schedule, plan=residuals, max_documents=max_documents)
     where = H200.sharding()
 
     def placed(tree):

@@ -166,7 +166,9 @@ def compiled_step(shape, layers: int, plan, rows: int, *, max_documents: int = 1
     graph, trainable, frozen = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     schedule = optax.constant_schedule(1e-4)
     residuals = ResidualPlan.uniform(plan, layers)
-    program = StepProgram(graph, optax.adamw(schedule), schedule, residuals, max_documents, micro_batches=2)
+    program = StepProgram(
+        graph, optax.adamw(schedule), schedule, plan=residuals, max_documents=max_documents, micro_batches=2
+    )
     where = H200.sharding()
 
     def placed(tree):
