@@ -17,6 +17,7 @@ import jaxtune
 from jaxtune.cli import main
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.model_folder import load_tokenizer
+from jaxtune.models.registry import FAMILIES
 
 QUICKSTART = Path(jaxtune.__file__).parent / "quickstart"
 HUB_NAMES = (
@@ -67,6 +68,15 @@ def desk(hub, tiny_model, tmp_path_factory) -> Path:
         patch.chdir(folder)
         assert run_command("python -m jaxtune.train quickstart") == 0
     return folder
+
+
+@pytest.fixture(autouse=True)
+def families_are_as_they_were() -> Iterator[None]:
+    """An example adds a family, which is for its own process."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
 
 
 @pytest.fixture
