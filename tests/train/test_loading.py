@@ -29,6 +29,7 @@ from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.templates import PACKAGED_TEMPLATES
 from jaxtune.train.program_cache import use_program_cache
+from jaxtune.train.programs import Engine
 from jaxtune.train.trainer import Trainer
 from tests.train.test_trainer import assert_same
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
@@ -48,27 +49,23 @@ class Weights(Future):
         return super().result(timeout)
 
 
-class Noting(Trainer):
-    """Notes in `order` when the step is compiled."""
-
-    order: list[str]
-
-    def compile(self, *arguments):
-        programs = super().compile(*arguments)
-        self.order.append("compiled")
-        return programs
-
-
 def shapes(tree):
     return jax.tree.map(lambda a: (a.shape, a.dtype), nnx.state(tree))
 
 
-def on_their_way(tmp_path: Path, name: str, make_model, **changes) -> tuple[Noting, Weights]:
-    """A trainer of shapes, and the future of its model."""
+def on_their_way(tmp_path: Path, name: str, make_model, **changes) -> tuple[Trainer, Weights]:
+    """A trainer of shapes, and the future of its model, which also notes when the step is compiled."""
     weights = Weights([])
     config = make_config(tmp_path / name, steps=2, **changes)
-    trainer = Noting(nnx.eval_shape(make_model), None, config, dataset(documents(12)), weights=weights)
-    trainer.order = weights.order
+    trainer = Trainer(nnx.eval_shape(make_model), None, config, dataset(documents(12)), weights=weights)
+    compile_ = trainer.engine.compile
+
+    def noting(*arguments):
+        programs = compile_(*arguments)
+        weights.order.append("compiled")
+        return programs
+
+    trainer.engine.compile = noting
     return trainer, weights
 
 
@@ -170,14 +167,15 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
 
     alive: list[int] = []
 
-    class Watched(Trainer):
-        def _first_step(self, *arguments):
-            gc.collect()
-            alive.append(sum(start() is not None for start in starts))
-            return super()._first_step(*arguments)
+    first_step = Engine.first_step
+
+    def watched(self, *arguments, **options):
+        gc.collect()
+        alive.append(sum(start() is not None for start in starts))
+        return first_step(self, *arguments, **options)
 
     monkeypatch.setattr(app, "get_peft_model", adapted)
-    monkeypatch.setattr(app, "Trainer", Watched)
+    monkeypatch.setattr(Engine, "first_step", watched)
     rows = dataclasses.replace(command_config(folder).data, template="alpaca")
     config = command_config(folder, data=rows)
     assert app.run(config) == 0
