@@ -174,7 +174,7 @@ def test_dropout_masks_differ_by_layer_and_segment(monkeypatch):
     model = make_model(lora_dropout=0.5)
     seen = []
 
-    def spy(x, rate, key):
+    def spy(x, rate, key, part):
         seen.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
         return x
 
