@@ -95,7 +95,7 @@ def ours(model_folder: Path, data, output: Path, packed: bool) -> tuple[np.ndarr
         output=str(output),
     )
     trainer = Trainer(model, None, config, train_rows=data)
-    trainer.batches = batches  # type: ignore[assignment]
+    trainer.batches = trainer.engine.batches = batches  # type: ignore[assignment]
     trainer.train()
     return tuple(np.asarray([line[key] for line in trainer.history]) for key in ("loss", "grad_norm"))  # type: ignore[return-value]
 
@@ -117,10 +117,13 @@ class StepBatches:
         self.steps_per_epoch = STEPS
         self.max_documents = None
 
-    def batch_at(self, step: int):
+    def empty(self, rows: int):
         from jaxtune.train.data.batches import Batch
 
-        batch, made = Batch.empty(self.rows_per_step, self.length), self.made[step]
+        return Batch.empty(rows, self.length)
+
+    def batch_at(self, step: int):
+        batch, made = self.empty(self.rows_per_step), self.made[step]
         for field in ("tokens", "targets", "weights", "segment_ids", "positions"):
             getattr(batch, field)[: len(made.tokens)] = getattr(made, field)
         return batch
