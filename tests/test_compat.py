@@ -336,8 +336,8 @@ def test_what_is_not_followed_is_an_error(folder, tmp_path, call, message):
     assert message in str(error.value)
 
 
-def test_a_model_without_adapter_is_not_trained_by_accident(folder):
+def test_a_model_without_adapter_is_not_trained_by_accident(folder, tmp_path):
     with pytest.raises(ValueError, match="the model has no adapter: call FastLanguageModel.get_peft_model"):
         SFTTrainer(load(folder, peft=False)[0], train_dataset=rows(2))
     with pytest.raises(ValueError, match="save_method = 'merged_8bit' is not supported"):
-        load(folder)[0].save_pretrained_merged("x", save_method="merged_8bit")
+        load(folder)[0].save_pretrained_merged(tmp_path / "x", save_method="merged_8bit")
