@@ -1,7 +1,8 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed]
-                                    [--load-in nf4] [--plan keep|recompute|...|auto] [--budget-gb 24]
+                                    [--load-in nf4|fp8] [--compute fp8] [--plan keep|recompute|...|auto]
+                                    [--budget-gb 24]
                                     [--micro-batches 1] [--output FILE.json]
 
 The programs are the Trainer's own. Each record holds tokens/s (all slots), model FLOP utilisation, peak memory of the
@@ -39,6 +40,7 @@ from benchmarks.random_model import random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
 from benchmarks.transfers import transfers
+from jaxtune.models.quant import LOAD_IN, compute_in_fp8
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
 from jaxtune.train.config import (
@@ -81,7 +83,7 @@ def adapter_config(options) -> AdapterConfig | None:
 
 def train_config(options) -> TrainConfig:
     return TrainConfig(
-        model=ModelConfig(path=options.shape, load_in=options.load_in),
+        model=ModelConfig(path=options.shape, load_in=options.load_in, compute=options.compute),
         data=DataConfig(train="random tokens", length=options.length),
         adapter=adapter_config(options),
         steps=options.steps + 3,
@@ -113,6 +115,8 @@ def driver_memory_gb() -> float | None:
 def build(options) -> tuple[Trainer, int]:
     """The trainer of a random model, and the bytes of the model's weights."""
     model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in)
+    if options.compute == "fp8":
+        model = compute_in_fp8(model)
     model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     adapter = adapter_config(options)
     if adapter is not None:
@@ -194,6 +198,7 @@ def measure(options) -> dict:
         "shape": options.shape,
         "vocab_size": shape["vocab_size"],
         "load_in": options.load_in,
+        "compute": options.compute,
         "model_gb": model_bytes / 1e9,
         "adapter_rank": options.rank,
         "rows": options.rows,
@@ -245,7 +250,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"
     )
-    parser.add_argument("--load-in", choices=["nf4"], help="the layers' weights in four bits; default: bfloat16")
+    parser.add_argument("--load-in", choices=LOAD_IN, help="the layers' weights in few bits; default: bfloat16")
+    parser.add_argument("--compute", choices=["fp8"], help="linears in FP8 multiply as they are stored")
     parser.add_argument(
         "--plan", default="keep", help="memory.plan: what becomes of residuals; auto: the planner's choice"
     )

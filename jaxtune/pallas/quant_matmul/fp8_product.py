@@ -39,12 +39,22 @@ def product(x: jax.Array, weight: FP8, contract: tuple[int, int]) -> jax.Array:
     A row that is not finite makes a row that is not, and no other.
     """
     along = contract[1]
-    scales = weight.scales.astype(jnp.float32).reshape(1, -1)  # of the weight's rows, or one for all
     with jax.named_scope("to_fp8"):
-        codes, scale = rounded(x if along == 1 else x.astype(jnp.float32) * scales)
+        codes, scale = rounded(x if along == 1 else x.astype(jnp.float32) * _scales(weight))
+    return of_codes(codes, scale, weight, along, x.dtype)
+
+
+def of_codes(codes: jax.Array, scale: jax.Array, weight: FP8, along: int, dtype) -> jax.Array:
+    """As `product`, of what `rounded` gives; in the backward (along = 0) of a gradient that took the weight's scales
+    before it was rounded."""
     # What leaves the product is scaled in a pass of its own, which is half as long over bfloat16; another rounding is
     # nothing beside those to e4m3. float16 would overflow.
-    kept = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    kept = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     out = jax.lax.dot_general(codes, weight.codes, (((1,), (along,)), ((), ())), preferred_element_type=kept)
     out = out.astype(jnp.float32) * scale
-    return (out * scales if along == 1 else out).astype(x.dtype)
+    return (out * _scales(weight) if along == 1 else out).astype(dtype)
+
+
+def _scales(weight: FP8) -> jax.Array:
+    """float32[1, rows or 1]: of the weight's rows, or one for all."""
+    return weight.scales.astype(jnp.float32).reshape(1, -1)
