@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_COLUMNS = 160
 
 
 def environment() -> dict[str, Any]:
@@ -40,7 +41,25 @@ def environment() -> dict[str, Any]:
 def write(path: str | Path, record: dict[str, Any]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path.write_text(_text(record) + "\n", encoding="utf-8")
+
+
+def _text(value: Any, indent: int = 0) -> str:
+    """JSON whose lines are filled: records are read by people too."""
+    line = json.dumps(value)
+    if len(line) + indent <= _COLUMNS or not isinstance(value, dict | list) or not value:
+        return line
+    keys = [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    inside = value.values() if isinstance(value, dict) else value
+    lines: list[str] = []
+    for item in [key + _text(one, indent + 1) for key, one in zip(keys, inside, strict=True)]:
+        if lines and "\n" not in lines[-1] + item and len(lines[-1]) + len(item) + indent <= _COLUMNS:
+            lines[-1] += f", {item}"
+        else:
+            lines.append(item)
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    inner = ",\n".join(" " * (indent + 1) + line for line in lines)
+    return f"{opening}\n{inner}\n{' ' * indent}{closing}"
 
 
 def honest(record: dict[str, Any]) -> str | None:

@@ -23,7 +23,6 @@ from benchmarks.record import RESULTS, honest  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
 
 README, MEASURED, PICTURE = ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/images/speed_and_memory.svg"
-KERNELS = ("kernels/attention", "kernels/quant_matmul", "moe")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"  # of what is written here
 
 
@@ -32,7 +31,7 @@ class Rejected(ValueError):
 
 
 def load(folder: Path = RESULTS) -> list[dict]:
-    """The records of a folder, by file name.
+    """The records of a folder, by file name; of steps.json, each step's.
 
     Raises:
       Rejected: a training record that proves nothing.
@@ -40,12 +39,12 @@ def load(folder: Path = RESULTS) -> list[dict]:
     records = []
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        proofs = {"train/step": [record], "train/attention_pair": record.get("arms", {}).values()}
-        for proof in proofs.get(record.get("benchmark"), ()):
-            problem = honest(proof)
+        steps = {} if "benchmark" in record else record
+        for name, step in steps.items():
+            problem = honest(step)
             if problem is not None:
-                raise Rejected(f"{path.name}: {problem}")
-        records.append(record)
+                raise Rejected(f"{path.name}: {name}: {problem}")
+        records += steps.values() if steps else [record]
     return records
 
 
@@ -154,63 +153,6 @@ def pair_text(record: dict) -> list[str]:
     return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]
 
 
-def attention_pair_text(record: dict) -> list[str]:
-    """One line: the step with two implementations of attention, and where each one's time goes."""
-    names = list(record["arms"])
-    texts = []
-    for name in names:
-        arm = record["arms"][name]
-        parts = sorted(arm["profile"]["categories"].items(), key=lambda part: -part[1])
-        shares = (f"{part} {100 * ms / arm['profile']['step_ms']:.1f} %" for part, ms in parts)
-        texts.append(f"{name} **{arm['step_seconds']:.3f} s** a step ({', '.join(shares)})")
-    documents = "whole rows" if record["documents"] == "full" else f"up to {record['max_documents']} documents a row"
-    what = f"LoRA r={record['adapter_rank']}" if record["adapter_rank"] else "full"
-    shape = f"{record['shape']} {record['load_in'] or 'bf16'} {what}, {record['rows']} x {record['length']:,} tokens"
-    text = (
-        f"The step with two implementations of attention, taking turns in one process ({shape}, {documents}): "
-        f"{texts[0]} against {texts[1]}, **{record['speedup']:.3f}** times as fast. {_versions(record)}. "
-        "`python benchmarks/train/attention_pair.py`."
-    )
-    return [text]
-
-
-def packing_table(record: dict) -> list[str]:
-    """What the step loses where layers build the packing metadata themselves."""
-    ways = {
-        "per_layer": "as XLA leaves it",
-        "per_layer_kept": "kept apart by a barrier",
-        "per_layer_host": "by the host",
-    }
-    lines = [
-        "| packing metadata once a batch, against per layer | model | published, step | step | forward | backward |",
-        "|---|---|---|---|---|---|",
-    ]
-    for model in record["models"]:
-        for way, words in ways.items():
-            arm = model["arms"][way]
-            gains = (arm[f"gain_of_once_{part}"] for part in ("forward_backward", "forward", "backward"))
-            step, forward, backward = (f"{100 * gain:+.1f} %" for gain in gains)
-            published = f"{100 * model['published_gain_of_step']:+.1f} %"
-            name = f"{model['model']} {model['frozen_weights']}, {model['layers']} layers"
-            lines.append(f"| {words} | {name} | {published} | **{step}** | {forward} | {backward} |")
-    note = (
-        "Time per layer over time once, less one; every layer waiting for the host is what the published stack did: "
-        "here that arm is made for the comparison, and so is the barrier. "
-        f"{record['rows']} x {record['length']:,} tokens, LoRA r=16. {_versions(record)}. "
-        "`python benchmarks/train/packing_metadata.py`."
-    )
-    return [*lines, "", note]
-
-
-def load_text(record: dict) -> list[str]:
-    text = (
-        "{shape} from a folder of {folder_gb:.1f} GB into NF4: {load_seconds:.1f} s, **{device_gb:.2f} GB** on the "
-        "device, {device_peak_gb:.2f} GB at most while loading ({device_peak_ratio:.2f} times), "
-        "{host_peak_growth_gb:.1f} GB of host memory. {where}. `python benchmarks/train/qlora_load.py`."
-    )
-    return [text.format(**record, where=_versions(record))]
-
-
 def trajectory_text(record: dict) -> list[str]:
     text = (
         "![the same fine-tuning in jaxtune and in transformers + PEFT](images/trajectory.png)\n\n"
@@ -221,127 +163,52 @@ def trajectory_text(record: dict) -> list[str]:
     return text.format(**record, where=_versions(record)).split("\n")
 
 
-_Row = tuple[str, str, float | None, float | None, float | None, bool]
-
-
-_GATHERED = ("gate_up", "down_dx", "thin")
-
-
-def moe_rows(record: dict) -> list[_Row]:
-    """(kernel, what, value, floor, goal, whether less is better) of the mixture of experts."""
-    rows: list[_Row] = []
-    models, modes, products = ("gpt-oss-20b", "qwen3-30b-a3b"), ("balanced", "zipf"), ("gate_up", "down")
-    over = (("of_dense", "speed over a dense product"), ("of_torch", "speed over torch's grouped product"))
-    for key, beside in over:
-        for case in modes:
-            floor, goal = ((0.80, 0.92) if case == "balanced" else (0.70, 0.85)) if key == "of_dense" else (1.0, 1.2)
-            for model in models:
-                for way, what in (("forward", "forward"), ("dx", "dx")):
-                    value = min(record[f"{model} {product} {case}"][way][key] for product in products)
-                    text = f"{model}, {case}, {what}: {beside}, worse of two"
-                    rows.append(("grouped product", text, value, floor, goal, False))
-    ragged, ours = record["ragged_dot gpt-oss-20b gate_up"], record["gpt-oss-20b gate_up balanced"]
-    value = min(ragged[f"{way}_ms"] / ours[way]["ours_ms"] for way in ("forward", "dx"))
-    rows.append(("grouped product", "gpt-oss-20b gate_up: speed over `jax.lax.ragged_dot`", value, 1.0, 1.2, False))
-    for model in models:
-        for kind in ("nf4", "mxfp4"):
-            found = [record[f"four bits {model} {product}"] for product in products]
-            for way, words, bounds in (("ahead", "", (0.85, 0.95)), ("decoded", " decoded before", (None, None))):
-                value = min(one[f"{kind}_{way}_of_bf16"] for one in found)
-                text = f"{model}, experts in {kind.upper()}{words}: speed over bf16 experts, worse of two"
-                rows.append(("grouped product", text, value, *bounds, False))
-    for model in models:
-        shares = ("routing_share_of_step", "routing_share_by_difference")
-        share = max(record[f"layer {model} {case}"][share] for case in modes for share in shares)
-        rows.append(("routing", f"share of an MoE layer's forward+backward, {model}", share, 0.08, 0.04, True))
-    for model in models:
-        found = [record[f"gathering {model} {case}"] for case in modes]
-        value = min(one[f"{name}_in_order_ms"] / one[f"{name}_gathered_ms"] for one in found for name in _GATHERED)
-        text = f"{model}: speed of a product that brings tokens' rows itself over one of sorted rows, worst"
-        rows.append(("grouped product", text, value, None, None, False))
-    for model in models:
-        for name in ("sort", "permute"):
-            found = [record[f"routing {model} {case}"] for case in modes]
-            value = min(one[f"{name}_reference_ms"] / one[f"{name}_mosaic_ms"] for one in found)
-            rows.append(("routing", f"{model}, {name}: speed of our kernel over XLA's", value, None, None, False))
-    ways = record["ways gpt-oss-20b"]
-    published = {"loop": " (published: 1.23 forward, 1.10 to 1.15 a step)", "ragged_dot": ""}
-    for way, words in published.items():
-        for key, what in (("forward", "forward"), ("step", "forward+backward")):
-            value = ways[f"{way}_{key}_ms"] / ways[f"sorted_{key}_ms"]
-            text = f"gpt-oss-20b layer, {what}: time of {way.replace('loop', 'a loop over experts')} over ours{words}"
-            rows.append(("sorted segments", text, value, None, None, False))
-    same = min(record[f"layer {model} {case}"]["bitwise_over_40_runs"] for model in models for case in modes)
-    rows.append(("MoE layer", "40 forwards and gradients bitwise one (1: yes)", float(same), 1.0, None, False))
-    checks = ("bitwise_over_40_runs", "bitwise_as_decoded")
-    keys = [f"{kind}_ahead_{check}" for kind in ("nf4", "mxfp4") for check in checks]
-    same = min(record[f"four bits {model} {product}"][key] for model in models for product in products for key in keys)
-    text = "decoded ahead: 40 runs bitwise one, and as decoded before (1: yes)"
-    rows.append(("grouped product", text, float(same), 1.0, None, False))
-    triton = [record[f"triton {model} down"] for model in models]
-    same = min(one["triton_bitwise_over_40_runs"] for one in triton)
-    what = "down, 4,096 tokens, Triton's kernel"
-    rows.append(("grouped product", f"{what}: 40 runs bitwise one (1: yes)", float(same), 1.0, None, False))
-    value = min(one["mosaic_ms"] / one["triton_ms"] for one in triton)
-    rows.append(("grouped product", f"{what}: speed over Mosaic's, worse of two", value, None, None, False))
-    return rows
+def rows_of(rows: list[dict], with_kernel: bool) -> list[str]:
+    """Figures beside their floors and goals; a missed floor is said."""
+    lines = []
+    for row in rows:
+        value, floor, at_most = row["value"], row["floor"], row["at_most"]
+        missed = floor is not None and (value > floor if at_most else value < floor)
+        cells = [row["kernel"]] if with_kernel else []
+        cells += [row["what"], (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") + (" (missed)" if missed else "")]
+        cells += [
+            "-" if bound is None else f"{'at most ' if at_most else ''}{bound:,.4g}" for bound in (floor, row["goal"])
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def kernel_table(records: list[dict]) -> list[str]:
-    """Every kernel's figure beside its floor and goal; a missed floor is said."""
-    rows: list[_Row] = []
-    for r in records:
-        kind = r.get("benchmark")
-        if kind == "kernels/attention":
-            for entry in r["must_show"]:
-                if entry["value"] is not None:
-                    lower = "over that predicted" in entry["what"] or "share" in entry["what"]
-                    rows.append(("attention", entry["what"], entry["value"], entry["floor"], entry["goal"], lower))
-        elif kind == "kernels/quant_matmul":
-            bounds = {"1 tokens": (2.5, 3.3), "16 tokens": (2.0, 3.0), "4096 tokens, without LoRA": (0.88, 0.95)}
-            bounds |= {"4096 tokens, with LoRA": (0.85, 0.95), "16384 tokens, without LoRA": (0.95, 0.98)}
-            bounds |= {"16384 tokens, with LoRA": (0.92, 0.98)}
-            for case, (floor, goal) in bounds.items():
-                value = r["summary"][case]["geometric_mean"]
-                words = "1 token" if case == "1 tokens" else case
-                rows.append(("NF4 product", f"{words}: speed over bf16 weights", value, floor, goal, False))
-            worst = min(entry["share_of_copy"] for entry in r["dequantise"])
-            rows.append(("NF4 dequantise", "share of copy bandwidth, worst shape", worst, 0.8, 0.9, False))
-            rows.append(("8-bit AdamW", "share of copy bandwidth", r["adam_8bit"]["share_of_copy"], 0.75, 0.9, False))
-        elif kind == "moe":
-            rows += moe_rows(r)
     lines = ["| kernel | case | measured | floor | goal |", "|---|---|---|---|---|"]
-    for kernel, what, value, floor, goal, lower in rows:
-        assert value is not None
-        missed = floor is not None and (value > floor if lower else value < floor)
-        shown = [f"{value:.3g}" + (" (missed)" if missed else "")]
-        shown += ["-" if bound is None else f"{'at most ' if lower else ''}{bound:g}" for bound in (floor, goal)]
-        lines.append(f"| {kernel} | {what} | {shown[0]} | {shown[1]} | {shown[2]} |")
-    where = ", ".join(
-        f"{r['benchmark'].split('/')[-1]} at {r['commit'][:7]}"
-        + (f" ({', '.join(r['earlier']['parts'])}: {r['earlier']['commit'][:7]})" if "earlier" in r else "")
-        for r in records
-    )
+    lines += [line for record in records for line in rows_of(record["must_show"], with_kernel=True)]
+    where = ", ".join(f"{r['benchmark'].removeprefix('kernels/')} at {r['commit'][:7]}" for r in records)
     return [*lines, "", f"{records[0]['device']}, jax {records[0]['versions']['jax']}; `benchmarks/kernels/`: {where}."]
 
 
 def memory_table(record: dict) -> list[str]:
-    """What was to be shown of memory; a missed floor is said, and so is what has not been measured."""
+    """What was to be shown of memory, and what has no result."""
     lines = ["| memory, case of `benchmarks/train/memory.py` | measured | floor | goal |", "|---|---|---|---|"]
-    for row in record["must_show"]:
-        bounds = [
-            "-" if bound is None else f"{'at most ' if row['at_most'] else ''}{bound:,.4g}"
-            for bound in (row["floor"], row["goal"])
-        ]
-        value = f"{row['value']:,.0f}" if row["value"] >= 1000 else f"{row['value']:.3g}"
-        missed = " (missed)" if row["met"] is False else ""
-        lines.append(f"| {row['what']} | {value}{missed} | {bounds[0]} | {bounds[1]} |")
+    lines += rows_of(record["must_show"], with_kernel=False)
     failed = [f"{name} ({case['failed'].split(' | ')[-1][:80]})" for name, case in record["cases"].items()
               if "failed" in case]  # fmt: skip
     commits = ", ".join(sorted({case["commit"][:7] for case in record["cases"].values() if "commit" in case}))
     where = _versions(record).rsplit(", commit", 1)[0]
     note = f"{where}, commits {commits}. `python benchmarks/train/memory.py --list`."
     return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
+
+
+def commits_table(record: dict) -> list[str]:
+    """One commit's steps over an older one's."""
+    lines = ["| step | older commit, tokens/s | newer commit, tokens/s | newer over older |", "|---|---|---|---|"]
+    for title, ratio in record["ratios"].items():
+        speeds = {"old": [], "new": []}
+        for run in record["cases"][title]:
+            if "failed" not in run:
+                speeds[run["side"]].append(run["tokens_per_second"])
+        old, new = (statistics.median(speeds[side]) for side in ("old", "new"))
+        lines.append(f"| {title} | {old:,.0f} | {new:,.0f} | **{ratio:.4f}** |")
+    note = f"{record['old_commit']} and {record['commit']} in turns on one machine, medians; {_versions(record)}."
+    return [*lines, "", f"{note} `python -m benchmarks.compare --help`."]
 
 
 def plot_trajectory(record: dict, path: Path) -> None:
@@ -376,20 +243,16 @@ def measured(records: list[dict]) -> str:
         parts += ["", *parts_table(r)]
     texts = {
         "train/pair": pair_text,
-        "train/attention_pair": attention_pair_text,
-        "train/packing_metadata": packing_table,
+        "train/commits": commits_table,
         "train/startup": startup_table,
-        "train/qlora_load": load_text,
         "train/trajectory": trajectory_text,
+        "train/memory": memory_table,
     }
     for kind, text in texts.items():
         for r in records:
             if r.get("benchmark") == kind:
                 parts += ["", *text(r)]
-    for r in records:
-        if r.get("benchmark") == "train/memory" and r["must_show"]:
-            parts += ["", *memory_table(r)]
-    kernels = [r for r in records if r.get("benchmark") in KERNELS]
+    kernels = [r for r in records if r.get("benchmark", "").startswith("kernels/") and "must_show" in r]
     if kernels:
         parts += ["", *kernel_table(kernels)]
     return "\n".join(parts)

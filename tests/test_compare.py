@@ -61,7 +61,7 @@ def test_two_commits_take_turns_and_the_medians_are_compared(trees, tmp_path, mo
     assert status == 0
     assert [side for side, *_ in calls] == ["old", "new", "old", "new"]
     for side, arguments, cache, paths in calls:
-        assert arguments == compare.step_arguments(compare.CASES["8b_24gb"])
+        assert arguments == compare.step_arguments(compare.STEPS["8b_24gb"], "")
         assert cache.endswith(f"/{side}") and (tmp_path / "temporary/jaxtune_compare" / side / "x").exists()
         assert paths == [str(tmp_path / side), "/elsewhere"]  # never the other side's files
     record = json.loads((tmp_path / "out.json").read_text())
@@ -95,12 +95,16 @@ def test_a_call_goes_on_where_the_last_one_stopped(trees, tmp_path, capsys):
 
 @pytest.mark.parametrize(("speed", "status"), [(97.5, 0), (96.0, 1)])
 def test_a_stored_record_is_held_against(trees, tmp_path, monkeypatch, speed, status):
-    stored = tmp_path / compare.CASES["8b"].stored
+    stored = tmp_path / "steps.json"
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
-    stored.write_text(json.dumps({"device": "a GPU", "tokens_per_second": 100.0}))
+    record = {"device": "a GPU", "tokens_per_second": 100.0}
+    stored.write_text(json.dumps({"8b": record, "8b_nf4": record}))
+    (tmp_path / "out.json").write_text(json.dumps({"8b_nf4": record}))
     call = trees(new=[speed])
     assert call("8b")[0] == status
-    stored.write_text(json.dumps({"device": "another GPU", "tokens_per_second": 100.0}))
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert records["8b_nf4"] == record and records["8b"]["tokens_per_second"] == speed  # it can take the store's place
+    stored.write_text(json.dumps({"8b": record | {"device": "another GPU"}}))
     with pytest.raises(SystemExit, match="'another GPU', this device is 'a GPU'"):
         call("8b")
 
@@ -111,4 +115,5 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     assert "no case 9b: known are 8b, " in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"no benchmarks/train/step\.py"):
         compare.commit_of(tmp_path)
-    assert all((compare.RESULTS / case.stored).is_file() for case in compare.CASES.values())
+    stored = json.loads((compare.RESULTS / "steps.json").read_text())
+    assert set(compare.COMPARED) <= set(stored) and not set(compare.STEPS) - set(stored)

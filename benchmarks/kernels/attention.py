@@ -4,10 +4,10 @@
 
 32,768 tokens a case, 32 query and 8 key/value heads, bf16. Beside our kernels: cuDNN from JAX, also in its
 deterministic mode (its packed path is exact up to 32 documents a row; beyond that its dq is wrong and the time stands
-for comparison only), cuDNN and FlashAttention-2 from torch; our Triton kernels where jax-triton is installed, also with
-tiles that fit the 99 KB of shared memory of consumer cards. TFLOP/s count what is visible: 4 D a visible pair and head
-forward, 2.5 times that backward. "predicted" is the time that the visible 128 x 128 tiles would take at the speed of
-the fastest dense kernel of the run. Every feature is checked against the fp32 reference first.
+for comparison only), cuDNN and FlashAttention-2 from torch; our Triton kernels where jax-triton is installed. TFLOP/s
+count what is visible: 4 D a visible pair and head forward, 2.5 times that backward. "predicted" is the time that the
+visible 128 x 128 tiles would take at the speed of the fastest dense kernel of the run. `make gpu-test` checks every
+feature against the fp32 reference.
 
 All programs are compiled first, by a few threads, and then timed one after the other: about 90 s on an H200.
 """
@@ -15,7 +15,6 @@ All programs are compiled first, by a few threads, and then timed one after the 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -26,7 +25,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 # The rest is for torch.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
@@ -114,7 +112,6 @@ class Contender:
     module: object
     promise: bool = False  # whether it needs to be told the most documents a row
     compiler_options: dict = dataclasses.field(default_factory=dict)
-    patch: contextlib.AbstractContextManager = dataclasses.field(default_factory=contextlib.nullcontext)
     forward: object = None
     backward: object = None
     error: str | None = None
@@ -182,8 +179,6 @@ def contenders(case: Case) -> list[Contender]:
     triton = api.IMPLEMENTATIONS.get("triton")
     if triton is not None and importlib.util.find_spec("jax_triton") and case.dim <= 128:
         found.append(Contender("triton", triton))
-        if case.name in ("dense 8,192", "packed, log-normal mean 512", "head dim 64"):
-            found.append(Contender("triton_99kb", triton, patch=mock.patch.object(triton, "_SHARED_MEMORY_KB", {})))
     return found
 
 
@@ -241,51 +236,6 @@ def measure_torch(case: Case) -> dict[str, dict]:
     return result
 
 
-# What `check` compares: every feature and head dim, on one short packed row with padding.
-CHECKS = {
-    "packed": {},
-    "window": {"window": 300},
-    "soft cap": {"soft_cap": 30.0},
-    "sinks": {"sinks": np.linspace(-1, 1, 8, dtype=np.float32)},
-    "head dim 64": {"dim": 64},
-    "head dim 256": {"dim": 256, "soft_cap": 30.0, "window": 300},
-}
-
-
-def check(features: dict) -> dict[str, list[float]]:
-    """Relative errors of out, dq, dk, dv (and the sinks' gradient), of our kernels and of XLA's bf16, against fp32."""
-    features = dict(features)
-    case = Case("check", 1, 2048, heads=8, kv_heads=2, dim=features.pop("dim", 128), documents="log-normal")
-    segments = case.segments().copy()
-    segments[0, 100:140] = segments[0, -77:] = 0
-    layout = packed_layout(segments.shape, jnp.asarray(segments))
-    options = {"scale": case.dim**-0.5, **features}
-
-    def run(module, query, key, value, dout):
-        out, lse = module.forward(query, key, value, layout, **options)
-        if case.dim > max(mosaic.BACKWARD_KEY):
-            return [out]
-        gradients = module.backward(query, key, value, out, lse, dout, layout, **options)
-        return [x for x in (out, *gradients) if x is not None]
-
-    def error(got, want):
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        return round(float(np.linalg.norm(got - want) / np.linalg.norm(want)), 5)
-
-    small = operands(1, case.length, case.heads, case.kv_heads, case.dim)
-
-    def results(module, operands):
-        # XLA's search for the fastest matrix products would take longer than the rest of the benchmark.
-        program = jax.jit(functools.partial(run, module), compiler_options={"xla_gpu_autotune_level": 0})
-        return program(*operands)
-
-    exact = results(reference, [x.astype(jnp.float32) for x in small])
-    return {
-        name: [error(g, e) for g, e in zip(results(module, small), exact, strict=True)]
-        for name, module in (("mosaic", mosaic), ("xla", reference))
-    }
-
-
 def layout_cost(times: int = 50) -> float:
     """Milliseconds to build the layout of 8 x 8,192 tokens with rotary tables, by the device's clock: many builds, each
     from other ids, in one program, so that the host's call counts little."""
@@ -305,82 +255,61 @@ def layout_cost(times: int = 50) -> float:
     return milliseconds(lambda: program(first)) / times
 
 
-def summary(rows: list[dict], layout_ms: float) -> list[dict]:
-    """What the kernels are held to, each line with its figure, floor and goal; None where it was not measured."""
+def must_show(rows: list[dict], layout_ms: float) -> list[dict]:
+    """What the kernels are held to: [{kernel, what, value, floor, goal, at_most}] of what was measured."""
     by_name = {row["case"]: row for row in rows}
 
-    def time_of(case, name, key):
-        return by_name.get(case, {}).get("times", {}).get(name, {}).get(key)
-
-    def fastest(case, names, key):
-        found = [t for t in (time_of(case, name, key) for name in names) if t]
-        return min(found) if found else None
-
-    def ratio(above, below):
-        return round(above / below, 3) if above and below else None
+    def of(case: str, names: str, key: str) -> float | None:
+        """The least of these contenders' figures."""
+        times = by_name.get(case, {}).get("times", {})
+        return min((times[name][key] for name in names.split() if key in times.get(name, {})), default=None)
 
     lines = []
 
-    def line(what, value, floor, goal):
-        lines.append({"what": what, "value": value, "floor": floor, "goal": goal})
+    def line(what: str, above: float | None, below: float | None, floor, goal, at_most=False) -> None:
+        if above and below:
+            value = round(above / below, 3)
+            lines.append(dict(kernel="attention", what=what, value=value, floor=floor, goal=goal, at_most=at_most))
 
-    both, forward = "both_ms", "forward_ms"
-    vendor = ("cudnn_jax", "cudnn_torch")
-    exact = ("cudnn_jax_deterministic", "cudnn_torch_deterministic")
-    for case in ("dense 8,192", "dense 32,768"):
-        ours, ours_forward = time_of(case, "mosaic", both), time_of(case, "mosaic", forward)
-        line(f"{case}, forward: speed over cuDNN's", ratio(fastest(case, vendor, forward), ours_forward), 0.9, 1.0)
-        line(f"{case}, forward+backward: speed over cuDNN's", ratio(fastest(case, vendor, both), ours), 0.75, 0.95)
-        line(
-            f"{case}, forward+backward: over cuDNN's deterministic", ratio(fastest(case, exact, both), ours), 1.0, None
-        )
-    for key, part in ((forward, "forward"), (both, "forward+backward")):
-        ours = time_of("dense 2,048", "mosaic", key)
-        line(
-            f"dense 2,048, {part}: over cuDNN from JAX",
-            ratio(time_of("dense 2,048", "cudnn_jax", key), ours),
-            1.0,
-            None,
-        )
-        torch_ms = time_of("dense 2,048", "cudnn_torch", key)
-        line(f"dense 2,048, {part}: over cuDNN from torch", ratio(torch_ms, ours), None, 1.0)
-    packed = "packed, log-normal mean 512"
-    ours = time_of(packed, "mosaic", both)
-    line(f"{packed}: over cuDNN's packed path", ratio(time_of(packed, "cudnn_jax", both), ours), 1.5, None)
-    line(f"{packed}: over cuDNN's dense", ratio(fastest("dense 8,192", vendor, both), ours), 3.0, None)
-    for case, floor, goal in (("32 documents a row", 2.5, 4.0), ("64 documents a row", 4.0, 8.0)):
-        line(
-            f"{case}: over cuDNN packed",
-            ratio(time_of(case, "cudnn_jax", both), time_of(case, "mosaic", both)),
-            floor,
-            goal,
-        )
+    vendor, exact = "cudnn_jax cudnn_torch", "cudnn_jax_deterministic cudnn_torch_deterministic"
+    packed, wide = "packed, log-normal mean 512", "head dim 256"
+    # (case, whose speed ours is held against, what it is called, which times, floor, goal)
+    fw, both = "forward", "forward+backward"
+    against = [
+        ("dense 8,192", vendor, "speed over cuDNN's", fw, 0.9, 1.0),
+        ("dense 8,192", vendor, "speed over cuDNN's", both, 0.75, 0.95),
+        ("dense 8,192", exact, "over cuDNN's deterministic", both, 1.0, None),
+        ("dense 32,768", vendor, "speed over cuDNN's", fw, 0.9, 1.0),
+        ("dense 32,768", vendor, "speed over cuDNN's", both, 0.75, 0.95),
+        ("dense 32,768", exact, "over cuDNN's deterministic", both, 1.0, None),
+        ("dense 2,048", "cudnn_jax", "over cuDNN from JAX", fw, 1.0, None),
+        ("dense 2,048", "cudnn_torch", "over cuDNN from torch", fw, None, 1.0),
+        ("dense 2,048", "cudnn_jax", "over cuDNN from JAX", both, 1.0, None),
+        ("dense 2,048", "cudnn_torch", "over cuDNN from torch", both, None, 1.0),
+        (packed, "cudnn_jax", "over cuDNN's packed path", both, 1.5, None),
+        ("32 documents a row", "cudnn_jax", "over cuDNN packed", both, 2.5, 4.0),
+        ("64 documents a row", "cudnn_jax", "over cuDNN packed", both, 4.0, 8.0),
+        (wide, vendor, "speed over cuDNN's", fw, None, 1.0),
+        (f"{wide}, packed, soft cap", "xla", "speed over XLA's", fw, 1.0, None),
+    ]
+    keys = {fw: "forward_ms", both: "both_ms"}
+    for case, others, words, part, floor, goal in against:
+        line(f"{case}, {part}: {words}", of(case, others, keys[part]), of(case, "mosaic", keys[part]), floor, goal)
+    ours = of(packed, "mosaic", "both_ms")
+    line(f"{packed}: over cuDNN's dense", of("dense 8,192", vendor, "both_ms"), ours, 3.0, None)
     for case in (packed, "window 4,096", "window 128"):
-        predicted = by_name.get(case, {}).get("predicted", {}).get(both)
-        line(
-            f"{case}: time over that predicted by visible tiles",
-            ratio(time_of(case, "mosaic", both), predicted),
-            1.5,
-            1.2,
-        )
+        predicted = by_name.get(case, {}).get("predicted", {}).get("both_ms")
+        what = f"{case}: time over that predicted by visible tiles"
+        line(what, of(case, "mosaic", "both_ms"), predicted, 1.5, 1.2, at_most=True)
     for case in ("soft cap", "sinks", "head dim 64"):
-        for key, part in (("forward_tflops", "forward"), ("both_tflops", "forward+backward")):
-            plain = time_of("dense 8,192", "mosaic", key)
-            line(
-                f"{case}, {part}: TFLOP/s over the plain case's", ratio(time_of(case, "mosaic", key), plain), 0.75, 0.9
-            )
-    wide, wide_packed = "head dim 256", "head dim 256, packed, soft cap"
-    ours = time_of(wide, "mosaic", forward)
-    line(f"{wide}, forward: speed over cuDNN's", ratio(fastest(wide, vendor, forward), ours), None, 1.0)
-    ours = time_of(wide_packed, "mosaic", forward)
-    line(f"{wide_packed}, forward: speed over XLA's", ratio(time_of(wide_packed, "xla", forward), ours), 1.0, None)
-    ours = time_of(packed, "mosaic", both)
-    line("layout of 8 x 8,192, share of one layer's attention", ratio(layout_ms, ours and 2 * ours), 0.01, 0.003)
-    for key, part in ((forward, "forward"), (both, "forward+backward")):
-        line(
-            f"dense 8,192, {part}: Triton over FlashAttention-2",
-            ratio(time_of("dense 8,192", "flash2_torch", key), time_of("dense 8,192", "triton", key)), 0.8, 1.0,
-        )  # fmt: skip
+        for key, part in (("forward_tflops", fw), ("both_tflops", both)):
+            plain = of("dense 8,192", "mosaic", key)
+            line(f"{case}, {part}: TFLOP/s over the plain case's", of(case, "mosaic", key), plain, 0.75, 0.9)
+    what = "layout of 8 x 8,192, share of one layer's attention"
+    line(what, layout_ms, ours and 2 * ours, 0.01, 0.003, at_most=True)
+    for part, key in keys.items():
+        theirs, triton = of("dense 8,192", "flash2_torch", key), of("dense 8,192", "triton", key)
+        line(f"dense 8,192, {part}: Triton over FlashAttention-2", theirs, triton, 0.8, 1.0)
     return lines
 
 
@@ -391,30 +320,13 @@ def main() -> int:
     options = parser.parse_args()
     cases = [c for c in CASES if not options.cases or any(p in c.name for p in options.cases.split(","))]
     began = time.perf_counter()
-    result: dict = {"benchmark": "kernels/attention", **environment(), "checks": {}, "cases": []}
-    pool = ThreadPoolExecutor(COMPILERS)
-    checks = {name: pool.submit(check, features) for name, features in CHECKS.items()}
-    compiled = {}
-    for case in cases:
-        compiled[case.name] = []
-        for contender in contenders(case):
-            if isinstance(contender.patch, contextlib.nullcontext):
-                compiled[case.name].append(pool.submit(contender.compile, case))
-    for name, found in checks.items():
-        result["checks"][name] = found.result()
-        print(f"check {name:14s} {result['checks'][name]}", flush=True)
-    for case in cases:
-        record = {"case": case.name, "pairs": visible_pairs(case), "tiles": visible_tiles(case), "times": {}}
-        result["cases"].append(record)
-    pool.shutdown(wait=True)  # timing starts when nothing compiles any more
-    for case, record in zip(cases, result["cases"], strict=True):
-        ready = [future.result() for future in compiled[case.name]]
-        for contender in contenders(case):
-            if not isinstance(contender.patch, contextlib.nullcontext):
-                with contender.patch:  # changes what every thread sees: compiled alone
-                    ready.append(contender.compile(case))
-        times = record["times"] = {contender.name: contender.times(case) for contender in ready}
-        times.update(measure_torch(case))
+    result: dict = {"benchmark": "kernels/attention", **environment(), "cases": []}
+    with ThreadPoolExecutor(COMPILERS) as pool:  # timing starts when nothing compiles any more
+        waiting = [[pool.submit(contender.compile, case) for contender in contenders(case)] for case in cases]
+    for case, futures in zip(cases, waiting, strict=True):
+        ready = [future.result() for future in futures]
+        times = {contender.name: contender.times(case) for contender in ready} | measure_torch(case)
+        record = {"case": case.name, "pairs": visible_pairs(case), "tiles": visible_tiles(case), "times": times}
         flops = 4 * case.heads * case.dim * record["pairs"]
         for found in times.values():
             if "forward_ms" in found:
@@ -422,25 +334,19 @@ def main() -> int:
             if "backward_ms" in found:
                 found["both_ms"] = found["forward_ms"] + found["backward_ms"]
                 found["both_tflops"] = 3.5 * flops / found["both_ms"] / 1e9
-        shown = {
-            name: [round(t[key], 3) for key in ("forward_ms", "both_ms") if key in t]
-            for name, t in times.items()
-            if "forward_ms" in t
-        }
+        result["cases"].append(record)
+        shown = {name: [round(t[key], 3) for key in ("forward_ms", "both_ms") if key in t] for name, t in times.items()}
         print(f"[{time.perf_counter() - began:5.1f}] {case.name:28s} {shown}", flush=True)
         operands.cache_clear()
         write(options.output, result)  # what was measured stays, whatever comes
     dense = [r for r in result["cases"] if r["case"].startswith("dense")]
-    if dense:
+    for key in ("forward_ms", "both_ms"):
         # The fastest dense kernel of the run sets what a visible tile should cost.
-        per_tile = {
-            key: min(t[key] / r["tiles"] for r in dense for t in r["times"].values() if key in t)
-            for key in ("forward_ms", "both_ms")
-        }
-        for record in result["cases"]:
-            record["predicted"] = {key: value * record["tiles"] for key, value in per_tile.items()}
+        per_tile = min((t[key] / r["tiles"] for r in dense for t in r["times"].values() if key in t), default=None)
+        for record in result["cases"] if per_tile else ():
+            record.setdefault("predicted", {})[key] = per_tile * record["tiles"]
     result["layout_8x8192_ms"] = layout_cost()
-    result["must_show"] = summary(result["cases"], result["layout_8x8192_ms"])
+    result["must_show"] = must_show(result["cases"], result["layout_8x8192_ms"])
     result["seconds"] = round(time.perf_counter() - began, 1)
     write(options.output, result)
     for line in result["must_show"]:

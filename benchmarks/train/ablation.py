@@ -3,7 +3,7 @@
     python benchmarks/train/ablation.py --output FILE.json [--seconds 560] [--models NAME,...] [--arms NAME,...]
 
   packed layout      metadata of packed rows built once a batch ("on"), or in every layer, kept apart by a barrier
-                     ("layout_kept") or with a round trip to the host ("layout_host"); see packing_metadata.py
+                     ("layout_kept") or with a round trip to the host ("layout_host")
   overlapped reload  layer inputs on the host and layers computed again: transfers under compute ("offload"), or each
                      waited for ("serial"); the same plan
   sorted routing     tokens sorted into their experts' segments ("on"), `jax.lax.ragged_dot` over such rows ("ragged"),
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -41,20 +41,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.lax import optimization_barrier
 
 import jaxtune
 from benchmarks.random_model import random_model
 from benchmarks.record import environment, write
 from benchmarks.shapes import SHAPES
-from benchmarks.train import packing_metadata
 from benchmarks.transfers import transfers
+from jaxtune.models import stack
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.experts import ExpertLinear, MoE
 from jaxtune.models.lora import experts
 from jaxtune.models.residual_plan import residuals_of
+from jaxtune.models.rope import rotary_table
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.attention.shapes import log_normal_segments
 from jaxtune.pallas.formats import dense
 from jaxtune.pallas.routing import expert_weights
+from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import loss_sums
 from jaxtune.train.planning.plan import parse_residuals
 from jaxtune.train.programs import compiler_options
@@ -96,6 +103,74 @@ COMPILERS = 6
 
 
 # ---- the arms
+
+
+def _host_bounds(segment_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """doc_start, doc_end int32[rows, length], as the host finds them."""
+    starts, ends = np.empty_like(segment_ids), np.empty_like(segment_ids)
+    for row, ids in enumerate(np.asarray(segment_ids)):
+        edges = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1], [True]]))
+        runs = np.diff(edges)
+        starts[row], ends[row] = np.repeat(edges[:-1], runs), np.repeat(edges[1:], runs)
+    index = np.arange(segment_ids.shape[1], dtype=np.int32)
+    real = segment_ids != 0
+    return np.where(real, starts, index).astype(np.int32), np.where(real, ends, index).astype(np.int32)
+
+
+def _kept_apart(x, segment_ids):
+    x, segment_ids = optimization_barrier((x, segment_ids))
+    return x, packed_layout(segment_ids.shape, segment_ids)
+
+
+def _from_host(x, segment_ids):
+    x, segment_ids = optimization_barrier((x, segment_ids))
+    shape = jax.ShapeDtypeStruct(segment_ids.shape, jnp.int32)
+    bounds = jax.pure_callback(_host_bounds, (shape, shape), segment_ids)
+    x, bounds = optimization_barrier((x, bounds))  # the layer does not begin before the answer is there
+    return x, PackedLayout(*bounds)
+
+
+_LAYOUTS: dict[str, Callable | None] = {
+    "once": None, "per_layer_kept": _kept_apart, "per_layer_host": _from_host
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def layouts(name: str, model: Decoder) -> Iterator[None]:
+    """While tracing: every layer of the forward builds its layout in this way.
+
+    The segment ids travel to the layers as one more pair behind the rotary tables of the batch's layout.
+    """
+    bounds = _LAYOUTS[name]
+    if bounds is None:
+        yield
+        return
+    once, forward, backward = Decoder.layout, stack.layer_forward, stack.layer_backward
+    config = model.config
+
+    def with_ids(self, shape, segment_ids=None, positions=None, max_documents=None):
+        layout = once(self, shape, segment_ids, positions, max_documents)
+        return PackedLayout(layout.doc_start, layout.doc_end, (*layout.rotary, (segment_ids, segment_ids)))
+
+    def build_and_run(graph, spec, wanted, trainable, frozen, x, layout, *rest, **options):
+        x, own = bounds(x, layout.rotary[-1][0])
+        tables = tuple(
+            rotary_table(rope, config.head_dim, config.max_position_embeddings, own.positions())
+            for rope in config.rotary
+        )
+        own = PackedLayout(own.doc_start, own.doc_end, tables)
+        return forward(graph, spec, wanted, trainable, frozen, x, own, *rest, **options)
+
+    def run_back(graph, spec, trainable, frozen, saved, doutput, layout, *rest, **options):
+        saved_layout = PackedLayout(layout.doc_start, layout.doc_end, layout.rotary[:-1])
+        return backward(graph, spec, trainable, frozen, saved, doutput, saved_layout, *rest, **options)
+
+    with (
+        mock.patch.object(Decoder, "layout", with_ids),
+        mock.patch.object(stack, "layer_forward", build_and_run),
+        mock.patch.object(stack, "layer_backward", run_back),
+    ):
+        yield
 
 
 def _precision(dtype):
@@ -198,7 +273,7 @@ def arm(name: str, model) -> Iterator[None]:
     layout, how, overlapped, _ = ARMS[name]
     jax.clear_caches()  # layer functions are traced once a process
     with contextlib.ExitStack() as patches:
-        patches.enter_context(packing_metadata.arm(layout, model))
+        patches.enter_context(layouts(layout, model))
         if how in _EXPERTS:
             for method, function in zip(("gate_up", "down"), _EXPERTS[how], strict=True):
                 patches.enter_context(mock.patch.object(MoE, method, function))
@@ -227,10 +302,22 @@ def build(name: str, layers: int, tiny: bool):
     return jaxtune.get_peft_model(model, r=16, lora_alpha=16, target_parameters=names)
 
 
+def build_batch(rows: int, length: int, vocab_size: int) -> Batch:
+    """Random tokens in documents of log-normal lengths (mean 512, sigma 0.8, at most the row)."""
+    segments = log_normal_segments(rows, length, mean=min(512, length // 4), sigma=0.8)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, segments.shape, np.int32)
+    targets = np.roll(tokens, -1, 1)
+    weights = np.ones(segments.shape, np.float32)
+    weights[:, -1] = 0
+    weights[:, :-1][segments[:, 1:] != segments[:, :-1]] = 0
+    positions = np.arange(length, dtype=np.int32) - _host_bounds(segments)[0]
+    return jax.device_put(Batch(tokens, targets, weights, segments, positions))
+
+
 def measure(model_name: str, arms: list[str], options) -> Iterator[tuple[str, dict]]:
     """(arm, its record, or {"error": why there is none}) of one model."""
     model = build(model_name, options.layers, options.tiny)
-    batch = packing_metadata.build_batch(options.rows, options.length, model.config.vocab_size)
+    batch = build_batch(options.rows, options.length, model.config.vocab_size)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     arguments = (trainable, frozen, batch)
     settings = compiler_options("gpu" if jax.default_backend() == "gpu" else "cpu", deterministic=False)

@@ -3,7 +3,7 @@
     python benchmarks/train/memory.py [--cases kept,24gb,...] [--seconds 560] --output FILE.json
     python benchmarks/train/memory.py --list
 
-Each case is measured in a process of its own, most by benchmarks/train/step.py; with a budget its allocator
+Each case is measured by benchmarks/train/step.py in a process of its own; with a budget its allocator
 holds no more, so that exceeding it fails, and fails alone. The programs of step.py's cases are compiled side by side
 beforehand, in one process, into one cache: where XLA times algorithms in the measured process, its buffers can be the
 peak. 8B shape, NF4 + LoRA r=16, 8 x 2,048 tokens unless said.
@@ -33,8 +33,7 @@ _OFFLOAD_ALL = ", ".join(f"{name}=offload" for name in EVERYTHING.split(", "))
 _INPUTS = "recompute, layer_input=offload"
 _14B, _32B = dict(shape="qwen3-14b", rows=4), dict(shape="qwen3-32b", rows=2)
 _FULL = dict(rows=2, rank=0, load_in=None, optim="adamw_8bit")
-_LOSS = "kernels/linear_cross_entropy.py"
-# Arguments of step.py, or of the `script` that is named; "budget_gb" is used here too. cold: its own empty cache.
+# Arguments of step.py; "budget_gb" is used here too. cold: its own empty cache.
 CASES: dict[str, dict[str, Any]] = {
     "kept": dict(plan="keep", micro_batches=1),
     "recompute": dict(plan="recompute", micro_batches=1),
@@ -63,10 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
     "full_8b_kept": dict(_FULL, plan="keep", micro_batches=1),
     "full_8b_states_on_host": dict(_FULL, plan="keep", micro_batches=1, optim_offload=True),
     "full_8b_adamw_on_host": dict(_FULL, optim="adamw", plan="keep", micro_batches=1, optim_offload=True),
-    "loss": dict(script=_LOSS),
-    "equal_plans": dict(script="train/equal_plans.py"),
-    "longest_check": dict(script="train/longest.py", what="check"),
-    "longest": dict(script="train/longest.py", what="step", budget_gb=80),
 }  # fmt: skip
 DEFAULT = "kept,24gb,24gb_one,16gb,16gb_one,10.8gb,recompute,inputs_offloaded"
 # case: (whose speed it is held against, floor of the ratio or None, goal or None)
@@ -101,25 +96,14 @@ PEAK_CASES = 8  # that this is asked of: of at least so many
 
 
 def arguments_of(name: str, options) -> list[str]:
-    """Of the case's script."""
-    case = {key: value for key, value in CASES[name].items() if key not in ("script", "cold", "what")}
-    override = json.loads(options.override)
-    if "script" in CASES[name]:
-        settings = {key: value for key, value in case.items() if value is not None}
-        texts = [CASES[name]["what"]] if "what" in CASES[name] else []
-        texts += override.get(name, [])
-    else:
-        settings = dict(shape=options.shape, load_in="nf4", steps=options.steps) | case | override.get("step", {})
-        texts = []
+    """Of step.py."""
+    case = {key: value for key, value in CASES[name].items() if key != "cold"}
+    settings = dict(shape=options.shape, load_in="nf4", steps=options.steps) | case | json.loads(options.override)
+    texts = []
     for key, value in settings.items():
         if value is not None and value is not False:
             texts += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return texts
-
-
-def compiled_beforehand(name: str) -> bool:
-    """Not what is compiled in a cache of its own, or by another script."""
-    return not CASES[name].keys() & {"script", "cold"}
 
 
 def device_memory_bytes() -> float | None:
@@ -140,9 +124,9 @@ def run_case(name: str, options, cache: str, folder: Path, seconds: float) -> di
         pool = case["budget_gb"] * 1e9 - CONTEXT_BYTES
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool / total:.5f}"
     output = folder / f"{name}.json"
-    script = Path(__file__).parents[1] / case.get("script", "train/step.py")
+    script = Path(__file__).with_name("step.py")
     command = [sys.executable, str(script), *arguments_of(name, options), "--output", str(output)]
-    if "script" not in case and not case.get("cold"):
+    if not case.get("cold"):
         command += ["--cache", cache]
     began = time.perf_counter()
     try:
@@ -160,7 +144,7 @@ def run_case(name: str, options, cache: str, folder: Path, seconds: float) -> di
 
 
 def must_show(cases: dict[str, dict]) -> list[dict]:
-    """[{what, value, floor, goal, at_most, met}] of what these cases measured; at_most: less is better.
+    """[{what, value, floor, goal, at_most}] of what these cases measured; at_most: less is better.
 
     floor and goal are None where nothing is asked but the figure itself.
     """
@@ -171,8 +155,7 @@ def must_show(cases: dict[str, dict]) -> list[dict]:
 
     def show(what: str, value: float | None, floor=None, goal=None, at_most: bool = False) -> None:
         if value is not None:
-            met = None if floor is None else bool(value <= floor if at_most else value >= floor)
-            rows.append({"what": what, "value": value, "floor": floor, "goal": goal, "at_most": at_most, "met": met})
+            rows.append({"what": what, "value": value, "floor": floor, "goal": goal, "at_most": at_most})
 
     def ratio(key: str, name: str, other: str) -> float | None:
         return ran[name][key] / ran[other][key] if name in ran and other in ran else None
@@ -208,32 +191,6 @@ def must_show(cases: dict[str, dict]) -> list[dict]:
     if len(peaks) >= PEAK_CASES:
         show(f"predicted over measured peak, least of {len(peaks)} cases", min(peaks.values()), PEAKS[0])
         show(f"predicted over measured peak, most of {len(peaks)} cases", max(peaks.values()), PEAKS[1], at_most=True)
-    if "loss" in ran:
-        show("loss of 8,192 tokens: GB above the hidden states", ran["loss"]["chunked_gb"], 1.0, at_most=True)
-        show("loss of 8,192 tokens: speed over the unchunked one", ran["loss"]["speed"], 0.9, 1.0)
-    if "longest" in ran:
-        show(
-            "longest document with a finite step: tokens",
-            ran["longest"]["length"] * ran["longest"]["met"],
-            350_000,
-            4e5,
-        )
-    if "longest_check" in ran:
-        what = "a row of that length: states and gradients as of short ones (1: yes)"
-        show(what, float(ran["longest_check"]["met"]), 1.0)
-    if "equal_plans" in ran:
-        plans = ran["equal_plans"]["plans"].values()
-        turns = ran["equal_plans"]["two_models_in_turn"]["tensors_that_changed_between_turns"]
-        bits = sum(plan["tensors_not_bit_for_bit"] for plan in plans) + turns
-        show("plans: tensors not the same bits, if deterministic", bits, 0, at_most=True)
-        apart = {"ours": [plan["not_deterministic"] for plan in plans]}
-        for whole in ran["equal_plans"]["whole_rows"]:
-            attention = f"cuDNN's, whole rows of {whole['length']:,}" if whole["attention"] == "cudnn" else "ours"
-            apart[attention] = apart.get(attention, []) + list(whole["apart"].values())
-        for attention, found in apart.items():
-            worst = max(one["any_tensor"] for one in found)
-            what = f"plans: relative difference of any gradient, if not (attention: {attention})"
-            show(what, worst, 1e-3, at_most=True)
     if "full_8b" in ran:
         show("full fine-tuning of 8B, 2 x 2,048: tokens/s", ran["full_8b"]["tokens_per_second"])
     return rows
@@ -244,10 +201,10 @@ def main() -> int:
     parser.add_argument("--cases", default=DEFAULT, help="some of those of --list, by commas")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--override", default="{}", help="JSON: {\"step\": step.py's arguments, case: [its script's]}")
+    parser.add_argument("--override", default="{}", help="JSON: step.py's arguments of every case")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=8, help="programs that are compiled side by side")
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a case may take; longest: twice")
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a case may take")
     parser.add_argument("--seconds", type=float, default=560.0, help="for all: a case begins only if it could end")
     parser.add_argument("--cache", default=tempfile.mkdtemp(), help="folder of compiled programs")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # this process only compiles these cases
@@ -275,7 +232,7 @@ def main() -> int:
     if Path(options.output).exists():
         record = json.loads(Path(options.output).read_text(encoding="utf-8"))
     names = [name for name in names if "failed" in record["cases"].get(name, {"failed": "not run"})]
-    together = [name for name in names if compiled_beforehand(name)]
+    together = [name for name in names if not CASES[name].get("cold")]
     if together:
         # In a process of its own: it must give the device back before the cases begin.
         flags = ["--shape", options.shape, "--override", options.override, "--steps", str(options.steps)]
@@ -288,7 +245,7 @@ def main() -> int:
             if left < 30:
                 record["cases"].setdefault(name, {"failed": "no time was left"})
                 continue
-            allowed = min(left, options.timeout * (3.5 if name == "longest" else 1))
+            allowed = min(left, options.timeout)
             found = record["cases"][name] = run_case(name, options, options.cache, Path(folder), allowed)
             record["must_show"] = must_show(record["cases"])
             speed, peak = (found.get(key, float("nan")) for key in ("tokens_per_second", "peak_memory_gb"))

@@ -1,7 +1,7 @@
 """The Triton attention kernels' bodies, run by Triton's interpreter: forward and backward, against the reference.
 
 In float16: the interpreter multiplies the bits of bfloat16 operands as integers. Everything else is the code that a
-GPU runs; what it makes of bfloat16 is checked on one (benchmarks/kernels/triton_backends.py).
+GPU runs; what it makes of bfloat16 is checked on one (`make gpu-test`).
 """
 
 from __future__ import annotations

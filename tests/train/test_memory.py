@@ -191,7 +191,7 @@ def test_gate_and_up_are_written_over_on_hopper_only(parts_8b):
 
 
 def test_measured_steps_of_the_8b_shape(parts_8b):
-    """One H200, benchmarks/results: bf16 base of step_8b_8x2048.json, NF4 base of memory.json."""
+    """One H200, benchmarks/results: bf16 base of `8b` in steps.json, NF4 base of memory.json."""
     config = config_8b(model=ModelConfig(path="a shape"))
     parts_bf16 = step_cost(abstract_model(SHAPE, config), config)
     for parts, text, seconds in (
