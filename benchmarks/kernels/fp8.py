@@ -2,15 +2,17 @@
 
     python benchmarks/kernels/fp8.py --output FILE.json [--tokens 16384]
 
-The linears of Llama 3.1 8B, without adapters: forward is x W^T, backward dy W. "given": the operands are codes and
-scales already; "quantised": x or dy is rounded in the same program, as training does it. Wall clock over queued calls,
-all sides of a case in turns, the median; TFLOP/s of the product's own FLOPs. "error" is the distance from the product
-in bfloat16 over that product, by the Frobenius norm. Each case is written as it comes.
+The linears of Llama 3.1 8B: forward is x W^T, backward dy W. FP8 has scales by rows, multiplied by our kernel (mosaic)
+or by XLA's products (reference), or in blocks of 128 x 128 (mosaic). "given": the operands are codes and scales
+already, and there is no adapter; the others round x or dy and add an adapter of rank 16, as training does. Wall clock
+over queued calls, all sides of a case in turns, the median; TFLOP/s of the frozen product's own FLOPs. "errors" are
+distances from bfloat16's, by the Frobenius norm. Each case is written as it comes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -23,68 +25,106 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.quant_matmul import COMPILERS, compiled, distance, wall_ms
+from benchmarks.kernels.quant_matmul import COMPILERS, RANK, compiled, distance, wall_ms
 from benchmarks.record import environment, write
 from jaxtune.pallas.formats import FP8
-from jaxtune.pallas.quant_matmul import fp8_product, quant_matmul
+from jaxtune.pallas.formats.fp8 import TILE
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, quant_matmul
 
 # (out, in): query and output projection, key and value, gate and up, down.
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 ROUNDS = 5
 
 
-def forward(x, weight):
-    return quant_matmul(x, [weight], fp8=isinstance(weight, FP8))[0]
+def forward(x, weight, lora, implementation=None):
+    return quant_matmul(x, [weight], [lora], fp8=isinstance(weight, FP8), implementation=implementation)[0]
 
 
-def backward(dy, weight):
-    """Of the forward, which is not computed: no gradient here needs x."""
+def backward(dy, weight, lora, implementation=None):
+    """Of the forward, which is not computed: the gradient of x needs nothing of it."""
     x = jnp.zeros((dy.shape[0], weight.shape[1]), dy.dtype)
-    return jax.vjp(lambda x: forward(x, weight), x)[1](dy)[0]
+    return jax.vjp(lambda x: forward(x, weight, lora, implementation), x)[1](dy)[0]
 
 
-def sides_of(direction: str, operand, plain, stored: FP8) -> dict[str, tuple[Callable, tuple]]:
+def given(direction: str, operand, stored: FP8, implementation: str) -> tuple[Callable, tuple]:
+    """The product of codes, which in the backward are transposed in the program."""
+    blocks = fp8_product.in_blocks(stored)
+    if direction == "backward" and not blocks:
+        operand = operand * stored.scales[:, 0]
+    coded = jax.jit(fp8_product.rounded, static_argnums=1)(operand, blocks)
+
+    def run(coded, weight):
+        if direction == "forward":
+            return fp8_product.forward(coded, weight, None, jnp.bfloat16, implementation)
+        scales = weight.scales.T if blocks else None
+        return fp8_product.multiply(coded, weight.codes.T, scales, None, jnp.bfloat16, blocks, implementation)
+
+    return run, (coded, stored)
+
+
+def sides_of(direction: str, operand, plain, lora) -> dict[str, tuple[Callable, tuple]]:
     """{side: (what is timed, its arguments)}; operand: x or dy, bfloat16."""
-    whole, along = (forward, 1) if direction == "forward" else (backward, 0)
-    codes, scale = jax.jit(fp8_product.rounded)(operand)
+    rows, blocks = FP8.encode(plain), FP8.encode(plain, TILE)
+    whole = forward if direction == "forward" else backward
 
-    def given(codes, scale, weight):
-        return fp8_product.of_codes(codes, scale, weight, along, operand.dtype)
+    def by(implementation, weight):
+        return functools.partial(whole, implementation=implementation), (operand, weight, lora)
 
     return {
-        "bf16": (whole, (operand, plain)),
-        "fp8, quantised": (whole, (operand, stored)),
-        "fp8, given": (given, (codes, scale, stored)),
-        "quantising alone": (fp8_product.rounded, (operand,)),
+        "bf16": by(None, plain),
+        "rows, mosaic": by("mosaic", rows),
+        "rows, reference": by("reference", rows),
+        "blocks, mosaic": by("mosaic", blocks),
+        "bf16, given": (functools.partial(whole, lora=None), (operand, plain)),
+        "rows, mosaic, given": given(direction, operand, rows, "mosaic"),
+        "rows, reference, given": given(direction, operand, rows, "reference"),
+        "blocks, mosaic, given": given(direction, operand, blocks, "mosaic"),
+        "quantising rows": (fp8_product.rounded, (operand,)),
+        "quantising blocks": (functools.partial(fp8_product.rounded, blocks=True), (operand,)),
     }
 
 
 def measured(out: int, in_: int, tokens: int, direction: str) -> dict:
-    keys = jax.random.split(jax.random.key(0))
+    keys = jax.random.split(jax.random.key(0), 4)
     plain = jax.random.normal(keys[0], (out, in_), jnp.bfloat16) * 0.02
     operand = jax.random.normal(keys[1], (tokens, in_ if direction == "forward" else out), jnp.bfloat16)
-    sides = sides_of(direction, operand, plain, FP8.encode(plain))
+    a, b = (
+        jax.random.normal(key, shape) * 0.02 for key, shape in zip(keys[2:], ((RANK, in_), (out, RANK)), strict=True)
+    )
+    sides = sides_of(direction, operand, plain, LoraWeights(a, b, None, 1.0))
+    refused, programs = {}, {}
     with ThreadPoolExecutor(COMPILERS) as pool:
         waiting = {name: pool.submit(compiled, run, *arguments) for name, (run, arguments) in sides.items()}
-        programs = {name: future.result() for name, future in waiting.items()}
-    product = {name: programs[name](*sides[name][1]) for name in ("bf16", "fp8, quantised")}
-    error = distance(product["fp8, quantised"], product["bf16"])
-    del product
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    for name, future in waiting.items():
+        try:
+            programs[name] = future.result()
+        except Exception as error:  # what does not run on this GPU is a finding
+            refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    products = [name for name in programs if not name.startswith("quantising")]
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    errors = {}
+    for name, program in programs.items():
+        if not name.startswith("quantising"):
+            result = program(*sides[name][1])
+            base = programs["bf16, given" if "given" in name else "bf16"](
+                *sides["bf16"][1][: 2 if "given" in name else 3]
+            )
+            errors[name] = distance(result, base)
     for _ in range(ROUNDS):
-        for name, (_, arguments) in sides.items():
-            times[name].append(wall_ms(programs[name], arguments))
+        for name, program in programs.items():
+            times[name].append(wall_ms(program, sides[name][1]))
     ms = {name: statistics.median(each) for name, each in times.items()}
     flops = 2 * tokens * out * in_
     return {
         "direction": direction,
         "shape": [out, in_],
         "tokens": tokens,
-        "error": error,
         "ms": ms,
-        "tflops": {name: flops / each / 1e9 for name, each in ms.items() if name != "quantising alone"},
-        "over_bf16": {name: ms["bf16"] / ms[name] for name in ms if name.startswith("fp8")},
-        "cublaslt_fp8": "matmul$f8" in (programs["fp8, quantised"].as_text() or ""),
+        "tflops": {name: flops / ms[name] / 1e9 for name in products},
+        "over_bf16": {name: ms["bf16, given" if "given" in name else "bf16"] / ms[name] for name in products},
+        "errors": errors,
+        "refused": refused,
+        "cublaslt_fp8": "matmul$f8" in (programs["rows, reference"].as_text() or ""),
     }
 
 
@@ -101,7 +141,11 @@ def main() -> int:
             row = measured(out // options.scale, in_ // options.scale, tokens, direction)
             record["products"].append(row)
             write(options.output, record)
-            print(json.dumps({key: row[key] for key in ("direction", "shape", "error", "tflops", "ms")}), flush=True)
+            shown = {name: [round(row["tflops"][name]), round(ratio, 3)] for name, ratio in row["over_bf16"].items()}
+            print(direction, row["shape"], "[TFLOP/s, over bf16]", json.dumps(shown), flush=True)
+            print(
+                "  errors", {name: round(error, 4) for name, error in row["errors"].items()}, row["refused"], flush=True
+            )
     return 0
 
 

@@ -26,7 +26,6 @@ from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
 from jaxtune.pallas.formats import FP4, FP8, NF4, FourBit, Stored, dense
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
-from jaxtune.pallas.quant_matmul import fp8_product
 
 LOAD_IN = ("nf4", "fp8")
 _TYPES: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
@@ -88,16 +87,11 @@ def compute_in_fp8(model: Decoder) -> Decoder:
     Adapters, norms, routers, embeddings and the head compute as before; experts in FP8 are decoded for each product.
 
     Raises:
-      ValueError: no linear is in FP8, or one has scales that the product cannot take (fp8_product.refusal).
+      ValueError: no linear is in FP8.
     """
     model = copy_structure(model)
-    for name, linear in linears(model):
-        weight = linear.stored_weight
-        if not isinstance(weight, FP8):
-            continue
-        if (reason := fp8_product.refusal(weight)) is not None:
-            raise ValueError(f"model.compute = 'fp8': {name}.weight {reason}; set model.compute = null")
-        linear.fp8 = True
+    for _, linear in linears(model):
+        linear.fp8 = isinstance(linear.stored_weight, FP8)
     if not computes_in_fp8(model):
         raise ValueError("model.compute = 'fp8': no linear of the model is in FP8; set model.load_in = fp8")
     return model

@@ -308,13 +308,13 @@ def flops(instruction: Instruction) -> int:
     """Multiply-adds times two of the products in an instruction; 0 where it has none that shapes tell.
 
     cuDNN attention counts as causal over whole rows: 2 products forward, 5 backward, each half of seq x seq. Of Pallas
-    kernels `grouped_matmul` counts: x [., K] is its first operand, [rows, N] the result, with the rows that fill up
-    tiles; what packed attention computes, shapes do not tell.
+    kernels `grouped_matmul` and `fp8_matmul` count: x [., K] is the first operand, [rows, N] the result, with the rows
+    that fill up tiles; what packed attention computes, shapes do not tell.
     """
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
         out = _first(instruction.shape).dims
-        named = instruction.scope.split("/")[-2:-1] == ["grouped_matmul"]
+        named = instruction.scope.split("/")[-2:-1] in (["grouped_matmul"], ["fp8_matmul"])
         return 2 * math.prod(out[-2:]) * operands[0].dims[-1] if named and operands else 0
     if instruction.opcode == "dot":
         return _dot_flops(instruction.shape, operands, instruction.dot[0])

@@ -209,12 +209,9 @@ def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
     assert losses["fp8"][-1] < losses["fp8"][0]
 
 
-def test_products_in_fp8_need_weights_in_fp8(folder):
+def test_products_in_fp8_need_weights_in_fp8():
     with pytest.raises(ValueError, match="no linear of the model is in FP8; set model.load_in = fp8"):
         compute_in_fp8(made(CONFIG))
-    in_fp8(folder, OFFICIAL)
-    with pytest.raises(ValueError, match=r"compute = 'fp8': .*weight has a scale for each 128 x 128.*compute = null"):
-        compute_in_fp8(from_pretrained(folder)[0])
 
 
 # ---- experts

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.grouped_matmul import grouped_matmul
@@ -122,36 +123,95 @@ def test_experts_in_fp8_multiply_as_their_decoded_weights():
 # ---- products as they are stored
 
 
-def _in_fp8(x: np.ndarray) -> np.ndarray:
-    """Each row rounded to e4m3 by its largest magnitude, in float32."""
+def _in_fp8(x: np.ndarray, size: int | None = None) -> np.ndarray:
+    """Each row, or each `size` numbers of it, rounded to e4m3 by the largest magnitude, in float32."""
+    if size is not None:
+        parts = [_in_fp8(x[:, first : first + size]) for first in range(0, x.shape[1], size)]
+        return np.concatenate(parts, axis=1)
     scale = np.abs(x).max(1, keepdims=True) / np.float32(448)
     scale[scale == 0] = 1
     return np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", [ROW, MATRIX])
-def test_both_products_are_those_of_rounded_rows(block):
-    """x W^T of x's rounded rows; dy W of dy's, which take the scales of W's rows before they are rounded."""
+@pytest.mark.parametrize("block", [ROW, MATRIX, TILE])
+def test_both_products_are_those_of_rounded_operands(block):
+    """x W^T of x's rounded rows; the gradients of weights that share x side by side, which take the scales of W's rows
+    before they are rounded, times the codes. Of 128 x 128: each 128 along the sum apart, and no scale before."""
     draw = np.random.default_rng(0)
-    rows = draw.normal(size=(48, 80)) * np.logspace(-3, 1, 48)[:, None]
-    weight = FP8.encode(rows.astype(np.float32), block)
-    x, dy = (draw.normal(size=(16, n)).astype(np.float32) for n in (80, 48))
+    rows = draw.normal(size=(178, 150)) * np.logspace(-3, 1, 178)[:, None]
+    first, second = (FP8.encode(part.astype(np.float32), block) for part in (rows[:130], rows[130:]))
+    x, dy = (draw.normal(size=(16, n)).astype(np.float32) for n in (150, 178))
     x[3] = 0
-    out, pull = jax.vjp(lambda x: quant_matmul(x, [weight], fp8=True)[0], jnp.asarray(x))
-    wide, codes = np.asarray(weight.decode(jnp.float32)), np.asarray(weight.codes).astype(np.float32)
-    scales = np.broadcast_to(np.asarray(weight.scales), (48, 1))[:, 0]
-    np.testing.assert_allclose(out, _in_fp8(x) @ wide.T, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(pull(jnp.asarray(dy))[0], _in_fp8(dy * scales) @ codes, rtol=1e-4, atol=1e-5)
+    outs, pull = jax.vjp(lambda x: quant_matmul(x, [first, second], fp8=True), jnp.asarray(x))
+    (dx,) = pull((jnp.asarray(dy[:, :130]), jnp.asarray(dy[:, 130:])))
+    wide = np.concatenate([np.asarray(w.decode(jnp.float32)) for w in (first, second)])
+    if block == TILE:
+        expected = np.concatenate([_in_fp8(dy[:, :130], 128), _in_fp8(dy[:, 130:], 128)], axis=1) @ wide
+    else:
+        codes = np.concatenate([np.asarray(w.codes).astype(np.float32) for w in (first, second)])
+        scales = [np.broadcast_to(np.asarray(w.scales), (w.shape[0], 1))[:, 0] for w in (first, second)]
+        expected = _in_fp8(dy * np.concatenate(scales)) @ codes
+    got = np.concatenate(outs, axis=1)
+    np.testing.assert_allclose(got, _in_fp8(x, 128 if block == TILE else None) @ wide.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-5)
     # The error that the rounding makes: 2^-4 of a number at most, which averages out to under 4 % of the product.
-    for got, exact in ((out, x @ wide.T), (pull(jnp.asarray(dy))[0], dy @ wide)):
-        assert np.linalg.norm(got - exact) < 0.04 * np.linalg.norm(exact)
+    for found, exact in ((got, x @ wide.T), (dx, dy @ wide)):
+        assert np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)
 
 
-def test_a_tokens_outliers_touch_no_other_token():
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [ROW, TILE])
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "rank"),
+    [(200, (256, 384), 40), (130, (384, 256), None)],
+)
+def test_the_kernel_multiplies_as_its_reference(tokens, sizes, rank, block):
+    """Both directions, with adapters of ranks that fill no step; the last tile of rows overlaps the one before."""
+    out, width = sizes
+    draw = np.random.default_rng(0)
+    weight = FP8.encode((draw.normal(size=(out, width)) * np.logspace(-2, 1, out)[:, None]).astype(np.float32), block)
+    if block == ROW:  # a row of zeros whose scale is zero, as some files have it
+        weight = dataclasses.replace(weight, codes=weight.codes.at[5].set(0), scales=weight.scales.at[5].set(0))
+    x, dy = (jnp.asarray(draw.normal(size=(tokens, n)), jnp.bfloat16) for n in (width, out))
+    x = x.at[7].set(0)
+    lora = None
+    if rank is not None:
+        a, b = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((rank, width), (out, rank)))
+        lora = LoraWeights(a, b, None, 0.5)
+
+    def both(implementation):
+        def product(x, lora):
+            return quant_matmul(x, [weight], [lora], fp8=True, implementation=implementation)[0]
+
+        output, pull = jax.vjp(product, x, lora)
+        return jax.tree.leaves((output, pull(dy)))
+
+    with gpu_kernel.interpreted():
+        got = jax.jit(lambda: both("mosaic"))()
+    assert dispatch.record["fp8_matmul"] == ("mosaic", {})
+    for one, other in zip(got, both("reference"), strict=True):
+        one, other = (np.asarray(each, np.float32) for each in (one, other))
+        assert np.linalg.norm(one - other) < 0.006 * np.linalg.norm(other)
+
+
+def test_what_the_kernel_refuses_is_said():
+    with gpu_kernel.interpreted():
+        for words, (tokens, out, width), dtype in (
+            ("size 130 is not a multiple of 128", (256, 130, 128), "bfloat16"),
+            ("100 tokens, fewer than 128", (100, 128, 128), "bfloat16"),
+            ("dtype float32", (256, 128, 128), "float32"),
+        ):
+            weight = FP8.encode(np.ones((out, width), np.float32))
+            with pytest.raises(ValueError, match=words):
+                quant_matmul(jnp.ones((tokens, width), dtype), [weight], fp8=True, implementation="mosaic")
+
+
+@pytest.mark.parametrize("block", [ROW, TILE])
+def test_a_tokens_outliers_touch_no_other_token(block):
     """A massive activation, and channels 50 times larger, cost precision where they are and nowhere else."""
     draw = np.random.default_rng(0)
-    weight = FP8.encode(draw.normal(size=(32, 256)).astype(np.float32))
+    weight = FP8.encode(draw.normal(size=(32, 256)).astype(np.float32), block)
     x = draw.normal(size=(8, 256)).astype(np.float32)
     plain = np.asarray(quant_matmul(jnp.asarray(x), [weight], fp8=True)[0])
     spiked = x.copy()
@@ -173,9 +233,3 @@ def test_adapters_multiply_what_is_not_rounded():
     lora = LoraWeights(*(jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 32), (16, 3))))
     got = quant_matmul(x, [zero], [lora], fp8=True)[0]
     np.testing.assert_array_equal(got, quant_matmul(x, [zero], [lora])[0])
-
-
-def test_scales_inside_the_sum_are_refused():
-    tiles = FP8.encode(np.ones((130, 130), np.float32), TILE)
-    with pytest.raises(ValueError, match=r"weights\[0\] has a scale for each 128 x 128 numbers"):
-        quant_matmul(jnp.ones((2, 130)), [tiles], fp8=True)

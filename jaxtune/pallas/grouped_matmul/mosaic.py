@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import gpu_kernel, tuning
+from jaxtune.pallas import gpu_kernel, persistent, tuning
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
@@ -89,14 +89,6 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     return None
 
 
-def cores() -> int:
-    """SMs of the device that is compiled for."""
-    if gpu_kernel.interpreter() is not None:
-        return 3
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.num_cores if device is not None else jax.local_devices()[0].core_count
-
-
 def candidates(out_size: int, ahead: bool) -> list[Blocks]:
     """The blocks that the tuner measures; ahead: for weights in four bits."""
     if ahead:
@@ -119,15 +111,6 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
         return Blocks(_MOST_COLUMNS_BESIDE, 4, 8)
     most = _MOST_COLUMNS_BESIDE if ahead else out_size
     return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most)
-
-
-def place(item, row_tiles: int, column_tiles: int, band: int):
-    """(tile of rows, tile of columns) of an item: by bands of rows, down a column of tiles first."""
-    number = lax.div(item, jnp.int32(band * column_tiles))
-    within = item - number * (band * column_tiles)
-    height = jnp.minimum(band, row_tiles - number * band)
-    column = lax.div(within, height)
-    return number * band + within - column * height, column
 
 
 def _kernel(
@@ -166,7 +149,7 @@ def _kernel(
     lead = min(blocks.lead, stages, all_steps)
 
     def item_place(index):
-        return place(program + index * programs, row_tiles, column_tiles, blocks.band)
+        return persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
 
     def tile_of(index):
         """An item's tile of rows, to read of it an item early, for that takes as long as two steps; of any item where
@@ -353,7 +336,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
         decoder = Decoder.of(weight, x.dtype)
         packed = decoder.chunks.operands(weight)
         out_type.append(jax.ShapeDtypeStruct(weight.shape, x.dtype))
-    programs = cores()
+    programs = persistent.cores()
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
     out, *_ = gpu_kernel.kernel(
         functools.partial(

@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.pallas.grouped_matmul import gather, mosaic, reference
+from jaxtune.pallas import dispatch, gpu_kernel, persistent
+from jaxtune.pallas.grouped_matmul import gather, reference
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
 
 _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma takes there
@@ -156,7 +156,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     kept = _STEP if parts > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
-    programs = _PROGRAMS * mosaic.cores() if gpu_kernel.interpreter() is None else 2
+    programs = _PROGRAMS * persistent.cores() if gpu_kernel.interpreter() is None else 2
     out = gpu_kernel.kernel(
         functools.partial(_kernel, programs=programs, gathered=tokens is not None),
         "grouped_contraction",

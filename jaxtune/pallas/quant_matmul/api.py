@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.formats import FP8, Stored
-from jaxtune.pallas.quant_matmul import fp8_product, mosaic, reference, triton
+from jaxtune.pallas.quant_matmul import mosaic, reference, triton
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
@@ -60,7 +60,8 @@ def quant_matmul(
       dropout_part: int32[], which of equal parts x is of all the tokens that the mask is drawn for, in order: the same
         mask however tokens are divided over devices. Other parts than 0 need a key of JAX's default kind (threefry).
       fp8: weights in FP8 are multiplied as they are stored: rows of x, and of gradients, are rounded to e4m3, each by
-        its largest magnitude, and sums are float32 (fp8_product.py). Adapters multiply x as it is.
+        its largest magnitude, or for scales of 128 x 128 each 128 of a row by theirs, and sums are float32
+        (fp8_product.py). Adapters multiply x as it is.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       one [..., out_i] in x's dtype for each weight.
@@ -78,8 +79,6 @@ def quant_matmul(
     biases = tuple(biases) if biases is not None else (None,) * count
     for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
         check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(Stored,))
-        if fp8 and isinstance(weight, FP8) and (reason := fp8_product.refusal(weight)) is not None:
-            raise ValueError(f"quant_matmul: fp8=True, but weights[{i}] {reason}")
         if lora is not None:
             check.is_a(f"loras[{i}]", lora, LoraWeights, "a LoraWeights or None")
             check.array(f"loras[{i}].a", lora.a, f"r_{i} in", FLOATS)
@@ -94,11 +93,15 @@ def quant_matmul(
     typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
     if dropout_key is not None and not typed:
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
-    name = dispatch.choose("quant_matmul", implementations(weights, x.dtype, implementation), implementation)
-    kernels = IMPLEMENTATIONS[name]
+    as_stored = (implementation,) if fp8 and any(isinstance(weight, FP8) for weight in weights) else ()
+    others = [weight for weight in weights if not (as_stored and isinstance(weight, FP8))]
+    kernels = reference
+    if others or not as_stored:
+        name = dispatch.choose("quant_matmul", implementations(others, x.dtype, implementation), implementation)
+        kernels = IMPLEMENTATIONS[name]
     if not (isinstance(dropout_part, int) and dropout_part == 0):
         check.array("dropout_part", jnp.asarray(dropout_part), "", INTEGERS)
-    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels, fp8)
+    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels, as_stored)
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,60 +1,192 @@
 """Products with weights in FP8 as they are stored: e4m3 times e4m3, added up in float32.
 
-Each row of the other operand is rounded to e4m3 by its own largest magnitude (a token's activations, or its gradients).
-A weight's scale for each row stands outside the sum of the forward, x W^T, and is a factor of the summed axis in the
-backward, dy W: there the gradient takes it before it is rounded. Scales of 128 x 128 stand inside both sums; a kernel
-that adds up at their borders has yet to be written, and such weights are refused here.
+The other operand (a token's activations, or its gradients) is rounded to e4m3: each row by its own largest magnitude,
+or for a weight whose scales are of 128 x 128 numbers each 128 of a row by theirs. Scales of the weight's rows stand
+outside the sum of the forward, x W^T, and are factors of the summed axis in the backward, dy W: there the gradient
+takes them before it is rounded. Scales of 128 x 128 stand inside both sums, of 128 products each.
 
-XLA makes cuBLASLt's FP8 product of the dot_general on GPUs that have one (compute capability 8.9 and later); elsewhere
-the values are the same and nothing is won.
+The backward multiplies the gradients of all weights that share x, side by side, by these weights one below the other:
+one product, whose sum over the weights costs no pass over memory. It needs the codes transposed, for the tensor cores
+take e4m3 along the summed axis alone. That copy is made in each step (two bytes a weight, 3.5 ms of an 8B step at the
+speed of a copy) and not kept (another 7 GB).
+
+On Hopper fp8_mosaic.py multiplies. Elsewhere XLA makes the vendor's FP8 product of a dot_general over rows on GPUs that
+have one (compute capability 8.9 and later); blocks are a loop over such products. On a CPU the values are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
-from jaxtune.pallas.formats.fp8 import LARGEST, TILE
+from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE
+from jaxtune.pallas.quant_matmul import fp8_mosaic
+
+BLOCK = 128  # numbers along the summed axis that share a scale, where rows do not
+_NO_SCALE = 1e-30  # in place of a weight's scale of zero, by which an adapter's operand is divided
+
+# An addition to a product: (u [n, r], side [columns, r]), u side^T.
+More = tuple[jax.Array, jax.Array]
 
 
-def refusal(weight: FP8) -> str | None:
-    """Why `product` cannot take a weight, or None."""
-    if weight.block == TILE:
-        return "has a scale for each 128 x 128 numbers: products in FP8 need one for each row, or for the matrix"
-    return None
+def in_blocks(weight: FP8) -> bool:
+    """Whether its scales stand inside the sum."""
+    return weight.block == TILE
 
 
-def rounded(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """rows [n, k] -> (e4m3[n, k], float32[n, 1]): codes, and the scale by which each row's are multiplied."""
+def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
+    """rows [n, k] -> (e4m3[n, k], float32[n, 1], or of `blocks` [n, k / 128]): codes, and the scale by which those of a
+    row, or of 128 of it, are multiplied. A row that is not finite makes a scale that is not."""
     wide = rows.astype(jnp.float32)
-    largest = jnp.abs(wide).max(axis=1, keepdims=True)
+    if blocks:
+        count, width = rows.shape
+        wide = jnp.pad(wide, ((0, 0), (0, -width % BLOCK))).reshape(count, -1, BLOCK)
+    largest = jnp.abs(wide).max(axis=-1, keepdims=True)
     scale = jnp.where(largest == 0, 1.0, largest / LARGEST)
-    return jnp.clip(wide / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scale
+    codes = jnp.clip(wide / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    if blocks:
+        return codes.reshape(count, -1)[:, :width], scale[..., 0]
+    return codes, scale
 
 
-def product(x: jax.Array, weight: FP8, contract: tuple[int, int]) -> jax.Array:
-    """x [n, k] times a weight over x's last axis and the weight's `contract[1]`: 1 for x W^T, 0 for x W; in x's dtype.
+def forward(
+    coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
+) -> jax.Array:
+    """x W^T + u side^T in `dtype`, of x as `rounded` gives it; a row of x that is not finite makes one, and no other,
+    that is not."""
+    scales = weight.scales.astype(jnp.float32)
+    if not in_blocks(weight):
+        scales = jnp.broadcast_to(scales.reshape(-1), weight.shape[:1])
+    return multiply(coded, weight.codes, scales, more, dtype, in_blocks(weight), implementation)
 
-    A row that is not finite makes a row that is not, and no other.
-    """
-    along = contract[1]
+
+def backward(
+    douts: Sequence[jax.Array],
+    weights: Sequence[FP8],
+    more: More | None,
+    dtype,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The sum of dy W over the weights, and u side^T, in `dtype`; all weights by rows, or all in blocks."""
+    blocks = in_blocks(weights[0])
     with jax.named_scope("to_fp8"):
-        codes, scale = rounded(x if along == 1 else x.astype(jnp.float32) * _scales(weight))
-    return of_codes(codes, scale, weight, along, x.dtype)
+        if blocks:  # each weight's begin anew
+            parts = [rounded(_whole_blocks(dout, 1), blocks) for dout in douts]
+            coded = tuple(jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+            codes = jnp.concatenate([_whole_blocks(weight.codes, 0) for weight in weights])
+            scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
+        else:
+            scaled = [
+                d.astype(jnp.float32) * w.scales.astype(jnp.float32).reshape(1, -1) for d, w in zip(douts, weights)
+            ]
+            coded = rounded(jnp.concatenate(scaled, axis=1))
+            codes = jnp.concatenate([weight.codes for weight in weights])
+            scales = None
+    return multiply(coded, codes.T, scales, more, dtype, blocks, implementation)
 
 
-def of_codes(codes: jax.Array, scale: jax.Array, weight: FP8, along: int, dtype) -> jax.Array:
-    """As `product`, of what `rounded` gives; in the backward (along = 0) of a gradient that took the weight's scales
-    before it was rounded."""
+def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
+    """With zeros up to a multiple of 128 along an axis."""
+    short = -array.shape[axis] % BLOCK
+    return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
+
+
+def multiply(
+    coded: tuple[jax.Array, jax.Array],
+    side: jax.Array,
+    side_scale: jax.Array | None,
+    more: More | None,
+    dtype,
+    blocks: bool,
+    implementation: str | None,
+) -> jax.Array:
+    """dtype[n, columns]: codes [n, k] times side, e4m3[columns, k], over k, with their scales, and `more`.
+
+    side_scale: float32[columns] or None, of `blocks` float32[columns / 128, k / 128].
+    implementation: "mosaic", "reference", or None for the first that supports the call.
+    """
+    codes, scale = coded
+    sizes = (codes.shape[0], codes.shape[1], side.shape[0])
+    rank = more[0].shape[1] if more is not None else 0
+
+    def refusal():
+        return fp8_mosaic.refusal(*sizes, rank, dtype) or _first_use(blocks, dtype)
+
+    table = {"mosaic": refusal, "reference": lambda: None}
+    if dispatch.choose("fp8_matmul", table, implementation) == "reference":
+        out = (_by_blocks if blocks else _by_rows)(codes, scale, side, side_scale, dtype)
+        return out if more is None else out + _thin(*more)
+    run = meshes.on_each_device(_by_mosaic, rows=3)
+    u, add = more if more is not None else (None, None)
+    return run(codes, scale, u, add, side, side_scale, dtype, blocks)
+
+
+def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    numbers = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
+
+
+def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
+    return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def _by_rows(codes, scale, side, side_scale, dtype):
     # What leaves the product is scaled in a pass of its own, which is half as long over bfloat16; another rounding is
     # nothing beside those to e4m3. float16 would overflow.
-    kept = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    out = jax.lax.dot_general(codes, weight.codes, (((1,), (along,)), ((), ())), preferred_element_type=kept)
-    out = out.astype(jnp.float32) * scale
-    return (out * _scales(weight) if along == 1 else out).astype(dtype)
+    out = _dot(codes, side, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32).astype(jnp.float32) * scale
+    return (out if side_scale is None else out * side_scale).astype(dtype)
 
 
-def _scales(weight: FP8) -> jax.Array:
-    """float32[1, rows or 1]: of the weight's rows, or one for all."""
-    return weight.scales.astype(jnp.float32).reshape(1, -1)
+def _by_blocks(codes, scale, side, side_scale, dtype):
+    codes, side = _whole_blocks(codes, 1), _whole_blocks(side, 1)
+    columns = side.shape[0]
+    of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
+
+    def add(number, total):
+        parts = (jax.lax.dynamic_slice_in_dim(each, number * BLOCK, BLOCK, axis=1) for each in (codes, side))
+        ours, theirs = (jax.lax.dynamic_index_in_dim(each, number, 1, False) for each in (scale, of_columns))
+        return total + _dot(*parts, jnp.float32) * ours[:, None] * theirs
+
+    total = jnp.zeros((codes.shape[0], columns), jnp.float32)
+    return jax.lax.fori_loop(0, scale.shape[1], add, total).astype(dtype)
+
+
+def _by_mosaic(codes, scale, u, add, side, side_scale, dtype, blocks):
+    if blocks:
+        scale = scale.T
+    else:
+        scale = scale[:, 0]
+        if side_scale is None:
+            side_scale = jnp.ones(side.shape[:1], jnp.float32)
+        side_scale = jnp.where(side_scale == 0, _NO_SCALE, side_scale)
+    extra = None
+    if u is not None:
+        if not blocks:  # what is scaled at the end
+            u, add = u.astype(jnp.float32) / scale[:, None], add.astype(jnp.float32) / side_scale[:, None]
+        wanted = fp8_mosaic.filled_rank(u.shape[1])
+        extra = tuple(jnp.pad(a.astype(jnp.bfloat16), ((0, 0), (0, wanted - a.shape[1]))) for a in (u, add))
+    return fp8_mosaic.product(codes, side, scale, side_scale, extra, dtype=dtype, in_blocks=blocks)
+
+
+def _first_use(blocks: bool, dtype) -> str | None:
+    """Why this GPU must not run the kernel, by a small case with an adapter and rows that overlap."""
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 4)
+        x, weight = (jax.random.normal(key, shape) for key, shape in zip(keys, ((300, 1024), (512, 1024))))
+        u, add = (jax.random.normal(key, shape, dtype) * 8 for key, shape in zip(keys[2:], ((300, 48), (512, 48))))
+        stored, (codes, scale) = FP8.encode(weight, TILE if blocks else ROW), rounded(x, blocks)
+        side_scale = stored.scales if blocks else stored.scales[:, 0]
+        run = jax.jit(_by_mosaic, static_argnums=(6, 7))
+        got = run(codes, scale, u, add, stored.codes, side_scale, dtype, blocks)
+        wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
+        with jax.default_matmul_precision("highest"):
+            want = wide @ stored.decode(jnp.float32).T + u.astype(jnp.float32) @ add.astype(jnp.float32).T
+        return [got], [want]
+
+    return dispatch.first_use("fp8_matmul", "mosaic", f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}", compare)

@@ -69,15 +69,10 @@ def decoded(weight, x, kernels: ModuleType):
     return weight, x
 
 
-def _times(x, weight, contract, kernels: ModuleType, fp8: bool, more=None, bias=None):
-    """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias.
-
-    fp8: a weight in FP8 is multiplied as it is stored.
-    """
+def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
+    """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
     call = (weight, x.dtype, x.shape[0])
-    if fp8 and isinstance(weight, FP8):
-        out = fp8_product.product(x, weight, contract)
-    elif isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
+    if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
         weight, x = decoded(weight, x, kernels)
@@ -115,23 +110,33 @@ def _products_fwd(x, source, weights, loras, biases, static):
     """x [tokens, in]; source: the adapters' input if it differs from x (dropout), else None; loras: (a, b) pairs;
     biases: one entry a weight, or None.
 
-    static: (which weight each adapter belongs to, scales, kernels for weights in four bits, fp8 of `_times`).
+    static: (which weight each adapter belongs to, scales, kernels for weights in few bits that are decoded, and where
+    weights in FP8 multiply as they are stored a tuple of one, the implementation that was asked for).
     """
-    owners, scales, kernels, fp8 = static
+    owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
     inner = None
     if loras:
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (_scaled(part, scale), b)
-    outputs = tuple(
-        _times(x, weight, (1, 1), kernels, fp8, *rest) for weight, *rest in zip(weights, more, biases, strict=True)
-    )
-    return outputs, (x, source, weights, loras, biases, inner)
+    coded: dict[bool, tuple] = {}  # x in e4m3, once for all weights whose scales stand where
+    outputs = []
+    for weight, added, bias in zip(weights, more, biases, strict=True):
+        if as_stored and isinstance(weight, FP8):
+            blocks = fp8_product.in_blocks(weight)
+            if blocks not in coded:
+                with jax.named_scope("to_fp8"):
+                    coded[blocks] = fp8_product.rounded(x, blocks)
+            out = fp8_product.forward(coded[blocks], weight, added, x.dtype, *as_stored)
+            outputs.append(out if bias is None else out + bias.astype(out.dtype))
+        else:
+            outputs.append(_times(x, weight, (1, 1), kernels, added, bias))
+    return tuple(outputs), (x, source, weights, loras, biases, inner)
 
 
 def _products_bwd(static, residuals, doutputs):
-    owners, scales, kernels, fp8 = static
+    owners, scales, kernels, as_stored = static
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
     dloras = []
@@ -147,11 +152,22 @@ def _products_bwd(static, residuals, doutputs):
         more = (dinner, _join(loras, x.dtype))
         if source is not None:
             dsource, more = _product(*more, (1, 0)), None
+    parts: dict[bool | None, list] = {}  # those multiplied as they are stored, by where their scales stand; the others
+    for pair in zip(doutputs, weights, strict=True):
+        as_codes = as_stored and isinstance(pair[1], FP8)
+        parts.setdefault(fp8_product.in_blocks(pair[1]) if as_codes else None, []).append(pair)
     dx = None
-    for dout, weight in zip(doutputs, weights, strict=True):
-        part = _times(dout, weight, (1, 0), kernels, fp8, more)
-        dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the c of the left GEMM
-        more = None
+    for blocks, pairs in parts.items():
+        if blocks is None:
+            for dout, weight in pairs:
+                part = _times(dout, weight, (1, 0), kernels, more)
+                dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the left's c
+                more = None
+        else:
+            added = None if more is None else (more[0], more[1].T)
+            part = fp8_product.backward(*zip(*pairs, strict=True), added, x.dtype, *as_stored)
+            dx = part if dx is None else part + dx
+            more = None
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweights = tuple(
         None if isinstance(w, Stored) else _product(dout, x, (0, 0), w.dtype)
@@ -198,8 +214,8 @@ def _bits_of_rows(key, rows: jax.Array, width: int) -> jax.Array:
     return one ^ other
 
 
-def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, fp8: bool):
-    """See api.quant_matmul; `kernels` as on top of this file."""
+def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
+    """See api.quant_matmul; `kernels` as on top of this file, `as_stored` as in `_products_fwd`."""
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     source = None
@@ -210,7 +226,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     # A row scale stands between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
-    static = (owners, scales, kernels, fp8)
+    static = (owners, scales, kernels, as_stored)
     outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, static)  # type: ignore
     finished = []
     for out, row_scale, bias in zip(outputs, row_scales, biases, strict=True):

@@ -20,8 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import gpu_kernel
-from jaxtune.pallas.grouped_matmul import mosaic
+from jaxtune.pallas import gpu_kernel, persistent
 
 _WIDTH = 64  # a row is so many numbers by hidden / 64: a box of TMA has at most 256 in a direction
 _ROWS, _STAGES = 4, 3  # of a spread: tokens that go together, and how many times that are on their way
@@ -49,7 +48,7 @@ def _kernel(body, name: str, **options):
 
 
 def _programs(count: int, of_a_core: int) -> int:
-    return min(count, of_a_core * mosaic.cores() if gpu_kernel.interpreter() is None else 3)
+    return min(count, of_a_core * persistent.cores() if gpu_kernel.interpreter() is None else 3)
 
 
 def _spread_kernel(

@@ -44,6 +44,7 @@ class Target:
         accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # sm_90a: wgmma
         return f"""
             gpu_device_info {{
+              runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
               threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
               shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_memory_per_block_bytes}
               shared_memory_per_core: {self.shared_memory_per_core_bytes}

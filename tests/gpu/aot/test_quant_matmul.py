@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -11,18 +12,21 @@ import pytest
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.adam8 import api as adam8
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
-from jaxtune.pallas.quant_matmul import line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.pallas.quant_matmul import fp8_product, line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
+from jaxtune.train.programs import compiler_options
 from tests.gpu.aot.target import H200
 
+E4M3 = jnp.float8_e4m3fn
 KERNEL = 'custom_call_target="mosaic_gpu_v2"'
 
 
-def compiled(function, *arguments, **options):
+def compiled(function, *arguments, compiler_options=None, **options):
     where = H200.sharding()
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arguments)
     with H200.lowering():
-        return jax.jit(function, **options).lower(*arguments).compile()
+        return jax.jit(function, **options).lower(*arguments).compile(compiler_options=compiler_options)
 
 
 def packed(rows, columns, double_quant=True):
@@ -107,17 +111,37 @@ def test_both_directions_decode_by_the_kernel():
     assert program.as_text().count(KERNEL) == 3  # forward of the second (its result is the cotangent), backward of both
 
 
-def test_products_in_fp8_take_the_codes_as_they_are():
-    """One forward and one backward, each by a matrix product of XLA's over e4m3; no weight is decoded."""
+@pytest.mark.parametrize("block", [ROW, TILE])
+@pytest.mark.parametrize(("rank", "columns"), [(0, 4096), (16, 1152), (32, 4096), (48, 4096)])
+def test_product_of_codes(rank, columns, block, ptxas):
+    """With and without an adapter, in tiles of 256 columns and of 128."""
+    codes = (array(16384, 4096, dtype=E4M3), array(16384, 32 if block == TILE else 1, dtype=jnp.float32))
+    weight = jax.eval_shape(lambda a: FP8.encode(a, block), array(columns, 4096))
+    more = (array(16384, rank), array(columns, rank)) if rank else None
 
-    def step(x, weight, dout):
-        output, pullback = jax.vjp(lambda x: quant_matmul(x, [weight], fp8=True)[0], x)
-        return output, pullback(dout)
+    def product(codes, weight, more):
+        return fp8_product.forward(codes, weight, more, jnp.bfloat16, "mosaic")
 
-    weight = jax.eval_shape(FP8.encode, array(4096, 1024))
-    text = compiled(step, array(512, 1024), weight, array(512, 4096)).as_text()
-    assert len(re.findall(r"= \S+ (?:fusion|custom-call)\(.*(?:calls=%gemm_fusion|matmul\$f8)", text)) == 2
-    assert not re.search(r"(bf16|f32)\[4096,1024\]", text)
+    assert compiled(product, codes, weight, more).as_text().count(KERNEL) == 1
+    assert not any(ptxas())
+
+
+@pytest.mark.parametrize(("implementation", "block"), [("mosaic", ROW), ("mosaic", TILE), ("reference", ROW)])
+def test_products_in_fp8_take_the_codes_as_they_are(implementation, block):
+    """Over e4m3, by our kernel (a forward each, one backward for both) or by cuBLASLt (XLA joins the forwards, too); no
+    weight is decoded."""
+
+    def step(x, weights, douts):
+        run = functools.partial(quant_matmul, fp8=True, implementation=implementation)
+        outputs, pullback = jax.vjp(lambda x: run(x, weights), x)
+        return outputs, pullback(douts)
+
+    weights = [jax.eval_shape(lambda a: FP8.encode(a, block), array(size, 1024)) for size in (4096, 1024)]
+    options = compiler_options("gpu", deterministic=False)
+    where = array(512, 1024), weights, (array(512, 4096), array(512, 1024))
+    text = compiled(step, *where, compiler_options=options).as_text()
+    assert (text.count(KERNEL), text.count("matmul$f8")) == ((3, 0) if implementation == "mosaic" else (0, 2))
+    assert not re.search(r"(bf16|f32)\[(4096|5120),1024\]|(bf16|f32)\[1024,5120\]", text)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,277 @@
+"""The product of e4m3 codes as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA, warp specialisation).
+
+Persistent, as pallas/grouped_matmul: a program for each multiprocessor takes every n-th tile of the output. One
+warpgroup brings 128 codes along K of both sides, as many steps ahead as fit, and goes on to the next tile while the two
+others, each with 64 of the 128 rows, store the last one.
+
+Scales of rows stand outside the sum: the tensor cores add up all of K, and what is stored is scaled once, in registers.
+Scales of 128 numbers along K (and of as many of the weight's rows) stand inside: the tensor cores add up 128, which a
+warpgroup scales and adds in float32, 128 columns at a time, while the other one multiplies. Its scales are read a step
+ahead. An adapter's product is the first step, of its own two operands in 16 bits.
+"""
+
+# Pallas' annotations know neither its own transforms nor barriers.
+# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import dispatch, gpu_kernel, persistent
+
+_WARPGROUPS = 2  # that compute
+_OWN = 64  # rows of each
+ROWS = _WARPGROUPS * _OWN  # of a tile
+STEP = 128  # codes along K: a row of the swizzle, and what shares a scale
+_STORED = 64  # columns that are stored at a time
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 72, 216  # of a thread; of all together 65,536
+_RANKS = (16, 32, 64)  # of an adapter, filled up: rows of a swizzle of 32, 64 and 128 bytes
+_SHARED_BYTES = 231_000  # of a program's shared memory, less its barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """columns: of a tile of the output. stages: steps on their way. band: tiles of rows that go together."""
+
+    columns: int
+    stages: int
+    band: int = 16
+
+
+def blocks_for(out_size: int, rank: int) -> Blocks:
+    """rank: of the adapter, filled up; 0: none."""
+    columns = 256 if out_size % 256 == 0 else 128
+    left = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
+    return Blocks(columns, min(left // (STEP * (ROWS + columns)), 6))
+
+
+def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype) -> str | None:
+    """Why this kernel cannot multiply [tokens, in_size] by [out_size, in_size], and add what an adapter of this rank
+    gives, in `dtype`; or None."""
+    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    for size in (in_size, out_size):
+        if size % STEP:
+            return f"size {size} is not a multiple of {STEP}"
+    if tokens < ROWS:
+        return f"{tokens} tokens, fewer than {ROWS}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {jnp.dtype(dtype)}"
+    if filled_rank(rank) is None:
+        return f"adapters of rank {rank} together, more than {_RANKS[-1]}"
+    return None
+
+
+def filled_rank(rank: int) -> int | None:
+    """The columns that an adapter's operands have in the kernel; None: it is too large."""
+    return next((size for size in _RANKS if rank <= size), None)
+
+
+def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, programs: int, in_blocks: bool, rank: int):
+    """out [M, N] = scaled(x [M, K] w [N, K]^T) + u [M, R] l [N, R]^T.
+
+    x_scale [M] and w_scale [N], or `in_blocks` [K / 128, M] and [N / 128, K / 128]; rest: u and l where there is a
+    rank; out; scratch.
+    """
+    if rank:
+        u_ref, l_ref, *rest = rest
+        out_ref, x_smem, w_smem, out_smem, full, free, u_smem, l_smem, extra_full, extra_free = rest
+    else:
+        out_ref, x_smem, w_smem, out_smem, full, free = rest
+    columns, stages = blocks.columns, blocks.stages
+    wg, program = lax.axis_index("wg"), lax.axis_index("sm")
+    (all_rows, width), out_size = x_ref.shape, w_ref.shape[0]
+    row_tiles, column_tiles, steps = -(-all_rows // ROWS), out_size // columns, width // STEP
+    mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
+
+    def corner(index):
+        """(first row, first column) of an item; the last rows overlap the ones before, and both store the same."""
+        row, column = persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
+        return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
+
+    def slot_of(at):
+        return lax.rem(at, jnp.int32(stages))
+
+    def bring():
+        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+        def item(index, at):
+            row, column = corner(index)
+            rows, here = pl.ds(row, ROWS), pl.ds(column, columns)
+
+            def step(number, at):
+                slot, along = slot_of(at), pl.ds(number * STEP, STEP)
+                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                plgpu.copy_gmem_to_smem(x_ref.at[rows, along], x_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(w_ref.at[here, along], w_smem.at[slot], full.at[slot])
+                return at + 1
+
+            if rank:
+                pl.when(index > 0)(lambda: plgpu.barrier_wait(extra_free))
+                plgpu.copy_gmem_to_smem(u_ref.at[rows], u_smem.at[0], extra_full)
+                plgpu.copy_gmem_to_smem(l_ref.at[here], l_smem.at[0], extra_full)
+            return lax.fori_loop(0, steps, step, at)
+
+        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        # Every arrival is waited for: a barrier must not be left halfway.
+        last = jnp.maximum(total - stages, 0)
+        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        if rank:
+            pl.when(mine > 0)(lambda: plgpu.barrier_wait(extra_free))
+
+    own = pl.ds(wg * _OWN, _OWN)
+    by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+    def of_rows(scales, count: int):
+        return lax.broadcast_in_dim(scales, (_OWN, count), [0])
+
+    def adapter(acc, at, first: int = 0, count: int = columns):
+        # Zero, but not to the compiler: it would make the operands' addresses once and keep, or spill, them.
+        zero = lax.shift_right_logical(at, jnp.int32(30))
+        plgpu.wgmma(acc, u_smem.at[zero, own], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
+
+    def by_rows(row, column, at):
+        """[(first column, float32[own, stored])]"""
+
+        def accumulate(acc):
+            def step(number, at):
+                slot = slot_of(at)
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.wgmma(acc, x_smem.at[slot, own], w_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma_wait(1)  # the one before is done
+                pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at - 1)]))
+                return at + 1
+
+            if rank:
+                plgpu.barrier_wait(extra_full)
+                adapter(acc, at)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(extra_free)
+            lax.fori_loop(0, steps, step, at)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
+        plgpu.barrier_arrive(free.at[slot_of(at + steps - 1)])
+        x_scale = plgpu.load(x_scale_ref.at[pl.ds(row + wg * _OWN, _OWN)], layout=by_row, optimized=False)
+        for first in range(0, columns, _STORED):
+            part = lax.slice(total, (0, first), (_OWN, first + _STORED))
+            w_scale = plgpu.load(w_scale_ref.at[pl.ds(column + first, _STORED)], layout=by_column, optimized=False)
+            yield first, part * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, part.shape, [1])
+
+    def by_blocks(row, column, at):
+        halves = columns // STEP
+        block = lax.div(column, jnp.int32(STEP))
+
+        def scales(number):
+            number = jnp.minimum(number, steps - 1)
+            ours = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
+            theirs = [w_scale_ref[block + half, number] for half in range(halves)]
+            return plgpu.load(ours, layout=by_row, optimized=False), theirs
+
+        def product(multiply):
+            def run(acc):
+                multiply(acc)
+                plgpu.wgmma_wait(0)
+                return acc[...]
+
+            return pl.run_scoped(run, plgpu.ACC((_OWN, STEP), jnp.float32))
+
+        def step(number, carry):
+            at, (x_scale, w_scales), sums = carry
+            following = scales(number + 1)
+            slot = slot_of(at)
+            plgpu.barrier_wait(full.at[slot])
+
+            def multiply(acc, half):
+                side = w_smem.at[slot, pl.ds(half * STEP, STEP)]
+                plgpu.wgmma(acc, x_smem.at[slot, own], side.transpose((1, 0)))
+
+            added = []
+            for half in range(halves):
+                part = product(functools.partial(multiply, half=half))
+                added.append(sums[half] + part * of_rows(x_scale * w_scales[half], STEP))
+            plgpu.barrier_arrive(free.at[slot])
+            return at + 1, following, added
+
+        zeros = [plgpu.layout_cast(jnp.zeros((_OWN, STEP), jnp.float32), plgpu.Layout.WGMMA) for _ in range(halves)]
+        _, _, sums = lax.fori_loop(0, steps, step, (at, scales(jnp.int32(0)), zeros))
+        if rank:
+            plgpu.barrier_wait(extra_full)
+            for half in range(halves):
+                sums[half] += product(functools.partial(adapter, at=at, first=half * STEP, count=STEP))
+            plgpu.barrier_arrive(extra_free)
+        for first in range(0, columns, _STORED):
+            half, within = divmod(first, STEP)
+            yield first, lax.slice(sums[half], (0, within), (_OWN, within + _STORED))
+
+    def compute():
+        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+
+        def item(index, at):
+            row, column = corner(index)
+            rows = pl.ds(row + wg * _OWN, _OWN)
+            for number, (first, part) in enumerate((by_blocks if in_blocks else by_rows)(row, column, at)):
+                stored = out_smem.at[wg, number % 2]
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the one before the last has left
+                stored[...] = part.astype(out_ref.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(stored, out_ref.at[rows, pl.ds(column + first, _STORED)])
+            return at + steps
+
+        lax.fori_loop(0, mine, item, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.cond(wg < _WARPGROUPS, compute, bring)
+
+
+def _smem(shape, dtype, row_bytes: int = 128):
+    tiling = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(row_bytes)))
+
+
+def product(x, w, x_scale, w_scale, extra=None, *, dtype, in_blocks: bool, blocks: Blocks | None = None):
+    """dtype[M, N]: the codes x [M, K] times w [N, K]^T, scaled, and u l^T of `extra`; see `refusal`.
+
+    Args:
+      x_scale, w_scale: float32 [M] and [N]; `in_blocks`: [K / 128, M] and [N / 128, K / 128].
+      extra: bfloat16 (u [M, R], l [N, R]), R of `filled_rank`; by rows in units of the two scales.
+    """
+    (tokens, _), columns = x.shape, w.shape[0]
+    rank = extra[0].shape[1] if extra is not None else 0
+    blocks = blocks or blocks_for(columns, rank)
+    programs = persistent.cores()
+    kept = []
+    if extra is not None:
+        kind = extra[0].dtype
+        kept = [
+            _smem((1, ROWS, rank), kind, 2 * rank),
+            _smem((1, blocks.columns, rank), kind, 2 * rank),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        ]
+    return gpu_kernel.kernel(
+        functools.partial(_kernel, blocks=blocks, programs=programs, in_blocks=in_blocks, rank=rank),
+        "fp8_matmul",
+        gpu_kernel.interpreter(),
+        out_type=jax.ShapeDtypeStruct((tokens, columns), dtype),
+        grid=(programs,),
+        grid_names=("sm",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=[
+            _smem((blocks.stages, ROWS, STEP), x.dtype),
+            _smem((blocks.stages, blocks.columns, STEP), w.dtype),
+            _smem((_WARPGROUPS, 2, _OWN, _STORED), dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
+            *kept,
+        ],
+    )(x, w, x_scale, w_scale, *(extra or ()))
