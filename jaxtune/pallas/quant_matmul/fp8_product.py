@@ -76,7 +76,7 @@ def backward(
     with jax.named_scope("to_fp8"):
         if blocks:  # each weight's begin anew
             parts = [rounded(_whole_blocks(dout, 1), blocks) for dout in douts]
-            coded = tuple(jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+            coded = jnp.concatenate([c for c, _ in parts], axis=1), jnp.concatenate([s for _, s in parts], axis=1)
             codes = jnp.concatenate([_whole_blocks(weight.codes, 0) for weight in weights])
             scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
         else:
@@ -148,9 +148,9 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
     of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
 
     def add(number, total):
-        parts = (jax.lax.dynamic_slice_in_dim(each, number * BLOCK, BLOCK, axis=1) for each in (codes, side))
+        x, w = (jax.lax.dynamic_slice_in_dim(each, number * BLOCK, BLOCK, axis=1) for each in (codes, side))
         ours, theirs = (jax.lax.dynamic_index_in_dim(each, number, 1, False) for each in (scale, of_columns))
-        return total + _dot(*parts, jnp.float32) * ours[:, None] * theirs
+        return total + _dot(x, w, jnp.float32) * ours[:, None] * theirs
 
     total = jnp.zeros((codes.shape[0], columns), jnp.float32)
     return jax.lax.fori_loop(0, scale.shape[1], add, total).astype(dtype)

@@ -128,7 +128,7 @@ def _products_fwd(x, source, weights, loras, biases, static):
             if blocks not in coded:
                 with jax.named_scope("to_fp8"):
                     coded[blocks] = fp8_product.rounded(x, blocks)
-            out = fp8_product.forward(coded[blocks], weight, added, x.dtype, *as_stored)
+            out = fp8_product.forward(coded[blocks], weight, added, x.dtype, as_stored[0])
             outputs.append(out if bias is None else out + bias.astype(out.dtype))
         else:
             outputs.append(_times(x, weight, (1, 1), kernels, added, bias))
@@ -165,7 +165,8 @@ def _products_bwd(static, residuals, doutputs):
                 more = None
         else:
             added = None if more is None else (more[0], more[1].T)
-            part = fp8_product.backward(*zip(*pairs, strict=True), added, x.dtype, *as_stored)
+            douts, theirs = zip(*pairs, strict=True)
+            part = fp8_product.backward(douts, theirs, added, x.dtype, as_stored[0])
             dx = part if dx is None else part + dx
             more = None
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
