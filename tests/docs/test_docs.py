@@ -62,7 +62,7 @@ def test_commands_name_what_there_is():
             for extra in re.findall(r"(?:jaxtune|\.)\[([\w,-]+)\]", line):
                 assert set(extra.split(",")) <= extras.keys(), f"{block}: {line}"
             if words[0] == "jaxtune":
-                assert words[1] in cli._COMMANDS or words[1].startswith("-"), f"{block}: {line}"
+                assert words[1] in cli.COMMANDS or words[1].startswith("-"), f"{block}: {line}"
             if "train" in words[:2] or words[:3] == ["python", "-m", "jaxtune.train"]:
                 named = {word.split("=")[0] for word in words if re.match(r"[\w.]+=", word)}
                 assert named <= keys, f"{block}: {named - keys}"
@@ -107,7 +107,7 @@ def _paths(section) -> list[str]:
 
 def test_the_readme_is_short_and_has_every_command():
     assert len(README.splitlines()) < 130
-    for command in cli._COMMANDS:
+    for command in cli.COMMANDS:
         assert f"| `jaxtune {command} " in README or f"| `jaxtune {command}`" in README, command
 
 

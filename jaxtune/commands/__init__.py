@@ -1,0 +1,1 @@
+"""The commands of `jaxtune`, a file each: `run` takes the arguments and gives the exit code, None for 0."""

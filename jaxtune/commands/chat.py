@@ -1,0 +1,54 @@
+"""`jaxtune chat`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from jaxtune.commands import common, sampling
+from jaxtune.terminal import say
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Talk to a model or an adapter in the terminal."""
+    parser = common.parser("chat", run.__doc__)
+    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--no-adapter", action="store_true", help="begin with the adapter off")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    sampling.add_options(parser, temperature=0.7)
+    options = parser.parse_args(arguments)
+
+    from jaxtune.models.chat import Conversation
+
+    model, tokenizer = common.load(options.model, options.dtype)
+    settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
+    conversation = Conversation(model, tokenizer, options.system, **settings)
+    if options.no_adapter:
+        conversation.adapter = False
+    prompt = "> " if sys.stdin.isatty() else ""
+    switch = ", /adapter turns the adapter off and on" if conversation.has_adapter else ""
+    say(f"/reset begins anew{switch}, /exit or the end of the input leaves", file=sys.stderr)
+    while True:
+        try:
+            text = input(prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+        elif text == "/adapter" and conversation.has_adapter:
+            conversation.adapter = not conversation.adapter
+            say(f"the adapter is {'on' if conversation.adapter else 'off'}", file=sys.stderr)
+        elif text.startswith("/"):
+            say(f"{text}: unknown; there are /reset{', /adapter' if switch else ''}, /exit", file=sys.stderr)
+        elif text:
+            try:
+                conversation.ask(text, functools.partial(say, end="", flush=True))
+            except KeyboardInterrupt:  # ends the answer, not the conversation
+                say(" ...", end="")
+            except ValueError as error:  # too long, mostly
+                say(error, file=sys.stderr)
+            say()

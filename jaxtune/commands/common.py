@@ -1,0 +1,60 @@
+"""What commands share: their parser, what they print in columns, and how they load a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtune import terminal
+
+
+def wide_console() -> Any:
+    """As wide as the terminal; in a pipe or a file, as wide as is good to read."""
+    return terminal.console(width=None if sys.stdout.isatty() else 140)
+
+
+def print_columns(rows: Sequence[tuple[str, str]]) -> None:
+    """Two columns, the first as wide as it must be."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, meaning in rows:
+        table.add_row(f"  {name}", meaning)
+    wide_console().print(table)
+
+
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Of `jaxtune COMMAND`."""
+    description = " ".join((description or "").split())
+    return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
+
+
+def base_of(folder: str) -> str | None:
+    """The base model that an adapter folder names; None if the folder holds no adapter."""
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        return None
+    from jaxtune.models.adapter_files import read_adapter_config
+
+    base = read_adapter_config(Path(folder)).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
+    return base
+
+
+def load(name: str, dtype: str):
+    """Model and tokenizer of a model folder, a hub name or an adapter folder."""
+    import jaxtune
+
+    base = base_of(name)
+    model, tokenizer = jaxtune.from_pretrained(base or name, dtype=dtype)
+    if base is None:
+        return model, tokenizer
+    from jaxtune.models.model_folder import load_tokenizer
+
+    return jaxtune.load_adapter(model, name), load_tokenizer(Path(name)) or tokenizer

@@ -1,0 +1,50 @@
+"""`jaxtune export`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtune.commands import common
+from jaxtune.terminal import say
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Write a model or an adapter as other programs read it: merged, as GGUF for llama.cpp, in four bits."""
+    parser = common.parser("export", run.__doc__)
+    parser.add_argument("model", help="PEFT adapter folder, which names its base model; or a model folder or hub name")
+    parser.add_argument("output", help="folder to write")
+    parser.add_argument(
+        "--to",
+        default="merged",
+        help="merged (the default): the base with the adapter in it; gguf: one file for llama.cpp; gguf-adapter: the "
+        "adapter alone for llama.cpp; adapter: PEFT's files, checked; bnb-4bit: bitsandbytes' NF4; fp8: "
+        "compressed-tensors; mxfp4: gpt-oss as it is published",
+    )
+    parser.add_argument("--outtype", help="of gguf: f32, f16, bf16, q8_0 or q4_0 (default: that of --dtype)")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="cut safetensors above this (default: 5)")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="then upload the folder to this model repository")
+    parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
+    options = parser.parse_args(arguments)
+    if options.to in ("merged", "adapter", "gguf-adapter") and common.base_of(options.model) is None:
+        raise ValueError(f"{options.model} is not an adapter folder: it has no adapter_config.json")
+
+    import jaxtune
+
+    model, tokenizer = common.load(options.model, options.dtype)
+    done = jaxtune.export_model(
+        model,
+        options.output,
+        options.to,
+        tokenizer=tokenizer,
+        outtype=options.outtype,
+        max_shard_bytes=int(options.max_shard_gb * 1e9),
+    )
+    for note in done.notes:
+        say(f"note: {note}")
+    what = "merged model" if options.to == "merged" else options.to
+    say(f"{what}: {options.output} (read back: {', '.join(done.files)})")
+    if options.push:
+        from jaxtune.export.hub import push
+
+        say(f"pushed: {push(done.folder, options.push, private=options.private)}")

@@ -1,0 +1,64 @@
+"""`jaxtune tune`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtune.commands import common
+from jaxtune.terminal import say
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Measure the blocks of the kernels on this GPU and keep the fastest.
+
+    Attention's are measured for your shapes, those of grouped_matmul (experts) for gpt-oss-20b's and Qwen3-30B-A3B's.
+    """
+    parser = common.parser("tune", run.__doc__)
+    parser.add_argument("op", nargs="?", choices=["attention", "grouped_matmul"], default="attention")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=8192, help="tokens a row")
+    parser.add_argument(
+        "--documents",
+        choices=["packed", "whole"],
+        default="packed",
+        help="log-normal lengths of mean 512, or one a row",
+    )
+    parser.add_argument("--window", type=int, help="sliding window, tokens")
+    parser.add_argument("--soft-cap", type=float)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--kernels", nargs="+", choices=["forward", "dquery", "dkey"], help="default: all")
+    parser.add_argument("--output", type=Path, help="the JSON file to add to; default: your cache, which is used here")
+    options = parser.parse_args(arguments)
+    from jaxtune.pallas import dispatch
+    from jaxtune.pallas.attention.shapes import Case
+    from jaxtune.pallas.attention.tune import KERNELS
+    from jaxtune.pallas.attention.tune import tune as measure
+
+    if dispatch.compute_capability() != (9, 0):
+        raise ValueError("tune: only kernels for Hopper GPUs have blocks to measure, and there is none")
+    tell = functools.partial(say, end="", flush=True)
+
+    def fastest(what, entry):
+        blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
+        say(f"{what}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
+
+    if options.op == "grouped_matmul":
+        from jaxtune.pallas.grouped_matmul.tune import tune as measure_grouped
+
+        for product, entry in measure_grouped(options.dtype, tell, options.output).items():
+            fastest(f"grouped_matmul {product}", entry)
+        return
+    documents = "log-normal" if options.documents == "packed" else None
+    for dim in options.head_dim:
+        case = Case(
+            "tune", options.rows, options.length, options.heads, options.kv_heads, dim, documents, options.window,
+            options.soft_cap,
+        )  # fmt: skip
+        found = measure(case, options.kernels or KERNELS, options.dtype, tell, options.output)
+        for kernel, entry in found.items():
+            fastest(f"attention {kernel}, head dim {dim}", entry)
