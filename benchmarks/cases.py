@@ -91,6 +91,7 @@ PARTS = {
     "quant_matmul": Part("benchmarks/kernels/quant_matmul.py --output {folder}/quant_matmul.json", 150),
     "moe": Part("benchmarks/kernels/moe.py --output {folder}/moe.json", 600),
     "fp8": Part("benchmarks/kernels/fp8.py --output {folder}/fp8.json", 300),
+    "quality": Part("benchmarks/train/quality.py --output {folder}/quality.json", 500),
     "pair": Part("benchmarks/train/profile_pair.py {folder}/pair", 180),
     # Each adds its cases to one file.
     "memory": Part(

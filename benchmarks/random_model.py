@@ -13,9 +13,12 @@ from flax import nnx
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import Block
-from jaxtune.models.lora import freeze
+from jaxtune.models.linear import Frozen
+from jaxtune.models.lora import copy_structure, freeze, linears
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
+from jaxtune.pallas.formats import FP8, dense
+from jaxtune.pallas.formats.fp8 import TILE
 
 
 def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = None) -> Decoder:
@@ -44,4 +47,12 @@ def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = No
     model.config = config
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
     model.source = Source(path="random weights", config=json.dumps(dict(hf)))
+    return model
+
+
+def in_blocks(model: Decoder) -> Decoder:
+    """The model with its linears in FP8 with scales of 128 x 128, as official checkpoints are published."""
+    model = copy_structure(model)
+    for _, linear in linears(model):
+        linear.weight = Frozen(FP8.encode(dense(linear.stored_weight, model.dtype), TILE))
     return model

@@ -36,7 +36,7 @@ from flax import nnx
 
 import jaxtune
 import jaxtune.profile
-from benchmarks.random_model import random_model
+from benchmarks.random_model import in_blocks, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
 from benchmarks.transfers import transfers
@@ -115,6 +115,8 @@ def driver_memory_gb() -> float | None:
 def build(options) -> tuple[Trainer, int]:
     """The trainer of a random model, and the bytes of the model's weights."""
     model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in)
+    if options.scales == "blocks":
+        model = in_blocks(model)
     if options.compute == "fp8":
         model = compute_in_fp8(model)
     model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
@@ -199,6 +201,7 @@ def measure(options) -> dict:
         "vocab_size": shape["vocab_size"],
         "load_in": options.load_in,
         "compute": options.compute,
+        "scales": options.scales,
         "model_gb": model_bytes / 1e9,
         "adapter_rank": options.rank,
         "rows": options.rows,
@@ -252,6 +255,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--load-in", choices=LOAD_IN, help="the layers' weights in few bits; default: bfloat16")
     parser.add_argument("--compute", choices=["fp8"], help="linears in FP8 multiply as they are stored")
+    parser.add_argument(
+        "--scales", choices=["rows", "blocks"], default="rows", help="of FP8: jaxtune's, or official checkpoints'"
+    )
     parser.add_argument(
         "--plan", default="keep", help="memory.plan: what becomes of residuals; auto: the planner's choice"
     )

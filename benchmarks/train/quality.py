@@ -1,0 +1,298 @@
+"""What frozen weights and products in few bits cost a fine-tuned model: pairs of equal seeds from one base.
+
+    python benchmarks/train/quality.py --output FILE.json [--arms bf16,fp8,fp8_blocks,nf4] [--seeds 3] [--steps 1000]
+
+A small decoder (its widths are multiples of 128, so our FP8 kernel runs on Hopper) is pretrained here, on copying,
+reversing and adding, and saved to a folder. Each arm loads that folder, or what was made of it in its own format, and
+trains LoRA on all linears for another task: sorting letters and multiplying numbers, where neither loss nor exact match
+ends at its limit. Then the same from a folder with made outliers: the weights of 0.5 % of each norm's channels times
+2^k, the columns of the next matrices divided by it, which changes no number that the model computes in 16 bits.
+
+Of each run: held-out loss over the answers' characters (nats), exact match of answers (greedy: every character is the
+likeliest after those before it), the adapter scored over the bf16 base too, and at steps 1, 100 and the last the cosine
+by layer of the adapter's gradient with bf16's at the same adapter and batch. Equal seeds have the same start and
+batches. FILE.json is written after each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks.random_model import in_blocks
+from benchmarks.record import environment, write
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
+from jaxtune.models.lora import copy_structure, get_peft_model
+from jaxtune.models.quant import compute_in_fp8
+from jaxtune.pallas import dispatch
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CHARACTERS = " \n=+*:0123456789" + LETTERS  # a space is padding
+WIDTH, LENGTH = 32, 256  # of an example, and of a row
+POOL = 4096  # rows of each task, for training
+RANK = 16
+
+
+# ---- tasks
+
+
+def example(task: str, draw: np.random.Generator) -> tuple[str, str]:
+    """(what is asked, the answer)"""
+    if task == "sort":
+        text = "".join(LETTERS[i] for i in draw.integers(0, 26, 10))
+        return f"s:{text}=", "".join(sorted(text))
+    if task == "multiply":
+        a, b = draw.integers(100, 1000), draw.integers(2, 100)
+        return f"{a}*{b}=", str(a * b)
+    if task == "add":
+        a, b = draw.integers(10, 1000, 2)
+        return f"{a}+{b}=", str(a + b)
+    text = "".join(LETTERS[i] for i in draw.integers(0, 26, draw.integers(4, 12)))
+    return (f"c:{text}=", text) if task == "copy" else (f"r:{text}=", text[::-1])
+
+
+def rows_of(tasks: tuple[str, ...], count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int32[count, LENGTH], bool of the same shape): examples side by side, and the places of their answers."""
+    draw = np.random.default_rng(seed)
+    tokens = np.zeros((count * LENGTH // WIDTH, WIDTH), np.int32)
+    answers = np.zeros(tokens.shape, bool)
+    for row, answer in zip(tokens, answers, strict=True):
+        asked, wanted = example(tasks[draw.integers(len(tasks))], draw)
+        text = asked + wanted + "\n"
+        row[: len(text)] = [CHARACTERS.index(character) for character in text]
+        answer[len(asked) : len(text)] = True
+    return tokens.reshape(count, LENGTH), answers.reshape(count, LENGTH)
+
+
+# ---- models
+
+
+def config(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": hidden,
+        "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(hidden // 128, 2), "max_position_embeddings": LENGTH, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True, "initializer_range": 0.02,
+        "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def with_outliers(model: Decoder, k: int) -> Decoder:
+    """The same function: 0.5 % of each norm's channels, three at least, 2^k times larger, and what they multiply as
+    much smaller."""
+    model = copy_structure(model)
+    for number, layer in enumerate(model.layers):
+        for part, names in (("mixer", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
+            weight = getattr(layer, f"{part}_norm").weight
+            count = max(3, weight.shape[0] // 200)
+            chosen = np.random.default_rng(number).choice(weight.shape[0], count, replace=False)
+            weight[...] = weight[...].at[chosen].multiply(2.0**k)
+            for name in names:
+                linear = getattr(getattr(layer, part), name).weight
+                linear[...] = linear[...].at[:, chosen].multiply(2.0**-k)
+    return model
+
+
+def arms_of(folder: Path) -> dict[str, Any]:
+    """{arm: a function that gives its model}, all from this folder."""
+    load = functools.partial(from_pretrained, dtype="bfloat16")
+
+    def official():
+        """A checkpoint in 128 x 128, written and read."""
+        made = folder.with_name(folder.name + "_blocks")
+        if not made.exists():
+            save_pretrained(in_blocks(load(folder)[0]), made)
+        return compute_in_fp8(load(made)[0])
+
+    return {
+        "bf16": lambda: load(folder)[0],
+        "fp8": lambda: compute_in_fp8(load(folder, load_in="fp8")[0]),
+        "fp8_blocks": official,
+        "fp8_decoded": lambda: load(folder, load_in="fp8")[0],
+        "nf4": lambda: load(folder, load_in="nf4")[0],
+    }
+
+
+# ---- training
+
+
+def losses(graph, trainable, frozen, tokens, answers):
+    """(float32[B, T - 1] of each character of an answer, 0 elsewhere; whether the likeliest is right)"""
+    logits = nnx.merge(graph, trainable, frozen)(tokens)[:, :-1]
+    targets, counted = tokens[:, 1:], answers[:, 1:]
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.where(counted, each, 0.0), logits.argmax(-1) == targets
+
+
+def mean_loss(trainable, graph, frozen, tokens, answers):
+    return losses(graph, trainable, frozen, tokens, answers)[0].sum() / answers[:, 1:].sum()
+
+
+gradient = jax.jit(jax.grad(mean_loss), static_argnums=1)
+
+
+def optimizer(rate: float, steps: int) -> optax.GradientTransformation:
+    schedule = optax.linear_schedule(rate, 0.0, steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5))
+def train(graph, rate: float, steps: int, rows: int, trainable, state, frozen, pool, key, first, last):
+    """(trainable, state of the optimizer) after the steps first to last - 1; a batch is drawn by its step's number."""
+    change = optimizer(rate, steps)
+
+    def step(number, carry):
+        trainable, state = carry
+        chosen = batch_of(pool, key, number, rows)
+        updates, state = change.update(jax.grad(mean_loss)(trainable, graph, frozen, *chosen), state, trainable)
+        return optax.apply_updates(trainable, updates), state
+
+    return jax.lax.fori_loop(first, last, step, (trainable, state))
+
+
+def batch_of(pool, key, number, rows: int):
+    chosen = jax.random.randint(jax.random.fold_in(key, number), (rows,), 0, len(pool[0]))
+    return tuple(each[chosen] for each in pool)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scores(graph, trainable, frozen, tokens, answers):
+    """(mean loss, exact match)"""
+    each, right = losses(graph, trainable, frozen, tokens, answers)
+    wrong = (answers[:, 1:] & ~right).astype(jnp.int32)
+    wrong = jnp.pad(wrong, ((0, 0), (1, 0))).reshape(-1, WIDTH).max(-1)
+    return each.sum() / answers[:, 1:].sum(), 1.0 - wrong.mean()
+
+
+def cosines(one, other) -> list[float]:
+    """By layer, in order."""
+    layers: dict[int, list[tuple]] = {}
+    for (path, a), (_, b) in zip(nnx.to_flat_state(one), nnx.to_flat_state(other), strict=True):
+        layers.setdefault(path[1], []).append((a.get_value().ravel(), b.get_value().ravel()))
+    found = []
+    for number in sorted(layers):
+        a, b = (jnp.concatenate(each) for each in zip(*layers[number], strict=True))
+        found.append(float(a @ b / jnp.maximum(jnp.linalg.norm(a) * jnp.linalg.norm(b), 1e-30)))
+    return found
+
+
+def pretrained(options, folder: Path) -> dict[str, float]:
+    """Trains the base in float32 masters and saves it in bfloat16; its scores."""
+    tasks = ("copy", "reverse", "add")
+    model = model_from_config(config(options.hidden, options.layers), jax.random.key(0), "bfloat16")
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    trainable = jax.tree.map(lambda a: a.astype(jnp.float32), trainable)
+    pool = jax.device_put(rows_of(tasks, POOL // options.scale, 1))
+    rate, steps = 2e-3, options.pretrain_steps
+    state = optimizer(rate, steps).init(trainable)
+    arguments = (graph, rate, steps, options.rows)
+    trainable, _ = train(*arguments, trainable, state, frozen, pool, jax.random.key(1), 0, steps)
+    loss, exact = scores(graph, trainable, frozen, *jax.device_put(rows_of(tasks, 256 // options.scale, 2)))
+    trainable = jax.tree.map(lambda a: a.astype(jnp.bfloat16), trainable)
+    save_pretrained(nnx.merge(graph, trainable, frozen), folder)
+    return {"loss": float(loss), "exact_match": float(exact)}
+
+
+def run(options, model: Decoder, base: Decoder, seed: int, pool, held_out) -> dict[str, Any]:
+    """One fine-tuning of `model`, scored over itself and over `base`, which is in bfloat16."""
+    graph, trainable, frozen = nnx.split(get_peft_model(model, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
+    plain, _, of_plain = nnx.split(get_peft_model(base, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
+    state = optimizer(options.rate, options.steps).init(trainable)
+    key, before, found = jax.random.key(seed), 0, {}
+    began = time.perf_counter()
+    for stop in sorted({min(stop, options.steps) for stop in (1, 100, options.steps)}):
+        arguments = (graph, options.rate, options.steps, options.rows)
+        trainable, state = train(*arguments, trainable, state, frozen, pool, key, before, stop)
+        batch = batch_of(pool, key, stop, options.rows)
+        ours, theirs = gradient(trainable, graph, frozen, *batch), gradient(trainable, plain, of_plain, *batch)
+        found[stop], before = cosines(ours, theirs), stop
+    loss, exact = scores(graph, trainable, frozen, *held_out)
+    other_loss, other_exact = scores(plain, trainable, of_plain, *held_out)
+    return {
+        "loss": float(loss), "exact_match": float(exact), "loss_over_bf16_base": float(other_loss),
+        "exact_match_over_bf16_base": float(other_exact), "gradient_cosines": found,
+        "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """By base and arm: means over seeds, and the loss beside bf16's of the same seed, relative; spread: the standard
+    deviation of bf16's losses over seeds, relative."""
+    found = {}
+    for base, arm in dict.fromkeys((run["base"], run["arm"]) for run in runs):
+        ours, plain = (
+            {run["seed"]: run for run in runs if (run["base"], run["arm"]) == (base, name)} for name in (arm, "bf16")
+        )
+        pairs = [ours[seed]["loss"] / plain[seed]["loss"] - 1 for seed in ours if seed in plain]
+        of_plain = [run["loss"] for run in plain.values()]
+        found[f"{base}, {arm}"] = {
+            "loss": statistics.mean(run["loss"] for run in ours.values()),
+            "exact_match": statistics.mean(run["exact_match"] for run in ours.values()),
+            "loss_over_bf16": statistics.mean(pairs) if pairs else None,
+            "each": pairs,
+            "spread": statistics.stdev(of_plain) / statistics.mean(of_plain) if len(of_plain) > 1 else None,
+            "least_cosine": min(c for run in ours.values() for each in run["gradient_cosines"].values() for c in each),
+        }
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--arms", default="bf16,fp8,fp8_blocks,nf4", help="by commas; fp8_decoded: no product in FP8")
+    parser.add_argument("--bases", default="plain,outliers", help="by commas")
+    parser.add_argument("--outliers", type=int, default=6, help="k: made outliers are 2^k times larger")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--pretrain-steps", type=int, default=2000)
+    parser.add_argument("--rows", type=int, default=32, help=f"of a step, each of {LENGTH} tokens")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--scale", type=int, default=1, help="divide the pools of rows by this, to try the script")
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp())
+    record: dict[str, Any] = {"benchmark": "train/quality", **environment(), "options": vars(options), "runs": []}
+    began = time.perf_counter()
+    record["pretrained"] = pretrained(options, work / "plain")
+    save_pretrained(with_outliers(from_pretrained(work / "plain")[0], options.outliers), work / "outliers")
+    print(f"pretrained in {time.perf_counter() - began:.0f} s: {record['pretrained']}", flush=True)
+    tasks = ("sort", "multiply")
+    pool = jax.device_put(rows_of(tasks, POOL // options.scale, 3))
+    held_out = jax.device_put(rows_of(tasks, 256 // options.scale, 4))
+    for base in options.bases.split(","):
+        arms = arms_of(work / base)
+        plain = arms["bf16"]()
+        for arm in options.arms.split(","):
+            model = arms[arm]()
+            for seed in range(options.seeds):
+                found = run(options, model, plain, seed, pool, held_out)
+                record["runs"].append({"base": base, "arm": arm, "seed": seed, **found})
+                record["summary"] = summary(record["runs"])
+                record["fp8_matmul"] = dispatch.record.get("fp8_matmul")
+                write(options.output, record)
+                shown = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
+                print(base, arm, seed, shown, flush=True)
+    print(json.dumps(record["summary"], indent=1))
+    print(f"{time.perf_counter() - began:.0f} s in all; products in FP8: {record['fp8_matmul']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

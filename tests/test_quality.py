@@ -1,0 +1,42 @@
+"""benchmarks/train/quality.py: what it compares is what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.train import quality
+from jaxtune.models.hf import model_from_config
+
+
+def test_made_outliers_change_no_number():
+    model = model_from_config(quality.config(128, 2), jax.random.key(0), "bfloat16")
+    spiked = quality.with_outliers(model, 6)
+    tokens, answers = quality.rows_of(("sort", "multiply"), 2, 0)
+    np.testing.assert_array_equal(model(tokens), spiked(tokens))
+    assert float(spiked.layers[0].mlp_norm.weight[...].max()) == 64 and answers.any(1).all()
+
+
+def test_an_answer_follows_what_is_asked():
+    tokens, answers = quality.rows_of(("multiply",), 1, 0)
+    for row, answer in zip(tokens.reshape(-1, quality.WIDTH), answers.reshape(-1, quality.WIDTH), strict=True):
+        text = "".join(quality.CHARACTERS[token] for token in row)
+        product, _ = text.split("=")
+        a, b = product.split("*")
+        assert text[: text.index("\n") + 1] == f"{product}={int(a) * int(b)}\n"
+        assert "".join(quality.CHARACTERS[token] for token in row[answer]) == f"{int(a) * int(b)}\n"
+
+
+def test_arms_of_one_seed_are_compared(tmp_path, monkeypatch):
+    arguments = "--steps 2 --pretrain-steps 1 --seeds 1 --rows 1 --hidden 128 --layers 1 --scale 256"
+    arguments += f" --bases outliers --arms bf16,fp8 --output {tmp_path / 'q.json'}"
+    monkeypatch.setattr(sys, "argv", ["quality.py", *arguments.split()])
+    assert quality.main() == 0
+    found = json.loads((tmp_path / "q.json").read_text())["summary"]
+    plain, fp8 = found["outliers, bf16"], found["outliers, fp8"]
+    assert plain["loss_over_bf16"] == 0 and plain["least_cosine"] == pytest.approx(1, abs=1e-5)
+    assert 0 < abs(fp8["loss_over_bf16"]) < 0.01 and 0.9 < fp8["least_cosine"] < 0.9999
