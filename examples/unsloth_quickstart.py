@@ -1,36 +1,33 @@
-"""Unsloth's quick start, as its documentation has it; only the first import differs."""
+"""The calls of Unsloth's quick start; `unsloth` and `trl` are imported from jaxtune.compat, nothing else differs."""
 
 from datasets import load_dataset
 
-from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer
+from jaxtune.compat import FastLanguageModel, FastModel, SFTConfig, SFTTrainer
 
-max_seq_length = 2048  # Can increase for longer reasoning traces
-# Get LAION dataset
+max_seq_length = 2048
 url = "https://huggingface.co/datasets/laion/OIG/resolve/main/unified_chip2.jsonl"
 dataset = load_dataset("json", data_files={"train": url}, split="train")
 
-model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name="unsloth/Llama-3.2-1B-Instruct",
-    max_seq_length=max_seq_length,
+model, tokenizer = FastModel.from_pretrained(
+    model_name="unsloth/gemma-3-4B-it",
+    max_seq_length=2048,
     load_in_4bit=True,
     load_in_8bit=False,
     full_finetuning=False,
-    # token = "hf_...", # use one if using gated models
 )
 
-# Do model patching and add fast LoRA weights
 model = FastLanguageModel.get_peft_model(
     model,
     r=16,
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     lora_alpha=16,
-    lora_dropout=0,  # Supports any, but = 0 is optimized
-    bias="none",  # Supports any, but = "none" is optimized
-    use_gradient_checkpointing="unsloth",  # True or "unsloth" for very long context
+    lora_dropout=0,
+    bias="none",
+    use_gradient_checkpointing="unsloth",
     random_state=3407,
     max_seq_length=max_seq_length,
-    use_rslora=False,  # We support rank stabilized LoRA
-    loftq_config=None,  # And LoftQ
+    use_rslora=False,
+    loftq_config=None,
 )
 
 trainer = SFTTrainer(
@@ -47,8 +44,6 @@ trainer = SFTTrainer(
         output_dir="outputs",
         optim="adamw_8bit",
         seed=3407,
-        dataset_num_proc=1,
     ),
 )
 trainer.train()
-model.save_pretrained("lora_model")

@@ -311,7 +311,7 @@ ERRORS = [
     (config_(eval_strategy="steps"), "eval_strategy = 'steps' needs eval_dataset"),
     (config_(report_to="comet_ml"), "report_to = 'comet_ml'"),
     (config_(bf16=True, fp16=True), "bf16 and fp16 are both True"),
-    (config_(load_best_model_at_end=True), "Instead: save_steps equal to eval_steps"),
+    (config_(load_best_model_at_end=True), "load_best_model_at_end = True needs eval_strategy"),
     (config_(deepspeed="zero3.json"), "deepspeed = 'zero3.json' is not supported; leave it at None. Instead: several"),
     (config_(packing_strategy="wrapped"), "Instead: 'bfd': whole documents"),
     (config_(completion_only_loss=True), "completion_only_loss = True needs prompt and completion"),

@@ -14,17 +14,24 @@ holds the model sees the trained weights. `model.module` is a plain `jaxtune.Dec
 from typing import Any
 
 from jaxtune.compat.adapters import LoraConfig
+from jaxtune.compat.callbacks import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from jaxtune.compat.measures import EvalPrediction
 from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
 from jaxtune.compat.texts import get_chat_template, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTConfig, SFTTrainer, TrainingArguments, train_on_responses_only
 
 __all__ = [
     "CompatModel",
+    "EarlyStoppingCallback",
+    "EvalPrediction",
     "FastLanguageModel",
     "FastModel",
     "LoraConfig",
     "SFTConfig",
     "SFTTrainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
     "TrainingArguments",
     "get_chat_template",
     "is_bfloat16_supported",

@@ -16,9 +16,10 @@ import numpy as np
 import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
 from jaxtune.compat.arguments import choose, settle
-from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LOAD, PEFT, RESIDUALS, SAVE
+from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import without_torch
 from jaxtune.export.api import export_model
+from jaxtune.export.hub import push
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import hf_config_of
 from jaxtune.models.lora import has_adapter
@@ -78,6 +79,18 @@ class CompatModel:
         return self.module(tokens, segment_ids, positions)
 
     @property
+    def module(self) -> Decoder:
+        """The current module. While a run goes on, callbacks see the weights of the moment, which are made up when they
+        are looked at."""
+        if not isinstance(self._module, Decoder):
+            self._module = self._module()
+        return self._module
+
+    @module.setter
+    def module(self, module: Decoder | Callable[[], Decoder]) -> None:
+        self._module = module
+
+    @property
     def has_adapter(self) -> bool:
         return has_adapter(self.module)
 
@@ -98,6 +111,7 @@ class CompatModel:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        repetition_penalty: float | None = None,
         streamer: Any = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
@@ -122,7 +136,8 @@ class CompatModel:
         prompts = [row[used != 0].tolist() for row, used in zip(ids, mask, strict=True)]
         new = jaxtune.generate(
             self.module, prompts, max_new_tokens, (1.0 if temperature is None else temperature) if sample else 0.0,
-            seed=self.random_state, eos_token_ids=eos_token_id, **asked,
+            seed=self.random_state, eos_token_ids=eos_token_id,
+            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty, **asked,
         )  # fmt: skip
         if streamer is not None:
             streamer.put(ids[0])
@@ -168,6 +183,14 @@ class CompatModel:
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
+        for method in methods:
+            if isinstance(method, str) and method not in GGUF and LLAMA_CPPS.fullmatch(method):
+                theirs = "Q4_K_M" if method == "quantized" else method.upper()
+                raise ValueError(
+                    f"{where}: quantization_method = {method!r} is not supported: it is llama.cpp's to make. Instead: "
+                    f"quantization_method='f16', then llama-quantize {Path(save_directory) / 'f16'}/*.gguf OUT.gguf "
+                    f"{theirs}; 'q8_0' and 'q4_0' are written here"
+                )
         for outtype in dict.fromkeys(choose(where, "quantization_method", method, GGUF) for method in methods):
             folder = Path(save_directory) / outtype
             export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
@@ -187,15 +210,23 @@ class CompatModel:
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
         )
 
+    def push_to_hub_gguf(
+        self, repository: str, tokenizer: Any = None, quantization_method: str | Sequence[str] = "fast_quantized",
+        token: str | None = None, private: bool | None = None, **others: Any,
+    ) -> None:  # fmt: skip
+        """As save_pretrained_gguf, into a repository of the hub, which is made where there is none."""
+        settle("push_to_hub_gguf", others, SAVE)
+        self._push(
+            repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
+        )
+
     @staticmethod
     def _push(repository: str, token: str | None, private: bool | None, write: Callable[[str], None]) -> None:
         from huggingface_hub import HfApi
 
-        hub = HfApi(token=token)
         with TemporaryDirectory() as folder:
             write(folder)
-            hub.create_repo(repository, private=private, exist_ok=True)
-            hub.upload_folder(repo_id=repository, folder_path=folder)
+            push(Path(folder), repository, private=bool(private), api=HfApi(token=token))
 
 
 class FastLanguageModel:

@@ -5,12 +5,14 @@ unsloth 2026.10, trl 1.16, transformers 5.23, peft 0.21, and older names that sc
 
 from __future__ import annotations
 
+import re
+
 from jaxtune.compat.arguments import Argument, idle, refused
 
 _ONE_PROCESS = "one process drives all devices"
 _NO_LOADER = "rows are tokenised once and kept in a file that batches are read from"
 _PLANNER = "the planner keeps, offloads or recomputes what fits the device best"
-_NO_PREDICTIONS = "evaluation sums the loss and keeps no predictions"
+_NO_PREDICTIONS = "evaluation sums the loss; compute_metrics is given one row after the other"
 _ON_HUB = "only what push_to_hub takes at the end goes to the hub"
 _TRACKIO = "it belongs to trackio, which is not written to"
 _MESH = "several GPUs: TrainConfig's mesh, see the page on several GPUs"
@@ -128,8 +130,8 @@ SFT: dict[str, Argument] = {
     "eval_accumulation_steps": idle(_NO_PREDICTIONS, None, 2),
     "eval_do_concat_batches": idle(_NO_PREDICTIONS, True),
     "eval_use_gather_object": idle(_NO_PREDICTIONS, False),
-    "include_for_metrics": idle(_NO_PREDICTIONS, []),
-    "batch_eval_metrics": idle(_NO_PREDICTIONS, False),
+    "include_for_metrics": refused("compute_metrics of predictions and labels", []),
+    "batch_eval_metrics": refused("compute_metrics of all rows at once", False),
     "do_train": idle("train() trains", False, True),
     "do_eval": idle("evaluate() evaluates", False, True),
     "do_predict": idle("model.generate answers", False),
@@ -152,8 +154,6 @@ SFT: dict[str, Argument] = {
     "ddp_backend": idle(_ONE_PROCESS, None),
     "ddp_timeout": idle(_ONE_PROCESS, 1800),
     "local_rank": idle(_ONE_PROCESS, -1),
-    "greater_is_better": idle("it belongs to load_best_model_at_end", None),
-    "metric_for_best_model": idle("it belongs to load_best_model_at_end", None),
     "hub_model_id": idle(_ON_HUB, None),
     "hub_token": idle(_ON_HUB, None),
     "hub_private_repo": idle(_ON_HUB, None),
@@ -170,7 +170,6 @@ SFT: dict[str, Argument] = {
     "logging_strategy": refused("logging_steps", "steps"),
     "label_names": refused("rows with a response, whose tokens are the labels", None, ["labels"]),
     "eval_delay": refused("eval_steps", 0),
-    "load_best_model_at_end": refused("save_steps equal to eval_steps, and save_total_limit; choose by the log", False),
     "push_to_hub": refused("model.push_to_hub(NAME) after train()", False),
     "ignore_data_skip": refused("another seed for another order", False),
     "data_seed": refused("seed, which orders the rows too", None),
@@ -188,12 +187,9 @@ SFT: dict[str, Argument] = {
 
 TRAINER: dict[str, Argument] = {
     "data_collator": refused("rows in one of the known formats: batches are made of them, packed or padded", None),
-    "compute_metrics": refused("eval_loss, or jaxtune evaluate with evaluation.exact_match_rows", None),
-    "preprocess_logits_for_metrics": refused("eval_loss: logits of a whole batch never exist", None),
     "compute_loss_func": refused("jaxtune.train.Trainer(objective=...)", None),
     "optimizers": refused("SFTConfig's optim, or jaxtune.train.Trainer(optimizer=...)", None, (None, None)),
     "optimizer_cls_and_kwargs": refused("SFTConfig's optim, or jaxtune.train.Trainer(optimizer=...)", None),
-    "callbacks": refused("jaxtune.train.Trainer(callbacks=...)", None, []),
     "model_init": refused("a model that is loaded before", None),
     "quantization_config": refused("FastLanguageModel.from_pretrained(load_in_4bit=True)", None),
 }
@@ -231,8 +227,7 @@ GENERATE: dict[str, Argument] = {
     "output_scores": refused("model(tokens), which gives logits", None, False),
     "num_beams": refused("sampling, with num_return_sequences=1", 1),
     "num_return_sequences": refused("the prompt as several rows", 1),
-    "repetition_penalty": refused("temperature, top_p and min_p", None, 1.0),
-    "no_repeat_ngram_size": refused("temperature, top_p and min_p", None, 0),
+    "no_repeat_ngram_size": refused("repetition_penalty", None, 0),
     "length_penalty": refused("max_new_tokens", None, 1.0),
     "max_length": refused("max_new_tokens", None),
     "min_new_tokens": refused("eos_token_id=[] and max_new_tokens", None),
@@ -273,3 +268,5 @@ GGUF = {
     "fast_quantized": "q8_0", "q8_0": "q8_0", "q4_0": "q4_0", "not_quantized": "f16", "f16": "f16", "bf16": "bf16",
     "f32": "f32",
 }  # fmt: skip
+# Types that llama.cpp makes of an f16 file; "quantized" is Unsloth's name of q4_k_m.
+LLAMA_CPPS = re.compile(r"quantized|i?q\d_\w+")

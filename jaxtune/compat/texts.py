@@ -26,11 +26,17 @@ _FAMILIES = {
 }  # fmt: skip
 
 
-class _Array(np.ndarray):
-    """A NumPy array with the `to` of torch's tensors, which has nothing to do: JAX places what it is given."""
+class NumpyTensor(np.ndarray):
+    """A NumPy array with what scripts do with torch's tensors: `to`, `cpu`, `detach` and `numpy` have nothing to do,
+    and `argmax` takes `dim` for `axis`."""
 
-    def to(self, *_: Any, **__: Any) -> _Array:
+    def to(self, *_: Any, **__: Any) -> NumpyTensor:
         return self
+
+    cpu = detach = numpy = to
+
+    def argmax(self, axis: Any = None, *arguments: Any, dim: Any = None, **options: Any) -> Any:
+        return np.asarray(self).argmax(axis if dim is None else dim, *arguments, **options)
 
 
 def without_torch(tokenizer: Any) -> Any:
@@ -52,10 +58,10 @@ def without_torch(tokenizer: Any) -> Any:
 
     def movable(answer: Any) -> Any:
         if isinstance(answer, np.ndarray):
-            return answer.view(_Array)
+            return answer.view(NumpyTensor)
         for key, value in answer.items():
             if isinstance(value, np.ndarray):
-                answer[key] = value.view(_Array)
+                answer[key] = value.view(NumpyTensor)
         answer.to = lambda *_, **__: answer  # BatchEncoding's own needs torch
         return answer
 

@@ -9,16 +9,18 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from jaxtune.compat.adapters import adapted, lora_settings
 from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
+from jaxtune.compat.measures import EvalPrediction, measures
 from jaxtune.compat.model import CompatModel, FastLanguageModel
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, SCHEDULES, SFT, TRAINER
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import is_quantized
+from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -75,17 +77,27 @@ class _SFTFields:
     model_init_kwargs: Mapping[str, Any] | None = None
     router_aux_loss_coef: float | None = None
     eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
     full_determinism: bool = False
 
 
 class SFTConfig(_SFTFields):
-    """TRL's SFTConfig: the fields of _SFTFields; any other argument must ask for nothing."""
+    """TRL's SFTConfig: the fields of _SFTFields; any other argument must ask for nothing.
+
+    load_best_model_at_end keeps a copy of the best trained weights in the host's memory, of the evaluations of one call
+    of train(); metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
+    """
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
         known = {field.name for field in dataclasses.fields(_SFTFields)}
         others = {name: value for name, value in arguments.items() if name not in known}
         settle("SFTConfig", others, SFT, _SFTFields)
         super().__init__(output_dir or "trainer_output", **{n: v for n, v in arguments.items() if n in known})
+        vars(self).update(others)  # for callbacks that look at them
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
 
 
 # transformers' defaults where they are not those of _SFTFields.
@@ -145,6 +157,9 @@ class SFTTrainer:
         messages, or prompt and completion. Text and messages are trained on whole, completions alone, as in TRL
         (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
       formatting_func: row -> text, or columns of a batch -> texts, instead of a column.
+      compute_metrics: EvalPrediction(predictions, label_ids) -> {name: number}, of each evaluation; see measures.py.
+        preprocess_logits_for_metrics: (logits, labels) of one row -> what compute_metrics gets of it.
+      callbacks: of TrainerCallback, ours or transformers'; see callbacks.py.
       dataset_text_field, max_seq_length, packing, dataset_num_proc: as in SFTConfig, where older scripts had them.
     """
 
@@ -158,6 +173,9 @@ class SFTTrainer:
         tokenizer: Any = None,
         formatting_func: Callable[[Any], Any] | None = None,
         peft_config: Any = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        callbacks: Sequence[Any] | None = None,
         **others: Any,
     ):
         if train_dataset is None:
@@ -195,8 +213,40 @@ class SFTTrainer:
                     )
                 self._format = form
         self._masking: dict[str, Any] = {"train_on": _train_on(self.args, self._format)}
-        self.state = SimpleNamespace(log_history=[], global_step=0)
-        self.config(prepared=False)  # mistakes show here, not after the data
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self.callbacks = [checked(callback) for callback in callbacks or ()]
+        self.state, self.control = TrainerState(), TrainerControl()
+        config = self.config(prepared=False)  # mistakes show here, not after the data
+        self.state.logging_steps, self.state.train_batch_size = config.metrics.log_every, config.rows_per_step
+        self._events().tell("on_init_end")
+
+    def add_callback(self, callback: Any) -> None:
+        """A callback, or its class, beside those that are there."""
+        self.callbacks.append(checked(callback))
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Takes away and returns the callback, or the first one of the class; None if there is none."""
+        for one in self.callbacks:
+            if isinstance(one, callback) if isinstance(callback, type) else one is callback:
+                self.callbacks.remove(one)
+                return one
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Takes away the callback, or the first one of the class."""
+        self.pop_callback(callback)
+
+    def _events(self) -> Events:
+        return Events(self.args, self.state, self.control, self.model, self.tokenizer, self.callbacks, self._measure)
+
+    def _measure(self) -> dict[str, float]:
+        """What compute_metrics says of the model as it is."""
+        if self.compute_metrics is None:
+            return {}
+        held_out = self._prepared.eval_data
+        assert held_out is not None  # there was an evaluation
+        rows = held_out.batches(1, shuffle=False)
+        return measures(self.model.module, rows, self.compute_metrics, self.preprocess_logits_for_metrics)
 
     def config(self, resume: str = "never", prepared: bool = True) -> TrainConfig:
         """The TrainConfig that the arguments mean.
@@ -212,6 +262,8 @@ class SFTTrainer:
         evaluates = choose("SFTConfig", "eval_strategy", _value(args.eval_strategy), strategies)
         if evaluates != "no" and "eval" not in self._rows:
             raise ValueError(f"SFTConfig: eval_strategy = {evaluates!r} needs eval_dataset")
+        if args.load_best_model_at_end and evaluates == "no":
+            raise ValueError("SFTConfig: load_best_model_at_end = True needs eval_strategy = 'steps' or 'epoch'")
         # Rows must be packed before an epoch's steps can be counted.
         epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
         every_save = {"steps": args.save_steps, "no": None, "epoch": epoch}[saves]
@@ -283,8 +335,10 @@ class SFTTrainer:
     def _epoch_steps(self) -> int:
         return max(1, self._prepared.batches.steps_per_epoch)
 
-    def _trainer(self, train_rows, eval_rows, resume: str = "never") -> Trainer:
-        return Trainer(self.model.module, self.tokenizer, self.config(resume), train_rows, eval_rows)
+    def _trainer(self, resume: str = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
+        data = self._prepared
+        config = self.config(resume)
+        return Trainer(self.model.module, self.tokenizer, config, data.train_data, data.eval_data, callbacks=callbacks)
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
@@ -308,20 +362,33 @@ class SFTTrainer:
                 f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
                 "resume_from_checkpoint=True to go on from them, or name another folder"
             )
-        data = self._prepared
-        trainer = self._trainer(data.train_data, data.eval_data, "auto" if resume_from_checkpoint else "never")
-        started = time.monotonic()
-        self.model.module = trainer.train()
+        events = self._events()
+        # Without anybody to tell, no step is waited for.
+        told = self.callbacks or self.compute_metrics is not None or self.args.metric_for_best_model is not None
+        trainer = self._trainer("auto" if resume_from_checkpoint else "never", [events] if told else [])
         self.state.log_history = trainer.history
-        self.state.global_step = trainer.total_steps
+        given, started = self.model.module, time.monotonic()
+        try:
+            events.begin(trainer.config, trainer.total_steps, trainer.batches.steps_per_epoch)
+            trained = trainer.train()
+        except BaseException:
+            self.model.module = given  # not the weights of a moment, which are used up
+            raise
+        self.model.module = trained if events.best is None else with_trained(trained, events.best)
+        self.state.global_step = trainer.steps_done
+        self.state.epoch = trainer.steps_done / trainer.batches.steps_per_epoch
+        events.tell("on_train_end")
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         loss = sum(losses) / len(losses) if losses else math.nan
-        return TrainOutput(trainer.total_steps, loss, {"train_runtime": time.monotonic() - started, "train_loss": loss})
+        return TrainOutput(trainer.steps_done, loss, {"train_runtime": time.monotonic() - started, "train_loss": loss})
 
     def evaluate(self) -> dict[str, Any]:
-        """{"eval_loss", "eval_targets"} of the model as it is now."""
-        data = self._prepared
-        return self._trainer(data.train_data, data.eval_data).evaluate()
+        """{"eval_loss", "eval_targets"} of the model as it is now, and what compute_metrics says of it."""
+        values = self._trainer().evaluate() | self._measure()
+        events = self._events()
+        events.tell("on_log", logs=values)
+        events.tell("on_evaluate", metrics=values)
+        return values
 
     def save_model(self, output_dir: str | os.PathLike) -> None:
         self.model.save_pretrained(output_dir)

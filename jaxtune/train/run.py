@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxtune.models.decoder import Decoder
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
+from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data.batches import Batches
 from jaxtune.train.monitor import Monitor, TrainingStopped
@@ -36,7 +38,8 @@ class Profile:
 class Run:
     """What the loop works with.
 
-    total_steps: of the run, from 0. held_out: gives the batches of an evaluation by the plan in force, or None.
+    total_steps: of the run, from 0. held_out: gives the batches of an evaluation by the plan in force, or None. model:
+    the model with the weights of a state.
     """
 
     engine: Engine
@@ -46,9 +49,11 @@ class Run:
     evaluation: EvaluationConfig
     held_out: Callable[[], Batches | None]
     profile: Profile
+    model: Callable[[TrainState], Decoder]
 
-    def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> TrainState:
-        """Makes all steps from `start` on; returns the last state. `state` and `sums` are donated.
+    def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
+        """Makes all steps from `start` on, or those up to where a callback ends the run; returns (the last state, steps
+        done). `state` and `sums` are donated.
 
         Raises:
           TrainingInterrupted, TrainingStopped: a signal came, or a guard refused to go on.
@@ -59,13 +64,17 @@ class Run:
         def at(step: int) -> Programs:
             return engine.at(programs, step)
 
+        losses: dict[int, float] = {}  # of the evaluations: a callback may ask for one that is due anyway
+
         def evaluate(step: int) -> float:
-            between = functools.partial(saver.poll, step, state) if step else lambda: None
-            return self.evaluate(at(step).evaluate, state, frozen, step, between)
+            if step not in losses:
+                between = functools.partial(saver.poll, step, state) if step else lambda: None
+                losses[step] = self.evaluate(at(step).evaluate, state, frozen, step, between)
+            return losses[step]
 
         if self.evaluation.at_start and start == 0:
             evaluate(0)
-        tracing = False
+        tracing, done = False, start
         with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
             coming = pool.submit(engine.load_step, start)
             for step in range(start, self.total_steps):
@@ -91,33 +100,51 @@ class Run:
                 done = step + 1
                 try:
                     monitor.step_dispatched(step, latest, counts)
+                    stopped = self._between(done, evaluate, saver, state)
                     if tracing and step - start == profile.start + profile.steps - 1:
                         with monitor.pause("profile", done):
                             m.decorate("the profile", trace.close)
                         tracing = False
                     saver.after_step(done, state, last=done == self.total_steps)
-                    if done == self.total_steps:
+                    if done == self.total_steps or stopped:
                         monitor.flush()
                 except TrainingStopped:
                     saver.stopped_by_guard()
                     raise
                 if every and done % every == 0 and done < self.total_steps:
                     evaluate(done)
+                if stopped:
+                    progress.print(f"step {done}: a callback ends the run")
+                    break
             if saver.enabled:
-                saver.save(self.total_steps, state)
+                saver.save(done, state)
             if monitor.skipped_in_row:
                 progress.print(
                     f"warning: the last {monitor.skipped_in_row} updates were skipped, as their numbers were not finite"
                 )
             if self.evaluation.at_end and self.held_out() is not None:
-                good = math.isfinite(evaluate(self.total_steps))
+                good = math.isfinite(evaluate(done))
             else:
-                good = self._is_finite(at(self.total_steps), sums, state, frozen)
-            saver.poll(self.total_steps, state)
+                good = self._is_finite(at(done), sums, state, frozen)
+            saver.poll(done, state)
             saver.finish(good)
             if not good:
                 progress.print("warning: the loss of the trained weights is not finite")
-        return state
+        return state, done
+
+    def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
+        """Lets the callbacks do what they want after `done` steps; whether one of them ends the run."""
+        moment = Between(
+            done,
+            done == self.total_steps,
+            wait=self.monitor.flush,
+            evaluate=lambda: evaluate(done),
+            save=lambda: saver.save(done, state),
+            model=lambda: self.model(state),
+        )
+        for callback in self.monitor.run.callbacks:
+            callback.between(moment)
+        return moment.stopped
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen) -> bool:
         """Whether the state gives a finite loss, on the first rows; `sums` is used up."""

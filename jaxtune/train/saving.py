@@ -130,7 +130,7 @@ class Saver:
 
     def finish(self, good: bool) -> None:
         """Waits for the last save; good: whether the last state is known to be good."""
-        if self.enabled:
+        if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()
         if good:

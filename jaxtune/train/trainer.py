@@ -90,7 +90,7 @@ class Trainer:
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`, the
-    metrics of every logged step as dicts.
+    metrics of every step as dicts, and `steps_done`.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Trainer:
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
+        self.steps_done = 0
 
         self.model = TrainedModel(model, config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
@@ -285,11 +286,11 @@ class Trainer:
             with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
                 saver = Saver(checkpointer, config.checkpoint, start, self.record, monitor, stop)
-                state = self._run(resumed, start, saver, monitor, stop)
+                state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
             del resumed
             trained = self.model.finished(state)
             del state
-            saved = checkpointer.latest() == self.total_steps
+            saved = checkpointer.latest() == self.steps_done
             if delivery is not None:
                 with stop.at_once() if saved else contextlib.nullcontext():
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
@@ -314,17 +315,20 @@ class Trainer:
 
     def _run(
         self, resumed: TrainState | None, start: int, saver: Saver, monitor: Monitor, stop: StopSignal
-    ) -> TrainState:
+    ) -> tuple[TrainState, int]:
         config = self.config
         profile = Profile(self.profile_folder, self.profile_steps, config.profile.start, self._traced)
-        run = Run(self.engine, monitor, saver, self.total_steps, config.evaluation, lambda: self.eval_batches, profile)
+        run = Run(
+            self.engine, monitor, saver, self.total_steps, config.evaluation, lambda: self.eval_batches, profile,
+            self.model.finished,
+        )  # fmt: skip
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
             if config.evaluation.at_end and self.eval_data is not None and not self._evaluated(start):
                 frozen = jax.device_put(self.model.frozen, self.engine.replicated)
                 run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
-            return resumed
+            return resumed, start
         with stop.at_once():
             programs, state, sums, frozen = self._start(resumed, start, monitor)
         del resumed

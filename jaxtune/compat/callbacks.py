@@ -1,0 +1,272 @@
+"""transformers' callbacks: their events, told from those of jaxtune.train.callbacks.
+
+Every event comes with `args`, `state` and `control`, and by name `model` (with the weights of that moment),
+`processing_class`, and what transformers gives beside them. What a callback sets in `control` is done in the same step,
+as in transformers: the numbers of a step are waited for where somebody listens to on_log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtune.compat.model import CompatModel
+from jaxtune.models.decoder import Decoder
+from jaxtune.terminal import say
+from jaxtune.train.callbacks import Between, Callback
+from jaxtune.train.config import TrainConfig
+
+
+@dataclasses.dataclass
+class TrainerControl:
+    """What callbacks ask of the run; should_epoch_stop is refused, because an epoch is no loop of its own here."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+
+@dataclasses.dataclass
+class TrainerState:
+    """Where a run stands. log_history: the numbers of every step and evaluation, as in metrics.jsonl."""
+
+    epoch: float = 0.0
+    global_step: int = 0
+    max_steps: int = 0
+    num_train_epochs: int = 0
+    logging_steps: int = 1
+    eval_steps: int | None = None
+    save_steps: int | None = None
+    train_batch_size: int | None = None
+    log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+
+
+class TrainerCallback:
+    """transformers' base of callbacks: overwrite the events that are wanted. Its own class is taken too."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Ends training once `early_stopping_patience` evaluations in a row were not better than the best one before, by
+    more than early_stopping_threshold; better in what SFTConfig's metric_for_best_model names."""
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0):
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold or 0.0
+        self.early_stopping_patience_counter = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.metric_for_best_model is None:
+            raise ValueError(
+                "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
+            )
+        if str(args.eval_strategy) == "no":
+            raise ValueError("EarlyStoppingCallback: eval_strategy = 'no': set it to 'steps' or 'epoch'")
+        self.early_stopping_patience_counter = 0
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        value = best_value(args, metrics)
+        threshold = self.early_stopping_threshold
+        if is_better(args, value, state.best_metric) and (
+            state.best_metric is None or abs(value - state.best_metric) > threshold
+        ):
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+            control.should_training_stop |= self.early_stopping_patience_counter >= self.early_stopping_patience
+
+
+def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
+    """What metric_for_best_model names in an evaluation.
+
+    Raises:
+      ValueError: the evaluation has no such number.
+    """
+    wanted = args.metric_for_best_model
+    name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+    if name not in metrics:
+        raise ValueError(
+            f"SFTConfig: metric_for_best_model = {wanted!r} is not in an evaluation, which has {', '.join(metrics)}"
+        )
+    return float(metrics[name])
+
+
+def is_better(args: Any, value: float, best: float | None) -> bool:
+    """Whether it beats the best so far; what is no number beats nothing."""
+    greater = args.greater_is_better
+    if greater is None:
+        greater = not args.metric_for_best_model.endswith("loss")
+    return not np.isnan(value) and (best is None or (value > best if greater else value < best))
+
+
+# What happens within the compiled step, where nobody can be called.
+_WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+
+
+def checked(callback: Any) -> Any:
+    """An instance of a callback that is given as one, or as its class.
+
+    Raises:
+      ValueError: it is no callback, or listens to what happens within a step.
+    """
+    callback = callback() if isinstance(callback, type) else callback
+    if not any(callable(getattr(callback, f"on_{event}", None)) for event in ("step_end", "log", "train_begin")):
+        raise ValueError(f"SFTTrainer: callbacks = {callback!r}: give objects of a class made from TrainerCallback")
+    for event in _WITHIN_A_STEP:
+        if listens(callback, event):
+            raise ValueError(
+                f"SFTTrainer: callbacks: {type(callback).__name__} has {event}, but a step is one compiled program: "
+                "use on_step_end, or jaxtune.train.Trainer(optimizer=...) for updates of your own"
+            )
+    return callback
+
+
+def listens(callback: Any, event: str) -> bool:
+    """Whether its class, not its base, has the event."""
+    for kind in type(callback).__mro__:
+        if kind.__name__ == "TrainerCallback":
+            return False
+        if event in vars(kind):
+            return True
+    return False
+
+
+class Events(Callback):
+    """Tells `callbacks` of a run of SFTTrainer, and does what they ask for; keeps the best weights where that is asked.
+
+    Args:
+      args: the SFTConfig. model: is lent the weights of the moment while callbacks look at it.
+      measure: more numbers of an evaluation of the model as it is.
+    """
+
+    def __init__(
+        self, args: Any, state: TrainerState, control: Any, model: CompatModel, processing_class: Any,
+        callbacks: Sequence[Any], measure: Callable[[], dict[str, float]],
+    ):  # fmt: skip
+        self.args, self.state, self.control, self.model, self.measure = args, state, control, model, measure
+        self.best: Any = None  # trained arrays on the host
+        self._callbacks, self._processing_class = callbacks, processing_class
+        self._scheduled: dict[str, int | None] = {}
+        self._steps_per_epoch, self._can_evaluate = 1, False
+        self._told: set[str] = set()
+
+    def tell(self, event: str, **more: Any) -> None:
+        for callback in self._callbacks:
+            method = getattr(callback, event, None)
+            if method is None:
+                continue
+            answer = method(
+                self.args, self.state, self.control, model=self.model, processing_class=self._processing_class,
+                tokenizer=self._processing_class, optimizer=None, lr_scheduler=None, train_dataloader=None,
+                eval_dataloader=None, **more,
+            )  # fmt: skip
+            self.control = self.control if answer is None else answer
+        if self.control.should_epoch_stop:
+            raise ValueError(
+                "SFTTrainer: a callback set should_epoch_stop, which is not supported. Instead: should_training_stop"
+            )
+
+    # ---- the run
+
+    def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
+        """A run begins; config says when it logs, evaluates and saves by itself."""
+        self._scheduled = {
+            "log": config.metrics.log_every,
+            "evaluate": config.evaluation.every_steps,
+            "save": config.checkpoint.every_steps,
+        }
+        self._steps_per_epoch, self._can_evaluate = max(1, steps_per_epoch), config.data.eval is not None
+        self.control.should_training_stop = False
+        self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // self._steps_per_epoch)
+        self.tell("on_train_begin")
+        self.tell("on_epoch_begin")
+        self.tell("on_step_begin")
+
+    def between(self, moment: Between) -> None:
+        state, control = self.state, self.control
+        state.global_step, state.epoch = moment.step, moment.step / self._steps_per_epoch
+        self.model.module = moment.model
+        due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
+        for name, is_due in due.items():
+            setattr(control, f"should_{name}", is_due)
+        self.tell("on_step_end")
+        self._do(moment, due)
+        epoch_ended = moment.last or moment.step % self._steps_per_epoch == 0
+        if epoch_ended:
+            self.tell("on_epoch_end")
+            self._do(moment, {})
+        if self.control.should_training_stop and not moment.last:
+            moment.stop()
+        if moment.last or moment.stopped:
+            return
+        if epoch_ended:
+            self.tell("on_epoch_begin")
+        self.tell("on_step_begin")
+
+    def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
+        """What control asks for, in transformers' order."""
+        for name, is_due in due.items():
+            if is_due and not getattr(self.control, f"should_{name}") and name not in self._told:
+                self._told.add(name)
+                say(
+                    f"SFTTrainer: a callback sets should_{name} to False, but SFTConfig's {name} steps stay as they are"
+                )
+        if self.control.should_log and any(listens(callback, "on_log") for callback in self._callbacks):
+            moment.wait()
+        if self.control.should_evaluate:
+            if not self._can_evaluate:
+                raise ValueError("SFTTrainer: a callback set should_evaluate, which needs eval_dataset")
+            moment.evaluate()
+        if self.control.should_save:
+            moment.save()
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+
+    def stepped(self, step: int, metrics: dict[str, Any]) -> None:
+        if self.control.should_log and step == self.state.global_step:
+            self.control.should_log = False
+            self.tell("on_log", logs=metrics)
+
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        metrics["epoch"] = round(self.state.epoch, 4)
+        metrics |= self.measure()
+        self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
+        self.tell("on_evaluate", metrics=metrics)
+        if self.args.metric_for_best_model is None:
+            return
+        value = best_value(self.args, metrics)
+        if is_better(self.args, value, self.state.best_metric):
+            self.state.best_metric, self.state.best_global_step = value, step
+            if self.args.load_best_model_at_end:
+                # A copy: the next step uses up the arrays.
+                self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
+
+    def saved(self, step: int) -> None:
+        self.tell("on_save")
+
+
+def with_trained(module: Decoder, trained: Any) -> Decoder:
+    """The module with other trained arrays, as Events.best keeps them, where its own are."""
+    graph, own, frozen = nnx.split(module, nnx.Param, ...)
+    return nnx.merge(graph, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trained, own), frozen)

@@ -1,0 +1,77 @@
+"""compute_metrics: a model's logits of the evaluation rows, as transformers gives them to a script's own measure."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtune.compat.texts import NumpyTensor
+from jaxtune.models.decoder import Decoder
+from jaxtune.train.data import Batches
+from jaxtune.train.data.labels import IGNORE
+
+
+class EvalPrediction(NamedTuple):
+    """predictions: float32[rows, length, vocab], or what preprocess_logits_for_metrics made of each row's, put
+    together. label_ids: int32[rows, length], the tokens that are trained on and -100 elsewhere; the logits of a slot
+    are for the label of the next one, as in transformers. A row is as it is trained on: packed, unless packing=False.
+    """
+
+    predictions: Any
+    label_ids: np.ndarray
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graph, state, tokens, segment_ids, positions):
+    return nnx.merge(graph, state)(tokens, segment_ids, positions)
+
+
+def measures(
+    module: Decoder,
+    batches: Batches,
+    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]],
+    preprocess: Callable[[Any, Any], Any] | None,
+) -> dict[str, float]:
+    """What compute_metrics says of the model, each name with the prefix eval_.
+
+    Args:
+      batches: of one row.
+      preprocess: preprocess_logits_for_metrics: (logits float32[1, length, vocab], labels int32[1, length]), NumPy
+        arrays whose argmax takes torch's dim too, to an array or a tuple of arrays with the same first axis.
+    Raises:
+      ValueError: all logits together are more than half of the host's memory; the result is no mapping of numbers.
+    """
+    rows = batches.steps_per_epoch
+    held = rows * batches.length * module.config.vocab_size * 4
+    if preprocess is None and held > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2:
+        raise ValueError(
+            f"SFTTrainer: compute_metrics needs the logits of {rows:,} rows of {batches.length:,} tokens, which are "
+            f"{held / 1e9:,.0f} GB: give preprocess_logits_for_metrics, such as lambda logits, labels: "
+            "logits.argmax(-1), or fewer rows"
+        )
+    graph, state = nnx.split(module)
+    predictions, labels = [], []
+    for step in range(rows):
+        batch = batches.batch_at(step)
+        logits = np.asarray(_logits(graph, state, batch.tokens, batch.segment_ids, batch.positions))
+        row = np.full(batch.tokens.shape, IGNORE, np.int32)
+        row[:, 1:] = np.where(batch.weights > 0, batch.targets, IGNORE)[:, :-1]
+        labels.append(row)
+        if preprocess is not None:
+            logits = preprocess(logits.view(NumpyTensor), row.view(NumpyTensor))
+        predictions.append(logits)
+    together = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *predictions)
+    found = compute_metrics(EvalPrediction(together, np.concatenate(labels)))
+    if not isinstance(found, Mapping):
+        raise ValueError(f"SFTTrainer: compute_metrics returned {type(found).__name__}; it returns a dict of numbers")
+    try:
+        named = {str(name): float(value) for name, value in found.items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"SFTTrainer: compute_metrics returned {dict(found)!r}; each value must be a number") from None
+    return {name if name.startswith("eval_") else f"eval_{name}": value for name, value in named.items()}
