@@ -202,7 +202,8 @@ def test_info_on_kernels(capsys):
     shown = (("quant_matmul", matmul), ("quant_matmul", four_bits), ("grouped_matmul", grouped))
     for op, text in (*shown, ("gated_backward", gated), ("linear_cross_entropy", loss)):
         assert text.splitlines()[0].startswith(f"{op}: ") and text.split()[-2:] == ["reference", "chosen"]
-    assert rule.split() == ["gated_delta_rule:", "bfloat16", "chunked", "chosen", "reference", "not", "needed"]
+    assert rule.startswith("gated_delta_rule: ")
+    assert "triton refuses: no NVIDIA GPU chunked chosen" in " ".join(rule.split())
 
 
 def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):

@@ -87,7 +87,7 @@ def kernel_choices() -> list[KernelChoice]:
             routing.implementations(jnp.bfloat16, 2880, 4),
         ),
         _choice("linear_cross_entropy", "bfloat16", linear_cross_entropy.implementations()),
-        _choice("gated_delta_rule", "bfloat16", delta_rule.implementations()),
+        _choice("gated_delta_rule", f"bfloat16, head dim {_HEAD_DIM}", delta_rule.implementations(query, query)),
     ]
 
 

@@ -212,18 +212,22 @@ class DeltaNet(nnx.Module):
         out, state = delta_rule_step(*self._split(qkv, rates), state)
         return self.output(out, gate), (window, state)
 
-    # ---- what the planner asks: counted from chunked.py; no GPU has measured it yet.
+    # ---- what the planner asks: counted from chunked.py and triton.py; no GPU has measured it yet.
 
     def waiting_bytes(self, sizes: Sizes) -> float:
         return 0.7 * sizes["remembered"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Queries, keys and values after the convolution and their gradients, cut into groups and not; the groups'
-        first states; and of one group, in float32, matrices between tokens, states of chunks and what is beside."""
+        """Queries, keys and values after the convolution and their gradients, cut into groups and not. Then the larger
+        of what the plain form and the kernels have beside. The plain form: the groups' first states; and of one group,
+        in float32, matrices between tokens, states of chunks and what is beside. The kernels: two matrices and two
+        states of each chunk, errors and gradients of values."""
         shape = self.shape
         tokens = sizes["remembered"] / (shape.value_size * sizes.dtype.itemsize)
         group = min(tokens, GROUP_TOKENS)
-        state = shape.heads * shape.key_dim * shape.value_dim * 4.0
-        states = state * (group / CHUNK + max(tokens / group, tokens / sizes.length))
+        state = shape.key_dim * shape.value_dim
+        states = 4.0 * shape.heads * state * (group / CHUNK + max(tokens / group, tokens / sizes.length))
         wide = shape.heads * (8 * CHUNK + 6 * shape.value_dim) + 6 * shape.key_size
-        return 4 * sizes["qkv"] + 2 * sizes["remembered"] + states + 4.0 * group * wide + 2.2 * sizes["layer_input"]
+        kernels = 2 * tokens * shape.heads * (CHUNK + state / CHUNK + shape.value_dim) * sizes.dtype.itemsize
+        beside = max(states + 4.0 * group * wide, kernels)
+        return 4 * sizes["qkv"] + 2 * sizes["remembered"] + beside + 2.2 * sizes["layer_input"]

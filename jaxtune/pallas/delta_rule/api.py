@@ -8,14 +8,19 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.attention import PackedLayout
-from jaxtune.pallas.delta_rule import chunked, convolution, reference
+from jaxtune.pallas.delta_rule import chunked, convolution, reference, triton
 
-IMPLEMENTATIONS = {"chunked": chunked, "reference": reference}
+IMPLEMENTATIONS = {"triton": triton, "chunked": chunked, "reference": reference}
 
 
-def implementations() -> dispatch.Table:
-    """The implementations in the order in which they are tried; each serves every call."""
-    return dict.fromkeys(IMPLEMENTATIONS, lambda: None)
+def implementations(key, value) -> dispatch.Table:
+    """The implementations in the order in which they are tried, each with why it refuses a call; of the arrays, only
+    shape and dtype count."""
+    return {
+        "triton": lambda: triton.refusal(key, value),
+        "chunked": lambda: None,
+        "reference": lambda: None,
+    }
 
 
 def _check_layout(check: Arguments, layout) -> None:
@@ -48,7 +53,8 @@ def gated_delta_rule(
 
     The state of a value head is a matrix, 0 where a document begins. A token lets it decay, replaces beta of what the
     state holds at the token's key by the token's value, and reads at its query; see reference.py. Query and key are
-    made unit vectors first, and what is read is divided by sqrt(K). Inside all is float32.
+    made unit vectors first, and what is read is divided by sqrt(K). Decays, beta, states and sums are float32; the
+    Triton kernels round factors of matrix products to key's dtype, the others do not.
 
     Args:
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
@@ -56,7 +62,7 @@ def gated_delta_rule(
       decay: float32[B, T, heads], the logarithm of what remains of the state, at most 0.
       beta: float32[B, T, heads], in [0, 1].
       layout: document bounds.
-      implementation: "chunked", "reference", or None for the first.
+      implementation: "triton", "chunked", "reference", or None for the first that supports the call.
     Returns:
       [B, T, heads, V] in value's dtype; padding gives 0, and gets no gradient.
     Raises:
@@ -66,7 +72,7 @@ def gated_delta_rule(
     _check_tokens(check, key, value, decay, beta)
     check.array("query", query, "B T key_heads K", key.dtype)
     _check_layout(check, layout)
-    name = dispatch.choose("gated_delta_rule", implementations(), implementation)
+    name = dispatch.choose("gated_delta_rule", implementations(key, value), implementation)
     return IMPLEMENTATIONS[name].forward(query, key, value, decay, beta, layout)
 
 

@@ -1,0 +1,202 @@
+"""The gated delta rule as Triton kernels, for NVIDIA GPUs since Ampere (compute capability 8.0).
+
+Chunks of 64 tokens, as in chunked.py, with what a token has to add named without its beta, so that nothing is divided
+by it: the error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and what is written is
+beta z. Queries and keys stay as they are: what makes them unit vectors goes into numbers of tokens.
+
+The forward is two kernels. Of every chunk at once: the inverse of 1 + B, the weights with which queries read the
+chunk's own tokens, both 16-bit, and what a token keeps, reads and writes of the state. Then the states walk along a
+row, a program for some columns of a head's state, which stays in its registers in float32 and is rounded to 16 bits
+only on its way into products. For the backward it leaves the state before each chunk, and z.
+
+The backward is two kernels: the gradients of the states walk back, leaving that after each chunk and dvalue; then all
+other gradients, chunk by chunk. No inverse is differentiated: d(1 + B) = -dv z^T. Every sum has one fixed order.
+
+The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas import compat, dispatch, meshes
+from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.delta_rule import reference
+from jaxtune.pallas.delta_rule.chunked import CHUNK
+
+DIMS = (64, 128)  # of keys and of values
+_WIDTH = 64  # columns of a state that a program holds: the rows of a Hopper matrix product
+# kernel -> (warps, stages); see README.md for what was tried.
+_SETTINGS = {"chunk": (4, 1), "forward": (4, 2), "reverse": (4, 2), "gradient": (4, 1)}
+
+
+def refusal(key, value) -> str | None:
+    """Why these kernels cannot serve this call, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if key.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {key.dtype}"
+    dims = key.shape[-1], value.shape[-1]
+    if not set(dims) <= set(DIMS):
+        return f"head dims {dims[0]} and {dims[1]}; there are {', '.join(map(str, DIMS))}"
+    return _first_use(jnp.dtype(key.dtype), *dims, value.shape[2] // key.shape[2])
+
+
+def _first_use(dtype, key_dim: int, value_dim: int, group: int) -> str | None:
+    """Why this GPU must not run the kernels for calls like this one, or None: Triton has compiled such kernels wrongly
+    before, in releases that people have."""
+
+    def compare():
+        runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))
+        ids = np.concatenate([np.repeat(number, tokens) for number, tokens in runs])[None].astype(np.int32)
+        layout = packed_layout(ids.shape, jnp.asarray(ids))
+        keys = jax.random.split(jax.random.key(0), 6)
+        tokens = (1, ids.shape[1])
+        query, key = (jax.random.normal(k, (*tokens, 2, key_dim)).astype(dtype) for k in keys[:2])
+        value, dout = (jax.random.normal(k, (*tokens, 2 * group, value_dim)).astype(dtype) for k in keys[2:4])
+        decay = -jnp.exp(jax.random.normal(keys[4], (*tokens, 2 * group)) - 2.0)
+        beta = jax.nn.sigmoid(jax.random.normal(keys[5], decay.shape))
+
+        def run(function, *arrays, dout):
+            out, pull = jax.vjp(lambda *arrays: function(*arrays, layout), *arrays)
+            return (out, *pull(dout.astype(out.dtype)))
+
+        arrays = query, key, value, decay, beta
+        got = jax.jit(lambda *arrays: run(forward, *arrays, dout=dout))(*arrays)
+        exact = jax.jit(
+            lambda *arrays: run(reference.forward, *arrays, dout=dout),
+            compiler_options={"xla_gpu_autotune_level": 0},
+        )
+        return got, exact(*(array.astype(jnp.float32) for array in arrays))
+
+    call = f"{dtype.name}, head dims {key_dim} and {value_dim}, {group} heads of a key head"
+    return dispatch.first_use("gated_delta_rule", "triton", call, compare)
+
+
+def forward(query, key, value, decay, beta, layout: PackedLayout):
+    """See api.gated_delta_rule."""
+    return _rule(query, key, value, decay, beta, layout)
+
+
+@jax.custom_vjp
+def _rule(query, key, value, decay, beta, layout):
+    made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
+    return _by_rows(functools.partial(_states, save=False), 10)(query, key, value, *made)[0]
+
+
+def _rule_fwd(query, key, value, decay, beta, layout):
+    made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
+    out, error, states = _by_rows(functools.partial(_states, save=True), 10)(query, key, value, *made)
+    return out, (query, key, beta, layout, made, error, states)
+
+
+def _rule_bwd(residuals, dout):
+    query, key, beta, layout, made, error, states = residuals
+    if not layout.full:  # whatever a loss makes of padding
+        dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
+    run = _by_rows(_backward, 7)
+    return (*run(query, key, dout, beta, error, states, layout, *made), None)
+
+
+_rule.defvjp(_rule_fwd, _rule_bwd)
+
+
+def _by_rows(function, rows: int):
+    """function(*arrays) on each device's rows."""
+    return meshes.on_each_device(function, rows=rows)
+
+
+def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any):
+    from jaxtune.pallas.delta_rule import triton_kernels
+
+    length, heads, value_dim = value.shape[1:]
+    warps, stages = _SETTINGS[kernel]
+    return compat.triton_call(
+        getattr(triton_kernels, f"{kernel}_kernel"),
+        arguments,
+        out_types,
+        grid,
+        warps=warps,
+        stages=stages,
+        LENGTH=length,
+        CHUNKS=math.ceil(length / CHUNK),
+        CHUNK=CHUNK,
+        KEY_HEADS=key.shape[2],
+        HEADS=heads,
+        KEY_DIM=key.shape[-1],
+        VALUE_DIM=value_dim,
+        SCALE=key.shape[-1] ** -0.5,
+        WIDTH=_WIDTH,
+        **constants,
+    )
+
+
+def _chunks(query, key, decay, beta, value, layout):
+    """(inverses, weights, sums of decays, what tokens keep, read and write, what fades of the states); of value, only
+    the shape counts."""
+    rows, length, heads = value.shape[:3]
+    chunks = math.ceil(length / CHUNK)
+    matrices = jax.ShapeDtypeStruct((rows, heads, chunks, CHUNK, CHUNK), key.dtype)
+    numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
+    faded = jax.ShapeDtypeStruct((rows, heads, chunks), jnp.float32)
+    return _call(
+        "chunk",
+        (query, key, decay, beta, layout.doc_start, layout.doc_end),
+        (matrices, matrices, numbers, numbers, numbers, numbers, faded),
+        (heads, chunks, rows),
+        key,
+        value,
+    )
+
+
+def _states(query, key, value, inverse, weights, total, kept, read, written, faded, *, save: bool):
+    """(out, errors, states); the latter two mean nothing unless they are to be saved."""
+    rows, length, heads, value_dim = value.shape
+    chunks = math.ceil(length / CHUNK)
+    like_value = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    states = jax.ShapeDtypeStruct((rows, heads, chunks, value_dim, key.shape[-1]), key.dtype)
+    nothing = jax.ShapeDtypeStruct((rows,), key.dtype)
+    return _call(
+        "forward",
+        (query, key, value, inverse, weights, kept, read, written, faded),
+        (like_value, *((like_value, states) if save else (nothing, nothing))),
+        (value_dim // _WIDTH, heads, rows),
+        key,
+        value,
+        SAVE=save,
+    )
+
+
+def _reverse(query, key, dout, inverse, weights, total, kept, read, written, faded):
+    """(dvalue, gradients of the states after the chunks)"""
+    rows, length, heads, value_dim = dout.shape
+    states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
+    return _call(
+        "reverse",
+        (query, key, dout, inverse, weights, kept, read, written, faded),
+        (jax.ShapeDtypeStruct(dout.shape, dout.dtype), jax.ShapeDtypeStruct(states, key.dtype)),
+        (value_dim // _WIDTH, heads, rows),
+        key,
+        dout,
+    )
+
+
+def _backward(query, key, dout, beta, error, states, layout, *made):
+    """(dquery, dkey, dvalue, ddecay, dbeta); made: what _chunks gives."""
+    dvalue, dstates = _reverse(query, key, dout, *made)
+    dquery, dkey, ddecay_read, ddecay, dbeta = _call(
+        "gradient",
+        (query, key, beta, layout.doc_start, layout.doc_end, error, dvalue, dout, states, dstates, made[2]),
+        tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (query, key, beta, beta, beta)),
+        (key.shape[2], math.ceil(dout.shape[1] / CHUNK), dout.shape[0]),
+        key,
+        dout,
+    )
+    return dquery, dkey, dvalue, ddecay_read + ddecay, dbeta

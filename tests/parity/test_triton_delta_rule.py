@@ -1,0 +1,79 @@
+"""The bodies of the Triton kernels of the gated delta rule, run by Triton's interpreter: forward and backward, against
+the definition.
+
+In float16: the interpreter multiplies the bits of bfloat16 operands as integers. On a GPU, tests/pallas/
+test_delta_rule.py runs the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from triton_interpreter import interpreted
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.attention import packed_layout
+from jaxtune.pallas.delta_rule import gated_delta_rule
+
+# Documents by length, a negative one is padding: borders inside and at the edges of chunks, of one token, one alone in
+# a chunk's last place, one over several chunks; a row of no whole number of chunks.
+CASES = {
+    "packed": (5, 1, 40, -17, 1, 64, 70, 1, -20, 3),
+    "documents_of_one_token": (1,) * 66,
+    "a_document": (192,),
+    "less_than_a_chunk": (23,),
+    "padding": (-70,),
+}
+
+
+def outputs(implementation, arrays, dout, ids):
+    def run(*arrays):
+        return gated_delta_rule(*arrays, packed_layout(ids.shape, jnp.asarray(ids)), implementation=implementation)
+
+    out, pull = jax.vjp(run, *arrays)
+    return [np.asarray(x, np.float64) for x in (out, *pull(dout.astype(out.dtype)))]
+
+
+@pytest.mark.parametrize(
+    ("case", "key_heads", "dims"),
+    [*((case, 1, (64, 64)) for case in CASES), ("packed", 2, (128, 64)), ("packed", 1, (64, 128))],
+)
+def test_kernels_against_the_definition(case, key_heads, dims):
+    runs = CASES[case]
+    ids = np.concatenate([np.full(abs(n), max(0, number * np.sign(n))) for number, n in enumerate(runs, 1)])
+    ids = ids[None].astype(np.int32)
+    keys = jax.random.split(jax.random.key(0), 7)
+    shapes = ((key_heads, dims[0]), (key_heads, dims[0]), (2, dims[1]), (2, dims[1]))
+    drawn = [jax.random.normal(k, (*ids.shape, *shape)) for k, shape in zip(keys, shapes, strict=False)]
+    query, key, value, dout = (x.astype(jnp.float16) for x in (drawn[0], drawn[1] + 0.3, *drawn[2:]))
+    decay = -jnp.exp(2.0 * jax.random.normal(keys[4], (*ids.shape, 2)) - 2.0)
+    decay = jnp.where(jax.random.uniform(keys[5], decay.shape) < 0.03, -jnp.inf, decay)  # some forget all
+    beta = jax.random.uniform(keys[6], decay.shape).at[:, ::7].set(0.0)  # some write nothing
+    arrays = query, key, value, decay, beta
+
+    finite = (*arrays[:3], jnp.maximum(decay, -300.0), beta)  # the definition's gradient of a decay is exp's
+    want = outputs("reference", [x.astype(jnp.float32) for x in finite], dout, ids)
+    with interpreted():
+        got = outputs("triton", arrays, dout, ids)
+    assert dispatch.record["gated_delta_rule"][0] == "triton"
+    # What a decay between documents does not reach has no gradient: there float32's own rounding is all that is left.
+    rounding = 1e-6 * max(map(np.linalg.norm, want))
+    for mine, exact in zip(got, want, strict=True):
+        assert np.linalg.norm(mine - exact) <= 1e-3 * np.linalg.norm(exact) + rounding
+        assert not mine[:, ids[0] == 0].any(), "padding must give zeros"
+
+
+def test_no_bit_of_one_document_reaches_another():
+    ids = np.repeat([1, 2, 3], [50, 60, 40])[None].astype(np.int32)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, (1, 150, 1, 64)).astype(jnp.float16) for key in keys]
+    rates = jnp.full((1, 150, 1), 0.5)
+    inside = ids == 2
+    changed = [jnp.where(inside[..., None, None], -3 * x, x) for x in arrays]
+    with interpreted():
+        before, after = (outputs("triton", (*each[:3], -rates, rates), each[3], ids) for each in (arrays, changed))
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one[~inside], other[~inside])
+        assert (one[inside] != other[inside]).any()
