@@ -269,35 +269,6 @@ def _later(sums, start, places):
 
 
 @triton.jit
-def _key_part(dk, reading, to_queries, to_keys, query, key, dvalue, error, states, dstates, kept, written, b, first,
-              LENGTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-              KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):  # fmt: skip
-    """Adds to PART columns of dk what comes from one value head. Also gives, along the keys and over these columns:
-    what they read of states, what they write into states, all they write, both without beta; and the states along
-    their gradients."""
-    k = _tokens(key, first, KEYS, PART, LENGTH, CHUNK)
-    dk = tl.dot(reading, k, dk)
-    own = tl.sum(dk * k.to(tl.float32), 1)
-    into = tl.dot(to_keys, k)
-    into = tl.dot(to_queries, _tokens(query, first, KEYS, PART, LENGTH, CHUNK), into)
-    through = tl.sum(into * k.to(tl.float32), 1)
-    fading = tl.zeros([WIDTH], tl.float32)
-    rows = tl.arange(0, WIDTH)[:, None] * KEY_DIM + tl.arange(0, PART)[None, :]
-    for part in range(0, VALUE_DIM, WIDTH):
-        state = tl.load(states + part * KEY_DIM + rows)
-        dstate = tl.load(dstates + part * KEY_DIM + rows)
-        fading += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-        dv = _tokens(dvalue + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        dk = tl.dot((dv.to(tl.float32) * -kept[:, None]).to(k.dtype), state, dk)
-        e = _tokens(error + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        into = tl.dot((e.to(tl.float32) * written[:, None]).to(k.dtype), dstate, into)
-    own = tl.sum(dk * k.to(tl.float32), 1) - own
-    db = tl.sum(into * k.to(tl.float32), 1)
-    dk += into * b[:, None]
-    return dk, own, db - through, db, tl.sum(fading, 0)
-
-
-@triton.jit
 def gradient_kernel(query, key, beta, starts, ends, error, dvalue, dout, states, dstates, total,
                     dquery, dkey, ddecay_read, ddecay, dbeta,
                     LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
@@ -357,9 +328,7 @@ def gradient_kernel(query, key, beta, starts, ends, error, dvalue, dout, states,
     dq -= wide * (along_q * length_q * length_q)[:, None]
     _put_tokens(dquery + (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM, dq, first, KEYS, KEY_DIM, LENGTH, CHUNK)
 
-    HALF: tl.constexpr = 64  # of a key
-    dk = tl.zeros([CHUNK, HALF], tl.float32)
-    dk_rest = tl.zeros([CHUNK, HALF], tl.float32)
+    dk = tl.zeros([CHUNK, KEY_DIM], tl.float32)
     for member in range(GROUP):
         start, real = _bounds(starts, ends, first, LENGTH, CHUNK)
         unit_q = tl.where(real, length_q * SCALE, 0.0)
@@ -377,42 +346,39 @@ def gradient_kernel(query, key, beta, starts, ends, error, dvalue, dout, states,
         dalike = _products(dvalue + offset, error + offset, first, VALUES, VALUE_DIM, WIDTH, LENGTH, CHUNK)
         dalike *= between * (b * unit_k)[None, :] * -unit_k[:, None]
         flow = _flow(dalike * tl.dot(k, tl.trans(k)))
-        reading = dalike.to(q.dtype)
+        dk = tl.dot(dalike.to(q.dtype), k, dk)
+        own = _along(dk, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
         # As a key that writes, without beta: the same matrices with the keys that write in rows.
         read = (start[None, :] <= places[:, None]) & (places[:, None] <= places[None, :])
         between = tl.where(read, tl.exp(tl.minimum(sums[None, :] - sums[:, None], 0.0)), 0.0) * unit_k[:, None]
         dweights = _products(error + offset, dout + offset, first, VALUES, VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        to_queries = (dweights * between * unit_q[None, :]).to(q.dtype)
+        into = tl.dot((dweights * between * unit_q[None, :]).to(q.dtype), q)
         between = tl.where(places[:, None] < places[None, :], between, 0.0)
         dalike = _products(error + offset, dvalue + offset, first, VALUES, VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        to_keys = (dalike * between * -unit_k[None, :]).to(q.dtype)
+        into = tl.dot((dalike * between * -unit_k[None, :]).to(q.dtype), k, into)
+        written = _along(into, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
 
-        line = (lines + member * CHUNKS) * VALUE_DIM * KEY_DIM
-        dk, own, through, db, fading = _key_part(
-            dk, reading, to_queries, to_keys, query, key, dvalue + offset, error + offset, states + line,
-            dstates + line, since * unit_k, after * unit_k, b, first,
-            LENGTH, CHUNK, KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH, HALF)  # fmt: skip
-        if KEY_DIM > HALF:
-            dk_rest, own_rest, through_rest, db_rest, fading_rest = _key_part(
-                dk_rest, reading, to_queries, to_keys, query + HALF, key + HALF, dvalue + offset, error + offset,
-                states + line + HALF, dstates + line + HALF, since * unit_k, after * unit_k, b, first,
-                LENGTH, CHUNK, KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH, HALF)  # fmt: skip
-            own += own_rest
-            through += through_rest
-            db += db_rest
-            fading += fading_rest
+        shared = tl.zeros([WIDTH, WIDTH], tl.float32)  # on its diagonal: states along their gradients
+        for part in range(0, VALUE_DIM, WIDTH):
+            line = ((lines + member * CHUNKS) * VALUE_DIM + part) * KEY_DIM
+            dv = _tokens(dvalue + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+            state = _matrix(states + line, WIDTH, KEY_DIM)
+            dk = tl.dot((dv.to(tl.float32) * (-since * unit_k)[:, None]).to(q.dtype), state, dk)
+            e = _tokens(error + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+            dstate = _matrix(dstates + line, WIDTH, KEY_DIM)
+            into = tl.dot((e.to(tl.float32) * (after * unit_k)[:, None]).to(q.dtype), dstate, into)
+            shared = tl.dot(state, tl.trans(dstate), shared)
 
-        across = tl.sum(through * b, 0) + fading * tl.sum(tl.where(is_last, since, 0.0), 0)
-        flow += own - through * b + tl.where(is_last, across, 0.0)
+        db = _along(into, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        carried = (db - written) * b
+        column = tl.arange(0, WIDTH)
+        fading = tl.sum(tl.sum(tl.where(column[:, None] == column[None, :], shared, 0.0), 1), 0)
+        across = tl.sum(carried, 0) + fading * tl.sum(tl.where(is_last, since, 0.0), 0)
+        flow += _along(dk, key, first, KEYS, KEY_DIM, LENGTH, CHUNK) - own - carried + tl.where(is_last, across, 0.0)
         tl.store(ddecay + tokens + member, tl.where(real, _later(flow, start, places), 0.0), mask=inside)
         tl.store(dbeta + tokens + member, tl.where(real, db, 0.0), mask=inside)
-    dkey += (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
-    along_k = _along(dk, key, first, KEYS, HALF, LENGTH, CHUNK)
-    if KEY_DIM > HALF:
-        along_k += _along(dk_rest, key + HALF, first, KEYS, HALF, LENGTH, CHUNK)
-        wide = _tokens(key + HALF, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32)
-        dk_rest -= wide * (along_k * unit_k * unit_k)[:, None]
-        _put_tokens(dkey + HALF, dk_rest, first, KEYS, HALF, LENGTH, CHUNK)
-    wide = _tokens(key, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32)
+        dk += into * b[:, None]
+    along_k = _along(dk, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+    wide = _tokens(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
     dk -= wide * (along_k * unit_k * unit_k)[:, None]
-    _put_tokens(dkey, dk, first, KEYS, HALF, LENGTH, CHUNK)
+    _put_tokens(dkey + (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM, dk, first, KEYS, KEY_DIM, LENGTH, CHUNK)
