@@ -79,7 +79,8 @@ def sides_of(direction: str, operand, plain, lora) -> dict[str, tuple[Callable, 
         "rows, mosaic, given": given(direction, operand, rows, "mosaic"),
         "rows, reference, given": given(direction, operand, rows, "reference"),
         "blocks, mosaic, given": given(direction, operand, blocks, "mosaic"),
-        "quantising rows": (fp8_product.rounded, (operand,)),
+        "quantising rows, mosaic": (lambda x: fp8_product.side_by_side([x], None), (operand,)),
+        "quantising rows, reference": (fp8_product.rounded, (operand,)),
         "quantising blocks": (functools.partial(fp8_product.rounded, blocks=True), (operand,)),
     }
 

@@ -15,7 +15,7 @@ from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.grouped_matmul import grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, quant_matmul
 
 SHAPES = [(1, 1), (3, 130), (257, 129), (128, 256), (2, 5, 140)]
 
@@ -128,7 +128,7 @@ def _in_fp8(x: np.ndarray, size: int | None = None) -> np.ndarray:
     if size is not None:
         parts = [_in_fp8(x[:, first : first + size]) for first in range(0, x.shape[1], size)]
         return np.concatenate(parts, axis=1)
-    scale = np.abs(x).max(1, keepdims=True) / np.float32(448)
+    scale = np.abs(x).max(1, keepdims=True) * np.float32(1 / 448)
     scale[scale == 0] = 1
     return np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
@@ -193,6 +193,25 @@ def test_the_kernel_multiplies_as_its_reference(tokens, sizes, rank, block):
     for one, other in zip(got, both("reference"), strict=True):
         one, other = (np.asarray(each, np.float32) for each in (one, other))
         assert np.linalg.norm(one - other) < 0.006 * np.linalg.norm(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("widths", "scaled"), [((1024,), False), ((512, 1536), True)])
+def test_rows_are_rounded_bit_for_bit_as_by_the_reference(widths, scaled):
+    draw = np.random.default_rng(0)
+    arrays = [jnp.asarray(draw.normal(size=(5, k)) * np.logspace(-3, 3, 5)[:, None], jnp.bfloat16) for k in widths]
+    arrays = [array.at[2].set(0) for array in arrays]
+    arrays[0] = arrays[0].at[3, 7].set(jnp.nan)
+    factors = jnp.asarray(draw.uniform(0.1, 3, sum(widths)), jnp.float32) if scaled else None
+    with gpu_kernel.interpreted():
+        codes, scale = jax.jit(fp8_product.side_by_side)(arrays, factors)
+    assert dispatch.record["to_fp8"] == ("mosaic", {})
+    want, of_rows = fp8_product.side_by_side(arrays, factors, "reference")
+    finite = np.arange(5) != 3
+    np.testing.assert_array_equal(np.asarray(scale)[finite], np.asarray(of_rows)[finite])
+    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8)[finite], np.asarray(want).view(np.uint8)[finite])
+    for row in (codes[3], want[3]):
+        assert np.isnan(np.asarray(row, np.float32)).any()
 
 
 def test_what_the_kernel_refuses_is_said():

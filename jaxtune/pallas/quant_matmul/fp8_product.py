@@ -10,8 +10,9 @@ one product, whose sum over the weights costs no pass over memory. It needs the 
 take e4m3 along the summed axis alone. That copy is made in each step (two bytes a weight, 3.5 ms of an 8B step at the
 speed of a copy) and not kept (another 7 GB).
 
-On Hopper fp8_mosaic.py multiplies. Elsewhere XLA makes the vendor's FP8 product of a dot_general over rows on GPUs that
-have one (compute capability 8.9 and later); blocks are a loop over such products. On a CPU the values are the same.
+On Hopper fp8_rounding.py rounds rows and fp8_mosaic.py multiplies. Elsewhere XLA makes the vendor's FP8 product of a
+dot_general over rows on GPUs that have one (compute capability 8.9 and later); blocks are a loop over such products. On
+a CPU the values are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE
-from jaxtune.pallas.quant_matmul import fp8_mosaic
+from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding
 
 BLOCK = 128  # numbers along the summed axis that share a scale, where rows do not
 _NO_SCALE = 1e-30  # in place of a weight's scale of zero, by which an adapter's operand is divided
@@ -46,11 +47,40 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
         count, width = rows.shape
         wide = jnp.pad(wide, ((0, 0), (0, -width % BLOCK))).reshape(count, -1, BLOCK)
     largest = jnp.abs(wide).max(axis=-1, keepdims=True)
-    scale = jnp.where(largest == 0, 1.0, largest / LARGEST)
+    scale = jnp.where(largest == 0, 1.0, largest * jnp.float32(1 / LARGEST))  # not a division, which XLA may do as this
     codes = jnp.clip(wide / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
     if blocks:
         return codes.reshape(count, -1)[:, :width], scale[..., 0]
     return codes, scale
+
+
+def side_by_side(
+    arrays: Sequence[jax.Array], factors: jax.Array | None, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`rounded` of the rows of arrays [n, k each] side by side, times factors float32[all k].
+
+    implementation: "reference", or another for the first that supports the call.
+    """
+
+    def refusal():
+        return fp8_rounding.refusal([a.shape[1] for a in arrays], arrays[0].dtype) or _first_rounding(arrays[0].dtype)
+
+    table = {"mosaic": refusal, "reference": lambda: None}
+    wanted = implementation if implementation == "reference" else None
+    with jax.named_scope("to_fp8"):
+        if dispatch.choose("to_fp8", table, wanted) == "reference":
+            wide = jnp.concatenate([array.astype(jnp.float32) for array in arrays], axis=1)
+            return rounded(wide if factors is None else wide * factors)
+        codes, scale = meshes.on_each_device(fp8_rounding.rounded, rows=1)(tuple(arrays), factors)
+        return codes, scale[:, None]
+
+
+def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """x [n, k] as `rounded` gives it, for the forward of all weights whose scales stand alike."""
+    if not blocks:
+        return side_by_side([x], None, implementation)
+    with jax.named_scope("to_fp8"):
+        return rounded(x, blocks)
 
 
 def forward(
@@ -73,19 +103,16 @@ def backward(
 ) -> jax.Array:
     """The sum of dy W over the weights, and u side^T, in `dtype`; all weights by rows, or all in blocks."""
     blocks = in_blocks(weights[0])
-    with jax.named_scope("to_fp8"):
-        if blocks:  # each weight's begin anew
+    if blocks:  # each weight's begin anew
+        with jax.named_scope("to_fp8"):
             parts = [rounded(_whole_blocks(dout, 1), blocks) for dout in douts]
             coded = jnp.concatenate([c for c, _ in parts], axis=1), jnp.concatenate([s for _, s in parts], axis=1)
-            codes = jnp.concatenate([_whole_blocks(weight.codes, 0) for weight in weights])
-            scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
-        else:
-            scaled = [
-                d.astype(jnp.float32) * w.scales.astype(jnp.float32).reshape(1, -1) for d, w in zip(douts, weights)
-            ]
-            coded = rounded(jnp.concatenate(scaled, axis=1))
-            codes = jnp.concatenate([weight.codes for weight in weights])
-            scales = None
+        codes = jnp.concatenate([_whole_blocks(weight.codes, 0) for weight in weights])
+        scales = jnp.concatenate([weight.scales for weight in weights]).astype(jnp.float32).T
+    else:
+        each = [jnp.broadcast_to(w.scales.astype(jnp.float32).reshape(-1), w.shape[:1]) for w in weights]
+        coded = side_by_side(douts, jnp.concatenate(each), implementation)
+        codes, scales = jnp.concatenate([weight.codes for weight in weights]), None
     return multiply(coded, codes.T, scales, more, dtype, blocks, implementation)
 
 
@@ -190,3 +217,17 @@ def _first_use(blocks: bool, dtype) -> str | None:
         return [got], [want]
 
     return dispatch.first_use("fp8_matmul", "mosaic", f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}", compare)
+
+
+def _first_rounding(dtype) -> str | None:
+    """Why this GPU must not run the kernel that rounds, by a small case of two arrays."""
+
+    def compare():
+        x = jax.random.normal(jax.random.key(0), (5, 3072), dtype)
+        factors = jax.random.uniform(jax.random.key(1), (3072,), jnp.float32, 0.5, 2.0)
+        codes, scale = jax.jit(fp8_rounding.rounded)((x[:, :1024], x[:, 1024:]), factors)
+        wide = x.astype(jnp.float32) * factors
+        want, of_rows = rounded(wide)
+        return [codes.astype(jnp.float32) * scale[:, None]], [want.astype(jnp.float32) * of_rows]
+
+    return dispatch.first_use("to_fp8", "mosaic", str(jnp.dtype(dtype)), compare)

@@ -126,8 +126,7 @@ def _products_fwd(x, source, weights, loras, biases, static):
         if as_stored and isinstance(weight, FP8):
             blocks = fp8_product.in_blocks(weight)
             if blocks not in coded:
-                with jax.named_scope("to_fp8"):
-                    coded[blocks] = fp8_product.rounded(x, blocks)
+                coded[blocks] = fp8_product.operand(x, blocks, as_stored[0])
             out = fp8_product.forward(coded[blocks], weight, added, x.dtype, as_stored[0])
             outputs.append(out if bias is None else out + bias.astype(out.dtype))
         else:
