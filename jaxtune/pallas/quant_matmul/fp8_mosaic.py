@@ -62,6 +62,8 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype) -> str |
             return f"size {size} is not a multiple of {STEP}"
     if tokens < ROWS:
         return f"{tokens} tokens, fewer than {ROWS}"
+    if tokens % 8:
+        return f"{tokens} tokens, no multiple of 8"  # Mosaic finds no layout
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if filled_rank(rank) is None:

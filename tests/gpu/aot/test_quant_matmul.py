@@ -112,12 +112,15 @@ def test_both_directions_decode_by_the_kernel():
 
 
 @pytest.mark.parametrize("block", [ROW, TILE])
-@pytest.mark.parametrize(("rank", "columns"), [(0, 4096), (16, 1152), (32, 4096), (48, 4096)])
-def test_product_of_codes(rank, columns, block, ptxas):
-    """With and without an adapter, in tiles of 256 columns and of 128."""
-    codes = (array(16384, 4096, dtype=E4M3), array(16384, 32 if block == TILE else 1, dtype=jnp.float32))
+@pytest.mark.parametrize(
+    ("tokens", "rank", "columns"),
+    [(16384, 0, 4096), (16384, 16, 1152), (16384, 32, 4096), (296, 48, 512)],  # the last is that of the first use
+)
+def test_product_of_codes(tokens, rank, columns, block, ptxas):
+    """With and without an adapter, in tiles of 256 columns and of 128; the last tile of rows overlaps."""
+    codes = (array(tokens, 4096, dtype=E4M3), array(tokens, 32 if block == TILE else 1, dtype=jnp.float32))
     weight = jax.eval_shape(lambda a: FP8.encode(a, block), array(columns, 4096))
-    more = (array(16384, rank), array(columns, rank)) if rank else None
+    more = (array(tokens, rank), array(columns, rank)) if rank else None
 
     def product(codes, weight, more):
         return fp8_product.forward(codes, weight, more, jnp.bfloat16, "mosaic")
