@@ -1,6 +1,6 @@
 """Products with frozen weights in FP8 beside those in bfloat16, in one run on one GPU.
 
-    python benchmarks/kernels/fp8.py --output FILE.json [--tokens 16384]
+    python benchmarks/kernels/fp8.py --output FILE.json [--tokens 16384] [--tiles]
 
 The linears of Llama 3.1 8B: forward is x W^T, backward dy W. FP8 has scales by rows, multiplied by our kernel (mosaic)
 or by XLA's products (reference), or in blocks of 128 x 128 (mosaic). "given": the operands are codes and scales
@@ -29,11 +29,13 @@ from benchmarks.kernels.quant_matmul import COMPILERS, RANK, compiled, distance,
 from benchmarks.record import environment, write
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import TILE
-from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_mosaic, fp8_product, quant_matmul
 
 # (out, in): query and output projection, key and value, gate and up, down.
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 ROUNDS = 5
+# Beside what fp8_mosaic.blocks_for chooses: (256, 4, 16), and (256, 3, 16) with an adapter.
+TILES = [fp8_mosaic.Blocks(*sizes) for sizes in ((256, 4, 8), (256, 4, 32), (256, 3, 16), (128, 6, 16), (128, 4, 32))]
 
 
 def forward(x, weight, lora, implementation=None):
@@ -62,6 +64,27 @@ def given(direction: str, operand, stored: FP8, implementation: str) -> tuple[Ca
     return run, (coded, stored)
 
 
+def rounded_by_kernel(x, weight, lora):
+    """The forward by XLA's product of what our kernel rounds."""
+    coded = fp8_product.side_by_side([x], None)
+    more = (x @ lora.a.T.astype(x.dtype), lora.b.astype(x.dtype))
+    return fp8_product.forward(coded, weight, more, x.dtype, "reference")
+
+
+def in_tiles(tile: fp8_mosaic.Blocks, coded, weight):
+    codes, scale = coded
+    scales = weight.scales[:, 0]
+    arguments = dict(dtype=jnp.bfloat16, in_blocks=False, blocks=tile)
+    return fp8_mosaic.product(codes, weight.codes, scale[:, 0], scales, **arguments)
+
+
+def tiles_of(operand, plain) -> dict[str, tuple[Callable, tuple]]:
+    """Sides of the forward by rows, given, in tiles that are not chosen."""
+    stored = FP8.encode(plain)
+    coded = jax.jit(fp8_product.rounded)(operand)
+    return {f"rows, given, {tile}": (functools.partial(in_tiles, tile), (coded, stored)) for tile in TILES}
+
+
 def sides_of(direction: str, operand, plain, lora) -> dict[str, tuple[Callable, tuple]]:
     """{side: (what is timed, its arguments)}; operand: x or dy, bfloat16."""
     rows, blocks = FP8.encode(plain), FP8.encode(plain, TILE)
@@ -70,7 +93,8 @@ def sides_of(direction: str, operand, plain, lora) -> dict[str, tuple[Callable, 
     def by(implementation, weight):
         return functools.partial(whole, implementation=implementation), (operand, weight, lora)
 
-    return {
+    both = {"rows, mosaic rounds, reference": (rounded_by_kernel, (operand, rows, lora))}
+    return (both if direction == "forward" else {}) | {
         "bf16": by(None, plain),
         "rows, mosaic": by("mosaic", rows),
         "rows, reference": by("reference", rows),
@@ -85,7 +109,7 @@ def sides_of(direction: str, operand, plain, lora) -> dict[str, tuple[Callable, 
     }
 
 
-def measured(out: int, in_: int, tokens: int, direction: str) -> dict:
+def measured(out: int, in_: int, tokens: int, direction: str, tiles: bool) -> dict:
     keys = jax.random.split(jax.random.key(0), 4)
     plain = jax.random.normal(keys[0], (out, in_), jnp.bfloat16) * 0.02
     operand = jax.random.normal(keys[1], (tokens, in_ if direction == "forward" else out), jnp.bfloat16)
@@ -93,6 +117,8 @@ def measured(out: int, in_: int, tokens: int, direction: str) -> dict:
         jax.random.normal(key, shape) * 0.02 for key, shape in zip(keys[2:], ((RANK, in_), (out, RANK)), strict=True)
     )
     sides = sides_of(direction, operand, plain, LoraWeights(a, b, None, 1.0))
+    if tiles and direction == "forward":
+        sides |= tiles_of(operand, plain)
     refused, programs = {}, {}
     with ThreadPoolExecutor(COMPILERS) as pool:
         waiting = {name: pool.submit(compiled, run, *arguments) for name, (run, arguments) in sides.items()}
@@ -133,13 +159,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tiles", action="store_true", help="other tiles of our kernel too, forward by rows")
     parser.add_argument("--scale", type=int, default=1, help="divide every size by this, to try the script elsewhere")
     options = parser.parse_args()
     record = {"benchmark": "kernels/fp8", **environment(), "products": []}
     for direction in ("forward", "backward"):
         for out, in_ in SHAPES:
             tokens = options.tokens // options.scale
-            row = measured(out // options.scale, in_ // options.scale, tokens, direction)
+            row = measured(out // options.scale, in_ // options.scale, tokens, direction, options.tiles)
             record["products"].append(row)
             write(options.output, record)
             shown = {name: [round(row["tflops"][name]), round(ratio, 3)] for name, ratio in row["over_bf16"].items()}
