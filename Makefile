@@ -40,10 +40,10 @@ gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and
 	  $(GPU_PY) -m pytest -q -m gpu tests/pallas tests/train/test_adam8_kernel.py tests/models/test_families.py $(PYTEST_ARGS)
 
 golden: env  ## what the engine computes and chooses, against the record (tests/golden)
-	$(PY) -m pytest tests/golden -q -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(PY) -m pytest tests/golden -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
 
 parity: env-parity  ## checks against torch, transformers, peft and bitsandbytes (3 GB environment)
-	.venv-parity/bin/python -m pytest tests/parity -q -n 2 -p tests.remembered $(PYTEST_ARGS)
+	.venv-parity/bin/python -m pytest tests/parity -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
 
 aot: env-aot  ## compile the GPU programs without a GPU
 	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist loadfile -p tests.remembered $(PYTEST_ARGS)

@@ -3,8 +3,10 @@
     python -m pytest tests -p tests.remembered
 
 A test's key is a digest of the files that it can read: its own, whatever those import of this repository, file by file,
-the data beside them, and the versions that are installed. Of the family modules, a test with a parameter `name` that is
-a family counts its own. A test of a file that starts programs, imports by name or looks for files counts every file.
+the data beside them, pytest's settings, the real test data if the test takes them, the versions that are installed and
+the instructions of the processor. Of a package that loads its names when they are asked for, what is asked for counts;
+of the family modules, a test with a parameter `name` that is a family counts its own. A test of a file that starts
+programs, imports by name or looks for files counts every file.
 
 The keys of passed tests stand in $JAXTUNE_CI_CACHE, and without it nothing is remembered. JAXTUNE_PARITY=all runs all.
 What is not run is deselected, and said at the end: a skip would have to be allowed.
@@ -20,6 +22,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -50,19 +53,39 @@ def _module_file(name: str, folders: tuple[Path, ...]) -> Path | None:
     return None
 
 
+def _for_type_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def _imported(nodes: list[ast.stmt]) -> Iterator[tuple[str, str | None]]:
+    """(module, name taken from it) of every import below `nodes`; None where the module itself is imported."""
+    for node in (inner for outer in nodes for inner in ast.walk(outer)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@functools.cache
+def _lazy_names(file: Path) -> dict[str, str]:
+    """{name: its module} of a package that imports its names when they are asked for: what it tells type checkers."""
+    if file.name != "__init__.py" or "import_module(" not in file.read_text(encoding="utf-8"):
+        return {}
+    found = _imported([node for node in _tree(file).body if _for_type_checkers(node)])
+    return {name: module for module, name in found if name is not None}
+
+
 @functools.cache
 def _imports(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
     """Files of this repository that `file` imports itself, anywhere in it, and the packages they are in."""
     names = set()
     # What only a type checker imports, such as all that the package's lazy face names, is not read.
-    tree = [
-        node for node in _tree(file).body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-    ]
-    for node in (inner for outer in tree for inner in ast.walk(outer)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for module, name in _imported([node for node in _tree(file).body if not _for_type_checkers(node)]):
+        names |= {module} if name is None else {module, f"{module}.{name}"}
+        package = _module_file(module, folders)
+        lazy = _lazy_names(package) if package else {}
+        # Of a package that is imported whole, any name can be asked for.
+        names |= {of for asked, of in lazy.items() if name in (None, asked)}
     parents = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
     return frozenset(found for name in names | parents if (found := _module_file(name, folders)))
 
@@ -79,9 +102,13 @@ def reachable(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
 
 def _by_name(file: Path) -> bool:
     """Whether a file of the tests can reach others than it imports, or reads files that it finds."""
-    words = {"subprocess", "importlib", "runpy", "multiprocessing", "ROOT", "parents["}
-    text = file.read_text(encoding="utf-8")
-    return any(word in text for word in words) or "import jaxtune\n" in text
+    if {name.split(".")[0] for name, _ in _imported(_tree(file).body)} & {"importlib", "runpy", "multiprocessing"}:
+        return True
+    nodes = list(ast.walk(_tree(file)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    # A program that is not Python, such as an assembler, reads what it is handed; one of ours needs ROOT to be found.
+    return bool(names & {"ROOT", "parents", "executable", "getcwd", "cwd"})
 
 
 @functools.cache
@@ -96,10 +123,11 @@ def _everything() -> frozenset[Path]:
 
 
 @functools.cache
-def _data(folder: Path) -> frozenset[Path]:
-    """Files that are no modules: of the package, the stored results, and those beside the tests."""
-    chosen = (ROOT / "jaxtune", ROOT / "tests" / "goldens", folder)
-    return frozenset(file for file in _everything() if file.suffix != ".py" and any(c in file.parents for c in chosen))
+def _data(folders: frozenset[Path]) -> frozenset[Path]:
+    """Files that are no modules: of the package, the stored results, and those in `folders`; and pytest's settings."""
+    chosen = (ROOT / "jaxtune", ROOT / "tests" / "goldens", *folders)
+    found = {file for file in _everything() if file.suffix != ".py" and any(c in file.parents for c in chosen)}
+    return frozenset(found | ({ROOT / "pyproject.toml"} & _everything()))
 
 
 @functools.cache
@@ -110,18 +138,38 @@ def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
     found = reachable(test_file, folders)
     for file in conftests & _everything():
         found |= reachable(file, folders)
-    if any(_by_name(file) for file in found if "tests" in file.relative_to(ROOT).parts):
+    of_tests = {file for file in found if "tests" in file.relative_to(ROOT).parts}
+    if any(_by_name(file) for file in of_tests):
         found |= _everything()
     if family is not None:
         others = {f for f in _FAMILIES.glob("*.py") if f.name not in (*_NO_FAMILY, f"{family}.py")}
         found -= others - reachable(_FAMILIES / f"{family}.py", (ROOT,))
-    return found | _data(test_file.parent)
+    # The folder of all tests is that of every conftest; a test that stands in it reads what it likes.
+    beside = {file.parent for file in of_tests} - {ROOT / "tests"} | {test_file.parent}
+    return found | _data(frozenset(beside))
 
 
 @functools.cache
 def _versions() -> str:
     found = sorted({f"{one.metadata['Name']}=={one.version}" for one in metadata.distributions()})
-    return " ".join([sys.version, platform.platform(), *found])
+    return " ".join([sys.version, platform.platform(), _instructions(), *found])
+
+
+def _instructions() -> str:
+    """What the processor can do, by which XLA compiles; empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@functools.cache
+def _real_data() -> str:
+    """The checksums of the real models and data that tests are given, as the folder holds them."""
+    folder = os.environ.get("JAXTUNE_TEST_DATA")
+    sums = Path(folder) / "SHA256SUMS" if folder else None
+    return _digest(sums) if sums is not None and sums.is_file() else ""
 
 
 @functools.cache
@@ -144,7 +192,8 @@ def _family(item: pytest.Item) -> str | None:
 
 def key(item: pytest.Item) -> str:
     files = _key_of_files(Path(item.path), _family(item))
-    return hashlib.sha256(f"{item.nodeid} {files}".encode()).hexdigest()[:32]
+    data = _real_data() if "test_data" in getattr(item, "fixturenames", ()) else ""
+    return hashlib.sha256(f"{item.nodeid} {files} {data}".encode()).hexdigest()[:32]
 
 
 class Memory:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxtune
 from tests import remembered
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,9 +42,28 @@ def test_a_test_of_no_family_reads_all_of_them(parity_path):
     assert families == {file.name for file in FAMILIES.glob("*.py")}
 
 
-def test_a_test_that_starts_programs_reads_everything(parity_path):
-    files = remembered.files_of(ROOT / "tests" / "parity" / "test_quickstart_parity.py")
-    assert ROOT / "jaxtune/cli.py" in files
+def test_a_test_that_starts_python_or_looks_for_files_reads_everything(parity_path):
+    wanted = {ROOT / name for name in ("README.md", "Makefile", "jaxtune/doctor.py", "tests/test_compat.py")}
+    for name in ("tests/test_cli.py", "tests/test_rules.py", "tests/docs/test_docs.py", "tests/faults/test_kills.py"):
+        assert wanted <= remembered.files_of(ROOT / name)
+
+
+def test_names_that_a_package_loads_when_asked_lead_to_their_modules(parity_path):
+    """`from jaxtune import merge_adapter` reads that module; `import jaxtune` may read any of the package's names."""
+    folders = (ROOT,)
+    package = ROOT / "jaxtune"
+    face = remembered._imports(ROOT / "tests/models/test_generate.py", folders)
+    assert {package / "models/merge.py", package / "models/hf.py"} <= face
+    assert package / "export/api.py" not in face
+    assert package / "export/api.py" in remembered._imports(ROOT / "tests/parity/test_quickstart_parity.py", folders)
+    for name, module in jaxtune._MODULE_OF.items():
+        assert remembered._lazy_names(package / "__init__.py")[name] == module
+
+
+def test_what_is_compiled_ahead_depends_on_no_page(parity_path):
+    files = remembered.files_of(ROOT / "tests/gpu/aot/test_golden.py")
+    assert {ROOT / "tests/golden/programs.json", ROOT / "jaxtune/models/stack.py", ROOT / "pyproject.toml"} <= files
+    assert not {ROOT / "README.md", ROOT / "jaxtune/cli.py"} & files
 
 
 SUITE = {

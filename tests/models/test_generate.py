@@ -1,24 +1,21 @@
-"""Generation with the cache against repeated full forwards without one."""
+"""Generation with the cache against repeated full forwards without one; of every family, test_families.py has
+transformers' own."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import NEW_TOKENS, PROMPT_TOKENS
-from tiny import CONFIGS, golden_tokens
-from tiny_models import adapted_model, golden_model, tiny_model
+from tiny_models import adapted_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
 from jaxtune.models.config import LayerSpec, RopeConfig, Source
 from jaxtune.models.generate import _decode, _prefill
 from jaxtune.models.sampling import Sampling, filtered
 
-GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
 
 # With rows of mixed lengths; the other features of the families are in the goldens.
@@ -29,13 +26,6 @@ FEATURES = {
         norm_offset=1.0, post_norm=True, tie_embeddings=True, activation="gelu_tanh",
     ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_equals_transformers(name):
-    prompts = golden_tokens()[:, :PROMPT_TOKENS].tolist()
-    expected = np.load(GOLDENS / f"{name}.npz")["greedy"].tolist()
-    assert generate(golden_model(name), prompts, NEW_TOKENS, eos_token_ids=[]) == expected
 
 
 def greedy_without_cache(model, prompts, count):
