@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -34,6 +36,38 @@ def programs_are_kept_as_the_command_keeps_them():
     from jaxtune.train.program_cache import use_program_cache
 
     use_program_cache()
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly():
+    """On a CPU, XLA's costly passes are left out, which are half of the time that a tiny model's program takes to be
+    compiled. For modules that hold results against those of another library or of other programs, within a tolerance:
+    two programs that must give the same bits need the passes, which contract and order sums alike in both."""
+    import jax  # not before the settings above
+
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    with _passes(left_out=True):
+        yield
+    jax.clear_caches()  # no other module shall meet these programs
+
+
+@pytest.fixture
+def compiled_in_full(compiled_quickly):
+    """For a test of such a module that two programs must agree in more digits than they have without the passes."""
+    with _passes(left_out=False):
+        yield
+
+
+@contextlib.contextmanager
+def _passes(left_out: bool) -> Iterator[None]:
+    import jax
+
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", left_out)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def test_a_template_that_loops_ends_when_the_run_is_stopped(num_workers):
     with pytest.raises(Stop):
         prepare([CHAT] * 3, make_tokenizer(LOOP), length=64, num_workers=num_workers, poll=stop_at_call(4))
     for thread in tokenising_threads():
-        thread.join(60)
+        thread.join(600)
     assert tokenising_threads() == [] and psutil.Process().children() == []
 
 
@@ -90,8 +90,8 @@ def test_one_signal_ends_a_run_and_its_hung_worker(number):
             assert process.stdout is not None
             worker = psutil.Process(int(process.stdout.readline()))
             process.send_signal(number)
-            process.wait(120)
-            worker.wait(120)
+            process.wait(600)
+            worker.wait(600)
         finally:
             process.kill()
 

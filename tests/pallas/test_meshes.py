@@ -20,6 +20,8 @@ from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, router_sums, row_weights, unpermute
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DEVICES, ROWS, LENGTH, HIDDEN, EXPERTS = 2, 4, 16, 64, 4
 
 
@@ -92,10 +94,19 @@ def alone():
     return {op: jax.jit(with_gradient(op))(*divided, *whole) for op, (divided, whole) in OPS.items()}
 
 
+# Every pair of an axis's name, its kind and how the mesh is in force.
+WAYS = [
+    ("data", AxisType.Auto, False), ("data", AxisType.Explicit, True),
+    ("x", AxisType.Auto, True), ("x", AxisType.Explicit, False),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-@pytest.mark.parametrize("in_force", [True, False], ids=["set_mesh", "by the arrays"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", ["data", "x"])
+@pytest.mark.parametrize(
+    ("name", "kind", "in_force"),
+    WAYS,
+    ids=["data-Auto-arrays", "data-Explicit-set_mesh", "x-Auto-set_mesh", "x-Explicit-arrays"],
+)
 def test_a_mesh_gives_what_one_device_gives(alone, op, name, kind, in_force):
     mesh = jax.make_mesh((DEVICES,), (name,), axis_types=(kind,), devices=jax.devices()[:DEVICES])
     divided, whole = OPS[op]

@@ -85,7 +85,7 @@ def run(browser, tmp_path, html: str, *options: str, at: str = "") -> str:
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
         f"--user-data-dir={tmp_path / 'user'}", "--window-size=1200,1400",
     ]  # fmt: skip
-    done = subprocess.run([browser, *flags, *options, page.as_uri() + at], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([browser, *flags, *options, page.as_uri() + at], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -123,7 +123,7 @@ def test_save_returns_before_the_files_are_written(checkpointer, monkeypatch):
 
     go_on = threading.Event()
     real = module.fingerprints
-    monkeypatch.setattr(module, "fingerprints", lambda files: (go_on.wait(60), real(files))[1])
+    monkeypatch.setattr(module, "fingerprints", lambda files: (go_on.wait(), real(files))[1])
     checkpointer.save(1, {"x": jnp.ones(3)}, {})
     assert checkpointer.steps() == []
     go_on.set()

@@ -209,7 +209,7 @@ def test_a_check_does_not_wait_for_the_weights(folder, monkeypatch):
     loaded = []
 
     def load(pretrained, cancelled):
-        assert cancelled.wait(60)  # set as soon as the report is made
+        assert cancelled.wait(600)  # set as soon as the report is made
         loaded.append(True)
         raise CancelledError
 
@@ -219,7 +219,7 @@ def test_a_check_does_not_wait_for_the_weights(folder, monkeypatch):
 
 
 def test_rows_that_cannot_be_used_end_the_loading(folder, monkeypatch):
-    monkeypatch.setattr(Pretrained, "load", lambda pretrained, cancelled: cancelled.wait(60))
+    monkeypatch.setattr(Pretrained, "load", lambda pretrained, cancelled: cancelled.wait(600))
     with pytest.raises(ValueError, match=r"none\.jsonl"):
         app.run(command_config(folder, data=DataConfig(train="none.jsonl", length=LENGTH)))
 
@@ -271,7 +271,7 @@ def test_the_command_imports_no_torch(folder, tmp_path):
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr

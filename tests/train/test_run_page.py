@@ -70,6 +70,6 @@ def test_a_browser_shows_it_and_runs_nothing_of_it(run, tmp_path):
     cli.main(["report", str(run), "--output", str(tmp_path / "page.html")])
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/b",
                f"file://{tmp_path}/page.html"]  # fmt: skip
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert "<title>mine - jaxtune</title>" in dom  # the script in a sample and in the settings did not run
     assert dom.count("<figure") == 4 and dom.count('id="samples"') == 1

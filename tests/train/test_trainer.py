@@ -326,7 +326,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys
     assert trainer.program.max_documents is None  # a promise would let cuDNN's attention in
     script = SCRIPT.format(root=str(ROOT))
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), how], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script, str(tmp_path), how], capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == code, done.stdout + done.stderr
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
