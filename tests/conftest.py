@@ -64,7 +64,7 @@ def compiled_in_full(compiled_quickly):
 def _passes(left_out: bool) -> Iterator[None]:
     import jax
 
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", left_out)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
