@@ -246,6 +246,18 @@ def test_a_tokens_outliers_touch_no_other_token(block):
     assert np.linalg.norm(got - exact) < 0.04 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_doras_factors_and_a_bias_stand_outside(dtype):
+    draw = np.random.default_rng(0)
+    weight = FP8.encode(draw.normal(size=(16, 32)).astype(np.float32))
+    x, bias, factors = (jnp.asarray(draw.normal(size=shape), dtype) for shape in ((4, 32), (16,), (16,)))
+    a, b = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((3, 32), (16, 3)))
+    plain = quant_matmul(x, [weight], [LoraWeights(a, b, None, 2.0)], fp8=True)[0]
+    row_scale = factors.astype(jnp.float32)
+    got = quant_matmul(x, [weight], [LoraWeights(a, b, row_scale, 2.0)], [bias], fp8=True)[0]
+    np.testing.assert_array_equal(got, (plain * row_scale).astype(x.dtype) + bias)
+
+
 def test_adapters_multiply_what_is_not_rounded():
     draw = np.random.default_rng(0)
     zero = FP8.encode(np.zeros((16, 32), np.float32))
