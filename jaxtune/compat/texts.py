@@ -11,18 +11,24 @@ from jaxtune.compat.arguments import settle
 from jaxtune.compat.tables import TEMPLATE
 from jaxtune.terminal import say
 from jaxtune.train.data.formats import ROLES
+from jaxtune.train.data.packaged import missing_marks, packaged_that_fit
 from jaxtune.train.data.templates import resolve_template
 
-# Unsloth's names of templates: what the tokenizer's own template must hold to be the one that is named.
+# Unsloth's names of templates: (the packaged one, or None; what the tokenizer's own must hold to be the one named).
+_LLAMA, _QWEN, _TURN = "<|start_header_id|>", "<|im_start|>", "<start_of_turn>"
 _FAMILIES = {
-    "llama-3": "<|start_header_id|>", "llama3": "<|start_header_id|>", "llama-3.1": "<|start_header_id|>",
-    "llama-3.2": "<|start_header_id|>", "llama-3.3": "<|start_header_id|>", "llama-31": "<|start_header_id|>",
-    "mistral": "[INST]", "llama": "[INST]",
-    "gemma": "<start_of_turn>", "gemma2": "<start_of_turn>", "gemma-3": "<start_of_turn>", "gemma3": "<start_of_turn>",
-    "phi-3": "<|assistant|>", "phi-3.5": "<|assistant|>", "phi-35": "<|assistant|>", "phi-4": "<|im_sep|>",
-    "qwen-2.5": "<|im_start|>", "qwen2.5": "<|im_start|>", "qwen-25": "<|im_start|>", "qwen25": "<|im_start|>",
-    "qwen-3": "<|im_start|>", "qwen3": "<|im_start|>", "qwen3-instruct": "<|im_start|>",
-    "qwen3-thinking": "<|im_start|>", "gpt-oss": "<|channel|>", "gptoss": "<|channel|>",
+    "chatml": ("chatml", _QWEN), "alpaca": ("alpaca", "### Instruction:"),
+    "llama-3": ("llama-3", _LLAMA), "llama3": ("llama-3", _LLAMA), "llama-31": ("llama-3.1", _LLAMA),
+    "llama-3.1": ("llama-3.1", _LLAMA), "llama-3.2": ("llama-3.1", _LLAMA), "llama-3.3": ("llama-3.1", _LLAMA),
+    "mistral": ("mistral", "[INST]"), "llama": (None, "[INST]"),
+    "gemma": ("gemma", _TURN), "gemma2": ("gemma", _TURN), "gemma-2": ("gemma", _TURN),
+    "gemma-3": ("gemma-3", _TURN), "gemma3": ("gemma-3", _TURN),
+    "phi-3": ("phi-3", "<|assistant|>"), "phi-3.5": ("phi-3", "<|assistant|>"), "phi-35": ("phi-3", "<|assistant|>"),
+    "phi-4": ("phi-4", "<|im_sep|>"),
+    "qwen-2.5": ("qwen-2.5", _QWEN), "qwen2.5": ("qwen-2.5", _QWEN), "qwen-25": ("qwen-2.5", _QWEN),
+    "qwen25": ("qwen-2.5", _QWEN), "qwen-3": ("qwen-3", _QWEN), "qwen3": ("qwen-3", _QWEN),
+    "qwen3-thinking": (None, _QWEN), "qwen3-instruct": ("qwen-3-instruct", _QWEN),
+    "gpt-oss": (None, "<|channel|>"), "gptoss": (None, "<|channel|>"),
 }  # fmt: skip
 
 
@@ -79,8 +85,9 @@ def without_torch(tokenizer: Any) -> Any:
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
-    """The tokenizer with the named template set: a packaged one (chatml, alpaca), a .jinja file, Jinja text, or
-    Unsloth's name of the template that the tokenizer has already.
+    """The tokenizer with the named template set: by Unsloth's name or ours of a packaged one, a .jinja file, or Jinja
+    text. A name that is not packaged, or whose marks this tokenizer lacks, stands for the tokenizer's own template
+    where that is of the family.
 
     Raises:
       ValueError: a name of another family's template: its marks would be no tokens of this tokenizer.
@@ -88,14 +95,15 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
     settle("get_chat_template", others, TEMPLATE, get_chat_template)
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
         chat_template = chat_template[0]  # (template, what ends a turn)
-    mark = _FAMILIES.get(chat_template)
-    if mark is None:
-        tokenizer.chat_template = resolve_template(tokenizer, chat_template)
+    name, mark = _FAMILIES.get(chat_template, (chat_template, None))
+    if mark is None or (name is not None and not missing_marks(tokenizer, name)):
+        tokenizer.chat_template = resolve_template(tokenizer, name)
         return tokenizer
     if mark not in (tokenizer.chat_template or ""):
+        fitting = ", ".join(map(repr, packaged_that_fit(tokenizer))) or "a tokenizer with the template's special tokens"
         raise ValueError(
-            f"get_chat_template: chat_template = {chat_template!r} is not the template of this tokenizer, whose own "
-            f"has no {mark}. Use its own, 'chatml', 'alpaca', or the text of a template"
+            f"get_chat_template: chat_template = {chat_template!r} is not the template of this tokenizer, which has no "
+            f"{mark}. Use its own, {fitting}, or the text of a template"
         )
     say(f"get_chat_template: {chat_template!r} is the tokenizer's own template, which stays")
     return tokenizer

@@ -17,6 +17,7 @@ from jaxtune.compat.adapters import LoraConfig
 from jaxtune.models.lora import linears
 from scripts.docs_hooks import compat_tables, with_tables
 from tests.docs.pages import ROOT
+from tests.train.data.conftest import make_tokenizer
 
 SIGNATURES = json.loads((ROOT / "tests/docs/signatures.json").read_text(encoding="utf-8"))["signatures"]
 TEXTS = ["The cat sat on the mat and looked at the moon.", "A short one."] * 8
@@ -136,10 +137,19 @@ def test_generation_and_tokenizers_without_torch(workplace, capsys, monkeypatch)
 
 def test_templates_and_conversations(workplace):
     _, tokenizer = load()
-    own = tokenizer.chat_template
-    assert compat.get_chat_template(tokenizer, "phi-3").chat_template == own
-    with pytest.raises(ValueError, match=r"chat_template = 'llama-3.1' is not the template of this tokenizer"):
+    assert "<|assistant|>\n4<|end|>" in compat.get_chat_template(tokenizer, "phi-3").apply_chat_template(
+        CHATS[0], tokenize=False
+    )
+    tokenizer.chat_template = own = "{{ '[INST]' }}"
+    assert compat.get_chat_template(tokenizer, "llama").chat_template == own
+    with pytest.raises(
+        ValueError, match=r"'llama-3.1' is not the template of this tokenizer.*Use its own, 'alpaca', 'phi-3', or"
+    ):
         compat.get_chat_template(tokenizer, chat_template="llama-3.1")
+    chatml = make_tokenizer(None)
+    for name, system in (("qwen-2.5", "You are Qwen"), ("qwen3", "")):
+        text = compat.get_chat_template(chatml, name).apply_chat_template(CHATS[0], tokenize=False)
+        assert ("<|im_start|>system" in text) == bool(system) and system in text
     shared = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
     [row] = compat.standardize_sharegpt(shared)
     assert row["conversations"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -27,7 +27,7 @@ from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
-from jaxtune.train.data.templates import PACKAGED_TEMPLATES
+from jaxtune.train.data.packaged import PACKAGED
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.programs import Engine
 from jaxtune.train.trainer import Trainer
@@ -184,7 +184,7 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
     assert starts and alive == [0]
     for name in ("adapter", "merged"):  # what a model was trained with travels with it
         tokenizer = load_tokenizer(Path(config.output) / name)
-        assert tokenizer.chat_template == PACKAGED_TEMPLATES["alpaca"]
+        assert tokenizer.chat_template == PACKAGED["alpaca"].text
         assert tokenizer("w1 w2")["input_ids"] == load_tokenizer(folder)("w1 w2")["input_ids"]
     assert load_tokenizer(folder).chat_template is None
     trained, _ = from_pretrained(Path(config.output) / "merged", dtype="float32")

@@ -25,9 +25,10 @@ from jaxtune import terminal
 from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
 from jaxtune.train.data.formats import PREFERENCE
+from jaxtune.train.data.packaged import packaged_that_fit
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, Documents, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
-from jaxtune.train.data.templates import packaged_that_fit, resolve_template
+from jaxtune.train.data.templates import resolve_template
 from jaxtune.train.data.workers import Chunk, encode_rows
 
 __all__ = ["Batch", "Batches", "PackedRows", "PackingReport", "Summary", "TokenDataset", "prepare"]
@@ -139,7 +140,7 @@ def prepare(
         tokenizer: a fast Hugging Face tokenizer.
         length: slots in a packed row.
         format: the form of the rows, "auto" by their columns; see `formats.COLUMNS`.
-        template: the chat template: None or "tokenizer" (its own), "chatml", "alpaca", or the path of a .jinja
+        template: the chat template: None or "tokenizer" (its own), a name of packaged.py, or the path of a .jinja
             file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed by its completion.
         train_on: "responses", or "all" tokens.
         instruction_part, response_part: marker strings that find responses where structure does not; see `markers`.

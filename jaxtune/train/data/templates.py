@@ -21,45 +21,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxtune.train.data.formats import ALPACA_PREAMBLE, Example, RowError, SetupError, attempt, check_unicode
+from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, check_unicode
 from jaxtune.train.data.markers import Markers, special_ids
+from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
 from jaxtune.train.data.reading import MAX_ROW_SIZE
 from jaxtune.train.data.spans import masked_spans, special_texts, strings
 from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 
 TRAIN_ON = ("responses", "all")
 MOST_RESPONSES = 1000  # of a conversation that is rendered anew for each of them
-
-# A BOS is not the templates' business: the tokenizer says whether a row begins with one.
-PACKAGED_TEMPLATES = {
-    "chatml": """\
-{%- if tools %}{{ '<|im_start|>system\n# Tools\n' }}
-{%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
-{{- '<|im_end|>' }}
-{%- endgeneration %}
-{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
-    "alpaca": """\
-{%- if tools %}{{ raise_exception('the alpaca template has no place for tools') }}{% endif %}
-{%- if messages[0].role != 'system' %}{{ '"""
-    + ALPACA_PREAMBLE
-    + """\n\n' }}{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'system' %}{{ message.content + '\n\n' }}
-{%- elif message.role == 'user' %}{{ '### Instruction:\n' + message.content + '\n\n' }}
-{%- elif message.role == 'assistant' and not message.tool_calls %}{{ '### Response:\n' }}
-{%- generation %}{{ message.content + eos_token }}{% endgeneration %}{{ '' if loop.last else '\n\n' }}
-{%- else %}{{ raise_exception('the alpaca template has no place for tools') }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}""",
-}
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SENTINEL = "\ue000x\ue001"  # private-use characters: in no real message
@@ -95,7 +65,7 @@ class Rendered:
 def resolve_template(tokenizer: Any, template: str | None) -> str:
     """The Jinja text of a template: None or "tokenizer" (the tokenizer's own), a packaged name, a path to a
     `.jinja` file, or Jinja text itself. Raises `SetupError`, a `ValueError`, where there is none, or where a packaged
-    one ends its turns with what is no token of this tokenizer."""
+    one marks its turns with what is no special token of this tokenizer."""
     if template is None or template == "tokenizer":
         own = tokenizer.chat_template
         own = own.get("default") if isinstance(own, dict) else own
@@ -104,14 +74,15 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
                 f"the tokenizer has no chat template; set data.template to {_names_that_fit(tokenizer)} a .jinja file"
             )
         return own
-    if template in PACKAGED_TEMPLATES:
-        if template not in packaged_that_fit(tokenizer):
+    if template in PACKAGED:
+        missing = missing_marks(tokenizer, template)
+        if missing:
             raise SetupError(
-                f"data.template={template}: it ends a turn with {_turn_end(tokenizer, template)!r}, no special "
-                "token of this tokenizer, so a model would never learn to stop; set data.template to "
-                f"{_names_that_fit(tokenizer)} a .jinja file, or take a tokenizer that has the token"
+                f"data.template={template}: it writes {', '.join(map(repr, missing))}, no special token of this "
+                "tokenizer, so a model would never learn what a turn is and when to stop; set data.template to "
+                f"{_names_that_fit(tokenizer)} a .jinja file, or take a tokenizer that has what is missing"
             )
-        return PACKAGED_TEMPLATES[template]
+        return PACKAGED[template].text
     if "{%" in template or "{{" in template:
         return template
     path = Path(template).expanduser()
@@ -123,19 +94,8 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise SetupError(f"data.template={template} cannot be read: {error}") from None
     raise SetupError(
-        f"data.template={template!r} is not known; give tokenizer, {', '.join(PACKAGED_TEMPLATES)}, "
-        "or the path of a .jinja file"
+        f"data.template={template!r} is not known; give tokenizer, {', '.join(PACKAGED)}, or the path of a .jinja file"
     )
-
-
-def packaged_that_fit(tokenizer: Any) -> list[str]:
-    """The names of the packaged templates whose end of turn is a special token of this tokenizer."""
-    special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
-    return [name for name in PACKAGED_TEMPLATES if _turn_end(tokenizer, name) in special]
-
-
-def _turn_end(tokenizer: Any, name: str) -> str | None:
-    return "<|im_end|>" if name == "chatml" else tokenizer.eos_token
 
 
 def _names_that_fit(tokenizer: Any) -> str:
