@@ -107,8 +107,9 @@ def test_arguments_become_a_train_config(folder, tmp_path):
     config = trainer_of(
         folder, tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_steps=7, learning_rate=1e-3,
         weight_decay=0.02, optim="sgd", adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-7, max_grad_norm=0.5,
-        lr_scheduler_type="cosine", warmup_steps=3, logging_steps=5, report_to=["tensorboard"], seed=11, fp16=True,
-        max_length=48, packing=True, save_strategy="steps", save_steps=20, save_total_limit=3, dataset_num_proc=1,
+        lr_scheduler_type="cosine", warmup_steps=3, logging_steps=5, seed=11, fp16=True,
+        report_to=["tensorboard", "trackio"], max_length=48, packing=True, save_strategy="steps", save_steps=20,
+        save_total_limit=3, dataset_num_proc=1,
     ).config()  # fmt: skip
     assert (config.rows_per_step, config.micro_batches, config.steps, config.epochs) == (12, 4, 7, None)
     assert (config.precision, config.seed, config.max_grad_norm) == ("fp16", 11, 0.5)
@@ -125,7 +126,9 @@ def test_arguments_become_a_train_config(folder, tmp_path):
         "truncate",
     )
     assert (config.checkpoint.every_steps, config.checkpoint.every_minutes, config.checkpoint.keep) == (20, None, 3)
-    assert (config.metrics.log_every, config.metrics.tensorboard, config.metrics.wandb_project) == (5, True, None)
+    metrics = config.metrics
+    assert (metrics.log_every, metrics.tensorboard, metrics.wandb_project) == (5, True, None)
+    assert metrics.trackio_project == "huggingface"
     assert config.memory.plan is None and config.adapter.r == 2 and config.model.path == folder
     assert config.output == str(tmp_path / "run")
 

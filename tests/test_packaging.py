@@ -77,7 +77,7 @@ def test_gpu_extras_are_there():
         by_name = {Requirement(text).name: Requirement(text) for text in extras[name]}
         assert by_name["jax"].extras == {name}
         assert by_name["jax-triton"].specifier.contains("0.3.1") and by_name["jax-triton"].specifier.contains("0.4.1")
-    assert {"tensorboard", "wandb", "test"} <= set(extras)
+    assert {"tensorboard", "wandb", "trackio", "test"} <= set(extras)
 
 
 def test_version_is_said_once():
@@ -300,7 +300,8 @@ def test_an_environment_that_failed_is_not_kept(checkout):
 def test_torch_and_cuda_go_into_their_own_environments(checkout):
     _, setup = checkout
     assert not [call for call in setup(".venv")[1] if "torch" in call or "cuda" in call]
-    assert [call for call in setup(".venv-parity")[1] if call.endswith("torch peft bitsandbytes jax-triton")]
+    peers = "torch peft bitsandbytes jax-triton wandb trackio"
+    assert [call for call in setup(".venv-parity")[1] if call.endswith(peers)]
     version = metadata.version("jax")
     calls = setup(".venv-aot")[1]
     assert calls[-1].endswith("--no-deps jax-triton==0.3.1 triton==3.6.0")

@@ -36,7 +36,7 @@ NOT_IN_PALLAS = {
 }  # fmt: skip
 FAMILIES = "jaxtune.models.families"  # its common.py is what families share
 # Slow or optional: imported inside the functions that use them.
-NOT_AT_TOP = {"transformers", "datasets", "gguf", "torch", "wandb", "tensorboardX", "matplotlib"}
+NOT_AT_TOP = {"transformers", "datasets", "gguf", "torch", "trackio", "wandb", "tensorboardX", "matplotlib"}
 
 
 def module_name(path: Path) -> str:

@@ -14,7 +14,7 @@ _NO_LOADER = "rows are tokenised once and kept in a file that batches are read f
 _PLANNER = "the planner keeps, offloads or recomputes what fits the device best"
 _NO_PREDICTIONS = "evaluation sums the loss; compute_metrics is given one row after the other"
 _ON_HUB = "only what push_to_hub takes at the end goes to the hub"
-_TRACKIO = "it belongs to trackio, which is not written to"
+_TRACKIO = "trackio is written to on this machine only; `trackio sync` brings a project to a Space"
 _MESH = "several GPUs: TrainConfig's mesh, see the page on several GPUs"
 
 LOAD: dict[str, Argument] = {
@@ -117,7 +117,6 @@ SFT: dict[str, Argument] = {
     "log_on_each_node": idle(_ONE_PROCESS, True),
     "disable_tqdm": idle("a bar is drawn on a terminal only", None, False),
     "run_name": idle("a run is named by its output_dir", None),
-    "project": idle(_TRACKIO + "; WANDB_PROJECT names that of Weights & Biases", "huggingface"),
     "trackio_space_id": idle(_TRACKIO, None),
     "trackio_bucket_id": idle(_TRACKIO, None),
     "trackio_static_space_id": idle(_TRACKIO, None),

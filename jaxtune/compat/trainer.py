@@ -57,6 +57,7 @@ class _SFTFields:
     warmup_ratio: float = 0.1
     logging_steps: int = 1
     report_to: str | Sequence[str] | None = "none"
+    project: str = "huggingface"
     seed: int = 3407
     bf16: bool | None = None
     fp16: bool | None = None
@@ -456,9 +457,13 @@ def _precision(args: SFTConfig, module: Decoder) -> Any:
 def _metrics(args: SFTConfig) -> MetricsConfig:
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
-        choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb"), ""))
-    project = os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None
-    return MetricsConfig(tensorboard="tensorboard" in loggers, wandb_project=project, log_every=args.logging_steps)
+        choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))
+    return MetricsConfig(
+        tensorboard="tensorboard" in loggers,
+        wandb_project=os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None,
+        trackio_project=os.environ.get("TRACKIO_PROJECT", args.project) if "trackio" in loggers else None,
+        log_every=args.logging_steps,
+    )
 
 
 def train_on_responses_only(

@@ -158,7 +158,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, the same command goes
     on from what is saved)."""
     console = console or terminal.console(soft_wrap=True)
-    require_packages(config.metrics.tensorboard, config.metrics.wandb_project)
+    require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
         return 0

@@ -292,6 +292,7 @@ class MetricsConfig:
 
     tensorboard: Annotated[bool, "Write TensorBoard files (pip install 'jaxtune[tensorboard]')."] = False
     wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install 'jaxtune[wandb]')."] = None
+    trackio_project: Annotated[str | None, "Log to this trackio project (pip install 'jaxtune[trackio]')."] = None
     log_every: Annotated[int, "Steps between two lines of metrics."] = 1
 
     def __post_init__(self) -> None:

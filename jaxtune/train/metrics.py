@@ -13,6 +13,8 @@ import json
 import logging
 import math
 import os
+import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +32,7 @@ JSONL = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Appends to `folder`/metrics.jsonl, and to TensorBoard and Weights & Biases where asked.
+    """Appends to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio where asked.
 
     The file is the source of truth: one JSON object a line, written through at each call. NaN and infinities are the
     strings "nan", "inf" and "-inf", so that every line is JSON. A logger that fails while training runs (network,
@@ -38,8 +40,8 @@ class MetricsLogger:
 
     Args:
       tensorboard: event files in `folder`/tensorboard.
-      wandb_project: project name. A resumed run continues its own W&B run.
-      config: JSON-able mapping shown by W&B.
+      wandb_project, trackio_project: project names. A resumed run continues its own run there.
+      config: JSON-able mapping shown by both.
       resumed_step: the step a resumed run goes on from; lines of later steps, and a torn last line, are dropped. None
         for a new run.
 
@@ -51,10 +53,11 @@ class MetricsLogger:
         folder: str | os.PathLike,
         tensorboard: bool = False,
         wandb_project: str | None = None,
+        trackio_project: str | None = None,
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
     ):
-        require_packages(tensorboard, wandb_project)
+        require_packages(tensorboard, wandb_project, trackio_project)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / JSONL
@@ -67,6 +70,8 @@ class MetricsLogger:
             makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)
         if wandb_project is not None:
             makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
+        if trackio_project is not None:
+            makers["trackio"] = lambda: _TrackioSink(folder, trackio_project, config, resumed_step)
         self._sinks: dict[str, _Sink] = {}
         self._reported: set[str] = set()
         for name, make in makers.items():
@@ -158,12 +163,39 @@ class _WandbSink(_Sink):
         self._run.finish()
 
 
-def require_packages(tensorboard: bool, wandb_project: str | None) -> None:
+class _TrackioSink(_Sink):
+    """trackio keeps runs by name in a folder of its own (TRACKIO_DIR); a name is the output folder's and a random end,
+    so that two folders of one name are two runs."""
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+        import trackio
+
+        name_file = folder / "trackio_run_name"
+        known = resumed_step is not None and name_file.exists()
+        name = name_file.read_text().strip() if known else f"{folder.resolve().name}-{secrets.token_hex(3)}"
+        with contextlib.redirect_stdout(sys.stderr):  # where its own lines belong: stdout is for results
+            self._run = trackio.init(
+                project=project, name=name, config=dict(config or {}), resume="allow", embed=False,
+                auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+        atomic_write(name_file, name)
+
+    def log(self, line: dict[str, Any]) -> None:
+        self._run.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
     """Imports what the loggers that are asked for need. Raises ValueError, with the key and how to install it."""
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard", "tensorboard")
     if wandb_project is not None:
         _require_package("wandb", "metrics.wandb_project", "wandb")
+    if trackio_project is not None:
+        _require_package("trackio", "metrics.trackio_project", "trackio")
 
 
 def _require_package(package: str, key: str, extra: str) -> None:

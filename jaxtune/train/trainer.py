@@ -279,6 +279,7 @@ class Trainer:
                 self.output,
                 tensorboard=config.metrics.tensorboard,
                 wandb_project=config.metrics.wandb_project,
+                trackio_project=config.metrics.trackio_project,
                 config=config_to_dict(config),
                 resumed_step=resumed_step,
             )

@@ -107,6 +107,7 @@ def test_a_full_disk_does_not_stop_training_and_the_file_goes_on(tmp_path, caplo
             r"metrics\.tensorboard needs tensorboardX .*pip install 'jaxtune\[tensorboard\]'",
         ),
         ("wandb", {"wandb_project": "p"}, r"metrics\.wandb_project needs wandb .*pip install 'jaxtune\[wandb\]'"),
+        ("trackio", {"trackio_project": "p"}, r"trackio_project needs trackio .*pip install 'jaxtune\[trackio\]'"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, arguments, message):
@@ -165,20 +166,6 @@ def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
         log.log(7, {"loss": 2.5, "text": "x", "none": None, "grad_norm": math.inf})
     assert fake.opened == [(str(tmp_path / "tensorboard"), 7)]
     assert fake.scalars == [("loss", 2.5, 7), ("grad_norm", math.inf, 7), "closed"]
-
-
-def test_wandb_continues_its_run(tmp_path, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    with MetricsLogger(tmp_path, wandb_project="p", config={"lr": 1e-4}) as log:
-        log.log(1, {"loss": 2.5})
-    with MetricsLogger(tmp_path, wandb_project="p", resumed_step=1) as log:
-        log.log(2, {"loss": 2.0})
-    assert [(call["project"], call["id"], call["config"]) for call in fake.calls] == [
-        ("p", None, {"lr": 1e-4}),
-        ("p", "abc123", {}),
-    ]
-    assert fake.logged == [(1, {"loss": 2.5}), "finished", (2, {"loss": 2.0}), "finished"]
 
 
 def test_a_logger_that_goes_down_is_reported_once_and_training_goes_on(tmp_path, monkeypatch, caplog):
