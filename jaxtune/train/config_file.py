@@ -145,6 +145,8 @@ def _find_recipe(recipe: str) -> Path:
     path = Path(recipe)
     if path.is_file():
         return path
+    if (path / "config.yaml").is_file():
+        raise ConfigError(f"{recipe} is a run's folder: its recipe is {path / 'config.yaml'}")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise ConfigError(f"no recipe file {recipe}")
     near = difflib.get_close_matches(recipe, recipes, 1)

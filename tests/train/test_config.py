@@ -220,12 +220,14 @@ def test_a_config_built_in_python_is_checked_too():
         config.seed = 3  # type: ignore[misc]
 
 
-def test_recipes_are_found_by_name_and_refused_by_name():
+def test_recipes_are_found_by_name_and_refused_by_name(tmp_path):
     names = packaged_recipes()
     assert {"lora-8b", "full-1b", "lora-0.5b"} <= set(names)
     text = error_of("lora-8")
     assert "nearest: lora-8b" in text and all(name in text for name in names)
     assert error_of("no/such.yaml") == "no recipe file no/such.yaml"
+    (tmp_path / "config.yaml").touch()
+    assert error_of(str(tmp_path)) == f"{tmp_path} is a run's folder: its recipe is {tmp_path / 'config.yaml'}"
     assert "cannot read recipe" not in text
 
 
