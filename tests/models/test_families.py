@@ -21,8 +21,10 @@ from tiny import CONFIGS, golden_tokens
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.registry import FAMILIES, config_from_hf, family
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
-families = pytest.mark.parametrize("name", CONFIGS)
+# scope: the tests of a family follow one another, so that one worker loads and compiles it.
+families = pytest.mark.parametrize("name", CONFIGS, scope="module")
 
 
 def parameter_count(hf: dict) -> int:
@@ -71,7 +73,7 @@ def test_loss_and_gradients_equal_transformers(name, model_of):
 
 @families
 @pytest.mark.gpu
-def test_packed_equals_unpacked(name, model_of):
+def test_packed_equals_unpacked(name, model_of, compiled_in_full):
     """Three documents in a row, in three orders, with padding between and after them, against one row each.
 
     Both in one shape: one program of each layer.
