@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtune.models import partition
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import Block
-from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import copy_structure, freeze, linears
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
@@ -21,11 +21,13 @@ from jaxtune.pallas.formats import FP8, dense
 from jaxtune.pallas.formats.fp8 import TILE
 
 
-def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = None) -> Decoder:
+def random_model(
+    hf: Mapping[str, Any], key: jax.Array, load_in: str | None = None, mesh: jax.sharding.Mesh | None = None
+) -> Decoder:
     """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained.
 
-    One layer at a time is made and, where asked, encoded: its 16-bit weights are gone before the next one's exist. So
-    a model fits whose 16-bit weights do not.
+    One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
+    the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone.
 
     The initial weights are smaller than the config's where the model is wide: else the logits' variance alone puts the
     first loss more than 1 over ln V, and a record of it would be refused.
@@ -37,12 +39,19 @@ def random_model(hf: Mapping[str, Any], key: jax.Array, load_in: str | None = No
     model.layers = nnx.List([])
     if load_in:
         model = freeze(model)
+
+    def placed(module):
+        """The graph and the state of a module, on the mesh."""
+        graph, state = nnx.split(module)
+        return graph, state if mesh is None else jax.device_put(state, partition.shardings(state, mesh))
+
+    model = nnx.merge(*placed(model))
     layers = []
     for spec, layer_key in zip(config.layers, keys, strict=True):
         model.config = dataclasses.replace(config, layers=(spec,))
         model.layers = nnx.List([Block(config, spec, layer_key, "bfloat16")])
         encoded = quantize(model, load_in) if load_in else model
-        layers.append(jax.block_until_ready(nnx.split(encoded.layers[0])))  # else the host runs ahead: layers pile up
+        layers.append(jax.block_until_ready(placed(encoded.layers[0])))  # else the host runs ahead: layers pile up
         model.layers = nnx.List([])
     model.config = config
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
@@ -54,5 +63,5 @@ def in_blocks(model: Decoder) -> Decoder:
     """The model with its linears in FP8 with scales of 128 x 128, as official checkpoints are published."""
     model = copy_structure(model)
     for _, linear in linears(model):
-        linear.weight = Frozen(FP8.encode(dense(linear.stored_weight, model.dtype), TILE))
+        linear.weight = linear.weight.replace(FP8.encode(dense(linear.stored_weight, model.dtype), TILE))
     return model

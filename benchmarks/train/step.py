@@ -2,8 +2,7 @@
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed]
                                     [--load-in nf4|fp8] [--compute fp8] [--plan keep|recompute|...|auto]
-                                    [--budget-gb 24]
-                                    [--micro-batches 1] [--output FILE.json]
+                                    [--budget-gb 24] [--micro-batches 1] [--data 1] [--fsdp 1] [--output FILE.json]
 
 The programs are the Trainer's own. Each record holds tokens/s (all slots), model FLOP utilisation, peak memory of the
 process, compile seconds (cold, in a process of its own that fills the compilation cache; cached, in the measured
@@ -40,6 +39,7 @@ from benchmarks.random_model import in_blocks, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.shapes import SHAPES
 from benchmarks.transfers import transfers
+from jaxtune.models import partition
 from jaxtune.models.quant import LOAD_IN, compute_in_fp8
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
@@ -89,7 +89,7 @@ def train_config(options) -> TrainConfig:
         steps=options.steps + 3,
         rows_per_step=options.rows,
         micro_batches=options.micro_batches,
-        mesh=MeshConfig(data=options.devices),
+        mesh=MeshConfig(data=options.data, fsdp=options.fsdp),
         optim=OptimConfig(name=options.optim, offload=options.optim_offload),
         memory=MemoryConfig(plan=None if options.plan == "auto" else options.plan, budget_gb=options.budget_gb),
         output=tempfile.mkdtemp(),
@@ -114,7 +114,8 @@ def driver_memory_gb() -> float | None:
 
 def build(options) -> tuple[Trainer, int]:
     """The trainer of a random model, and the bytes of the model's weights."""
-    model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in)
+    mesh = None if options.fsdp == 1 else partition.make_mesh(options.data, options.fsdp)
+    model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in, mesh)
     if options.scales == "blocks":
         model = in_blocks(model)
     if options.compute == "fp8":
@@ -194,6 +195,7 @@ def measure(options) -> dict:
     slots = options.rows * options.length
     names, planner = trainer.names, trainer.planner
     by_step_2 = np.maximum(norms[0], norms[1])
+    peaks = [memory_peak_bytes(device) / 1e9 for device in range(trainer.mesh.size)]
     return {
         "benchmark": "train/step",
         **environment(),
@@ -205,7 +207,8 @@ def measure(options) -> dict:
         "model_gb": model_bytes / 1e9,
         "adapter_rank": options.rank,
         "rows": options.rows,
-        "mesh_devices": trainer.mesh.size,
+        "mesh_data": trainer.mesh.shape["data"],
+        "mesh_fsdp": trainer.mesh.shape["fsdp"],
         "length": options.length,
         "documents": options.documents,
         "max_documents": trainer.program.max_documents,
@@ -228,8 +231,10 @@ def measure(options) -> dict:
         "step_seconds": step_seconds,
         "step_seconds_all": [round(b - a, 5) for a, b in itertools.pairwise(arrivals)],
         "tokens_per_second": slots / step_seconds,
+        "tokens_per_second_per_gpu": slots / step_seconds / trainer.mesh.size,
         "mfu": None if peak_flops is None else flops / step_seconds / (peak_flops * trainer.mesh.size),
-        "peak_memory_gb": memory_peak_bytes() / 1e9,
+        "peak_memory_gb": max(peaks),
+        "peak_memory_gb_of_each": peaks,
         "driver_memory_gb": driver_memory_gb(),
         "compile_seconds_cold": programs.seconds if cold else None,
         "compile_seconds_cached": None if cold else programs.seconds,
@@ -247,7 +252,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--devices", type=int, default=1, help="that a step's rows are divided over")
+    parser.add_argument("--data", type=int, default=1, help="mesh.data; rows are those of a step, over all devices")
+    parser.add_argument("--fsdp", type=int, default=1, help="mesh.fsdp")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--documents", default="full", choices=["full", "packed"])
     parser.add_argument(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import partition
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.layers.block import Block
@@ -27,7 +28,8 @@ class Embedding(nnx.Module):
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         shape = (config.vocab_size, config.hidden_size)
         self.weight: nnx.Variable = nnx.Param(
-            (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
+            (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype),
+            axes=("vocab", "hidden"),
         )
 
 
@@ -89,7 +91,7 @@ class Decoder(nnx.Module):
         """int32[B, T] -> [B, T, hidden] in the compute dtype."""
         with jax.named_scope("embed"):
             # Out-of-range ids are refused where data is prepared; here XLA would clamp them in silence.
-            x = _rows(self.embedding.weight[...], tokens).astype(self.dtype)
+            x = _rows(partition.whole(self.embedding.weight), tokens).astype(self.dtype)
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
@@ -148,7 +150,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., hidden] -> float32[..., vocab], soft-capped where the family does that."""
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        head = self.head_variable[...].astype(hidden.dtype)
+        head, hidden = partition.whole_beside(self.head_variable, hidden)
+        head = head.astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtune.models import partition
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Context
@@ -81,9 +82,10 @@ def generate(
       for each prompt its new tokens, up to and with the one that ended it; with output_logprobs (those, logarithms).
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions; a
-        setting out of its range; stop_strings without a tokenizer.
+        setting out of its range; stop_strings without a tokenizer; weights that are divided over devices.
     """
     config = model.config
+    partition.require_undivided(model, "generate")
     rows = _checked(prompts, max_new_tokens, config.vocab_size, config.max_position_embeddings)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
@@ -284,7 +286,7 @@ def _prefill(
         states = []
         for layer, spec in zip(model.layers, model.config.layers, strict=True):
             layer_graph, *state = nnx.split(layer, nnx.Param, ...)
-            x, kept, _ = layer_forward(layer_graph, spec, layer.mixer.state_reads, *state, x, layout, None)
+            x, kept, *_ = layer_forward(layer_graph, spec, layer.mixer.state_reads, *state, x, layout, None)
             states.append(layer.mixer.first_state(kept, lengths, new_bucket))
         seen = None
         if kind.penalises:

@@ -10,7 +10,7 @@ import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import carried, expert_files, fp8_files, quant, shards
+from jaxtune.models import carried, expert_files, fp8_files, partition, quant, shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
@@ -121,8 +121,12 @@ def _stream(
     encoded: Mapping[str, str] = types.MappingProxyType({}),
     opened: frozenset[str] = frozenset(),
     cancelled: threading.Event | None = None,
+    where: Callable[[str, Any], Any] = lambda name, tensor: None,
 ) -> tuple[dict[str, jax.Array | Stored], str]:
-    """({name: array on the default device in dtype}, fingerprint). Reads and transfers run in a few threads.
+    """({name: array in dtype}, fingerprint). Reads and transfers run in a few threads.
+
+    where: (name, tensor) -> how its arrays are to lie; None: on the default device. Of a divided tensor each device is
+    sent its own part, but what is encoded here is so on the default device first, one tensor at a time.
 
     Tensors named in `encoded` are turned into that format on the device, one at a time; packed ones stay as they are,
     but for those named in `opened`.
@@ -141,7 +145,7 @@ def _stream(
                 packed, digest = fp8_files.read_fp8(entry, dtype)
             else:
                 packed, digest = expert_files.read_packed_experts(entry)
-            packed = jax.device_put(packed)
+            packed = jax.device_put(packed, where(name, packed))
             return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
         if isinstance(entry, expert_files.MXFP4Entry):
             host, digest = expert_files.read_mxfp4(entry, dtype)
@@ -151,8 +155,10 @@ def _stream(
             digest = shards.tensor_digest(name, host)
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
-            array = jax.device_put(host).astype(dtype)
-            return jax.block_until_ready(quant.encode(array, encoded[name]) if name in encoded else array), digest
+            if name not in encoded:
+                return jax.block_until_ready(jax.device_put(host, where(name, host)).astype(dtype)), digest
+            stored = quant.encode(jax.device_put(host).astype(dtype), encoded[name])
+            return jax.block_until_ready(jax.device_put(stored, where(name, stored))), digest
 
     arrays, digests, finite = {}, {}, {}
     waiting: deque = deque()
@@ -256,9 +262,19 @@ class Pretrained:
         # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
         self._encoded = dict.fromkeys(quantizable, load_in) if load_in and not packed else {}
 
-    def load(self, cancelled: threading.Event | None = None) -> Decoder:
-        """The model. Once `cancelled` is set, a load in another thread ends early, with a CancelledError."""
-        arrays, fingerprint = _stream(self._entries, self._dtype, self._encoded, self._opened, cancelled)
+    def load(self, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
+        """The model, on the default device, or as `partition.shardings` has it lie on a mesh: neither the host nor a
+        device ever has the whole of one that is divided. Once `cancelled` is set, a load in another thread ends early,
+        with a CancelledError."""
+
+        def where(name: str, tensor):
+            if mesh is None:
+                return None
+            _, variable = self._variables[name]
+            opened = not isinstance(tensor, Stored) or name not in self._opened
+            return partition.shardings(variable.replace(tensor), mesh).get_value() if opened else None
+
+        arrays, fingerprint = _stream(self._entries, self._dtype, self._encoded, self._opened, cancelled, where)
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:

@@ -22,6 +22,16 @@ class Frozen(nnx.Variable):
     """A tensor that never receives a gradient: an array or a quantised pytree."""
 
 
+def frozen(variable: nnx.Variable) -> Frozen:
+    """The same tensor, as one that does not train; what is declared of it stays."""
+    return Frozen(variable.get_value(), **variable.get_metadata())
+
+
+def trained(variable: nnx.Variable, value: jax.Array) -> nnx.Param:
+    """A tensor that trains in place of a variable's; what is declared of it stays."""
+    return nnx.Param(value, **variable.get_metadata())
+
+
 class Lora(nnx.Module):
     """Adapter of one linear: a [r, in], b [out, r] (zero at the start), float32; DoRA's magnitude [out].
 
@@ -102,7 +112,7 @@ class Linear(nnx.Module):
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight: nnx.Variable = nnx.Param(
-            (jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype)
+            (jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype), axes=("out", "in")
         )
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
         self.lora: Lora | None = nnx.data(None)  # a Lora, once the model has adapters

@@ -17,7 +17,7 @@ from jaxtune.models import values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.experts import ExpertLinear, ExpertLora
-from jaxtune.models.linear import Frozen, Linear, Lora, row_norm
+from jaxtune.models.linear import Frozen, Linear, Lora, frozen, row_norm, trained
 from jaxtune.pallas.formats import dense
 
 _SAVABLE = ("embed_tokens", "lm_head")
@@ -137,7 +137,7 @@ def freeze(model: Decoder) -> Decoder:
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
             if isinstance(value, nnx.Param):
-                setattr(module, name, Frozen(value.get_value()))
+                setattr(module, name, frozen(value))
     return model
 
 
@@ -225,7 +225,7 @@ def get_peft_model(
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
             holder.original = holder.weight
-            holder.weight = nnx.Param(holder.original.get_value().astype(jnp.float32))
+            holder.weight = trained(holder.original, holder.original.get_value().astype(jnp.float32))
     return model
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.layers.experts import ExpertLinear
-from jaxtune.models.linear import Frozen, Linear, merged_weight
+from jaxtune.models.linear import Frozen, Linear, merged_weight, trained
 from jaxtune.models.lora import copy_structure, matrices
 from jaxtune.models.quant import convert_qat, dequantize, qat_spec
 from jaxtune.pallas import dispatch
@@ -117,12 +117,12 @@ def merge_adapter(model: Decoder) -> Decoder:
                 weight, linear.lora.weights(weight), probe, dtype=weight.dtype, fake_quant=linear.fake_quant
             )
             linear.fake_quant = None
-        linear.weight = nnx.Param(stored)
+        linear.weight = trained(linear.weight, stored)
         linear.lora = nnx.data(None)
         outcomes[name] = (finite, error)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
-            module.weight = nnx.Param(module.weight.get_value().astype(dtype))
+            module.weight = trained(module.weight, module.weight.get_value().astype(dtype))
             if module.original is not None:
                 del module.original
             outcomes["lm_head" if isinstance(module, Linear) else "embed_tokens"] = (
@@ -145,7 +145,7 @@ def merge_adapter(model: Decoder) -> Decoder:
     for _, module in nnx.iter_modules(merged):
         for name, value in list(vars(module).items()):
             if isinstance(value, Frozen):
-                setattr(module, name, nnx.Param(value.get_value()))
+                setattr(module, name, trained(value, value.get_value()))
     merged.base_fingerprint = None  # it is another base now
     _check_logits(model, merged, changed)
     return merged

@@ -1,41 +1,70 @@
 """How a step is divided over the devices of a mesh.
 
 Training runs in one shard_map over the whole mesh (`divided`), so that a model and its kernels see plain local arrays,
-as on one device. The rows of a batch are divided over the mesh's axis `data`; weights are whole on every device, and
-what rows are summed to, gradients too, is each device's own until it is added up. What a model must know of the other
-devices, it asks here: `part_of_rows` and `total`. Where nothing is divided, these are 0 and the values as they are.
+as on one device. The mesh has two axes. The rows of a batch are divided over both, `data` and `fsdp`. Tensors are whole
+on the devices along `data`; along `fsdp` each device has a part (a `Shard`) of those that declare a dividing axis, and
+what is computed with them gathers them first (`whole`; in the layers, the stack does it one layer ahead). Sums over
+rows, gradients too, are each device's own until they are added up: those of a Shard's tensor over `fsdp` at once, which
+leaves each device its part of them, the rest once a step. What a model must know of the other devices, it asks here:
+`part_of_rows` and `total`. Where nothing is divided, these are 0 and the values as they are.
+
+A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
+tensors (norms, biases, routers) and adapters declare none: a gather or a reduction of their own in each layer would
+cost more than the memory that it saves, and whole they are reduced once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+import jax.numpy as jnp
+from flax import nnx
+from jax.lax import optimization_barrier
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-DATA = "data"
-ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
-# Of sums that are not added up yet: an axis in front, of one place a device.
-UNSUMMED = PartitionSpec(DATA)
+from jaxtune.pallas.formats import Stored
+
+DATA, FSDP = "data", "fsdp"
+ROWS, WHOLE = PartitionSpec((DATA, FSDP)), PartitionSpec()
+# Logical axes of tensors that are divided over the mesh's axis `fsdp`; of a tensor, the first.
+_DIVIDED = ("out", "experts", "vocab")
 
 
-def device_count(data: int) -> int:
-    """How many devices `mesh.data` asks for; -1: all there are."""
-    return jax.device_count() if data == -1 else data
+# ---- the mesh
 
 
-def make_mesh(data: int) -> Mesh:
-    """A mesh of `data` devices, or of all (-1), over the axis "data".
+def mesh_shape(data: int, fsdp: int, devices: int | None = None) -> tuple[int, int]:
+    """(data, fsdp) of the mesh that `mesh.data` and `mesh.fsdp` ask for; -1, of at most one: what the other leaves of
+    the devices there are."""
+    if data != -1 and fsdp != -1:
+        return data, fsdp
+    devices = jax.device_count() if devices is None else devices
+    key, other = ("fsdp", data) if fsdp == -1 else ("data", fsdp)
+    if devices % other:
+        raise ValueError(
+            f"mesh.{key} = -1: {devices} devices are not a multiple of mesh.{'data' if key == 'fsdp' else 'fsdp'} = "
+            f"{other}; set mesh.{key} to the number of devices that are to be used, divided by {other}"
+        )
+    return (devices // fsdp, fsdp) if data == -1 else (data, devices // data)
+
+
+def make_mesh(data: int, fsdp: int = 1) -> Mesh:
+    """A mesh of data x fsdp devices; -1, of at most one of them, takes what is left.
 
     Raises:
-      ValueError: there are fewer devices.
+      ValueError: there are fewer devices, or -1 leaves no whole number.
     """
     devices = jax.devices()
-    count = device_count(data)
-    if count > len(devices):
-        raise ValueError(f"mesh.data = {data}: there are {len(devices)} {devices[0].platform} devices")
-    return jax.make_mesh((count,), (DATA,), axis_types=(AxisType.Auto,), devices=devices[:count])
+    data, fsdp = mesh_shape(data, fsdp)
+    if data * fsdp > len(devices):
+        asked = f"mesh.data = {data}" + (f" and mesh.fsdp = {fsdp}" if fsdp > 1 else "")
+        raise ValueError(f"{asked}: there are {len(devices)} {devices[0].platform} devices")
+    kinds = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((data, fsdp), (DATA, FSDP), axis_types=kinds, devices=devices[: data * fsdp])
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
@@ -49,28 +78,251 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _divides_rows() -> bool:
-    """Whether this is traced inside `divided`, by a mesh that divides rows."""
-    return DATA in jax.sharding.get_abstract_mesh().manual_axes
+# ---- rows
+
+
+def _row_axes() -> tuple[str, ...]:
+    """Axes that divide rows where this is traced: those of several devices inside `divided`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in (DATA, FSDP) if axis in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
 def part_of_rows() -> jax.Array | int:
     """Which of the equal parts of a batch's rows this device has: int32[]."""
-    return jax.lax.axis_index(DATA) if _divides_rows() else 0
+    axes = _row_axes()
+    return jax.lax.axis_index(axes) if axes else 0
 
 
 def total(sums: Any) -> Any:
-    """Arrays that are sums over this device's rows, summed over all rows.
+    """Arrays that are sums over this device's rows, summed over all rows; Shards are so over `fsdp` already.
 
     For what is no sum over rows itself, such as a product of two. The gradient of the total is that of this device's
     share of it: as every device computes the same from the total, its gradients add up to the whole once.
     """
-    return _total(sums) if _divides_rows() else sums
+    return _total(sums) if _row_axes() else sums
 
 
 @jax.custom_vjp
 def _total(sums):
-    return jax.lax.psum(sums, DATA)
+    axes = _row_axes()
+
+    def one(leaf):
+        over = tuple(axis for axis in axes if axis != FSDP) if isinstance(leaf, Shard) else axes
+        return jax.lax.psum(leaf, over) if over else leaf
+
+    return jax.tree.map(one, sums, is_leaf=_is_shard)
 
 
 _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients,))
+
+
+# ---- tensors
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """An array of which each of `count` devices has an equal part along `axis`."""
+
+    array: jax.Array
+    axis: int = dataclasses.field(metadata=dict(static=True))
+    count: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array, as seen by a device that holds a part."""
+        return tuple(size * self.count if axis == self.axis else size for axis, size in enumerate(self.array.shape))
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+
+def _is_shard(leaf: Any) -> bool:
+    return isinstance(leaf, Shard)
+
+
+def divide(tree: Any, mesh: Mesh | None) -> Any:
+    """A tree of variables whose arrays are Shards where a device of the mesh has a part of them.
+
+    Tensors of few bits are divided at whole blocks, scales beside their codes. What cannot be divided evenly is whole.
+    """
+    return _divided(tree, 1 if mesh is None else mesh.shape.get(FSDP, 1))
+
+
+def held_bytes(tree: Any, fsdp: int) -> float:
+    """Bytes that each of `fsdp` devices holds of a tree of variables, whose arrays may be abstract."""
+
+    def one(leaf):
+        size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
+        return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
+
+    return sum(map(one, jax.tree.leaves(_divided(tree, fsdp), is_leaf=_is_shard)))
+
+
+def _divided(tree: Any, count: int) -> Any:
+    if count == 1:
+        return tree
+
+    def one(variable):
+        if not isinstance(variable, nnx.Variable):
+            return variable
+        axes = _axes(variable, count)
+        if axes is None:
+            return variable
+        leaves, structure = jax.tree.flatten(variable.get_value())
+        parts = [leaf if axis is None else Shard(leaf, axis, count) for leaf, axis in zip(leaves, axes, strict=True)]
+        return variable.replace(jax.tree.unflatten(structure, parts))
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
+    """Of each array of a variable's value, the axis that is divided into so many parts; None where nothing is."""
+    names = variable.get_metadata().get("axes", ())
+    axis = next((index for index, name in enumerate(names) if name in _DIVIDED), None)
+    if axis is None:
+        return None
+    value = variable.get_value()
+    if isinstance(value, Stored):
+        return value.divided(axis, count)
+    return (axis,) if value.shape[axis] % count == 0 else None
+
+
+def divide_like(divided_tree: Any, tree: Any) -> Any:
+    """A tree of arrays that belong to those of `divided_tree`, as Shards where these are."""
+
+    def one(leaf, array):
+        return Shard(array, leaf.axis, leaf.count) if isinstance(leaf, Shard) else array
+
+    return jax.tree.map(one, divided_tree, tree, is_leaf=_is_shard)
+
+
+def undivided(tree: Any) -> Any:
+    """The tree with arrays in place of Shards; of the parts that they are, not of whole arrays."""
+    return jax.tree.map(lambda leaf: leaf.array if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
+
+
+def specs(tree: Any) -> Any:
+    """How the arrays of a tree from `divide` lie."""
+    return _specs(tree, (), ())
+
+
+def unsummed_specs(tree: Any) -> Any:
+    """How sums that are not added up yet lie: an axis more in front, of one place for each device that has its own."""
+    return _specs(tree, ((DATA, FSDP),), (DATA,))
+
+
+def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
+    def one(leaf):
+        if not isinstance(leaf, Shard):
+            return PartitionSpec(*front)
+        return Shard(PartitionSpec(*front_of_shards, *([None] * leaf.axis), FSDP), leaf.axis, leaf.count)  # type: ignore[arg-type]
+
+    return jax.tree.map(one, tree, is_leaf=_is_shard)
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """How the arrays of a tree of variables lie on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
+
+
+def require_undivided(module: nnx.Module, what: str) -> None:
+    """Raises ValueError for a module of which a device holds a part only."""
+    for leaf in jax.tree.leaves(nnx.state(module)):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
+            raise ValueError(
+                f"{what}: the model's weights are divided over {len(leaf.devices())} devices, as a run with mesh.fsdp "
+                "leaves them: save the model and load it (from_pretrained), or train with mesh.fsdp=1"
+            )
+
+
+def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
+    """How an optimizer's states lie, beside the tensors that they belong to: along the same axis where they have the
+    tensor's shape, else (blocks of eight bits, factors) along their first one. The update is the same however they lie.
+    """
+    structure = jax.tree.structure(trainable)
+    tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
+    everywhere = NamedSharding(mesh, WHOLE)
+
+    def beside(tensor, leaf):
+        if not isinstance(tensor, Shard):
+            return everywhere
+        axis = tensor.axis if leaf.shape == tensor.array.shape else 0
+        if leaf.ndim == 0 or leaf.size == 0 or leaf.shape[axis] % tensor.count:
+            return everywhere
+        return NamedSharding(mesh, PartitionSpec(*([None] * axis), FSDP))
+
+    def is_like(tree):
+        return jax.tree.structure(tree) == structure
+
+    def one(tree):
+        if not is_like(tree):
+            return everywhere
+        return jax.tree.unflatten(structure, list(map(beside, tensors, jax.tree.leaves(tree))))
+
+    return jax.tree.map(one, opt_state, is_leaf=is_like)
+
+
+def whole(variable: nnx.Variable) -> jax.Array:
+    """The array of a variable, gathered if it is a Shard; differentiable: this device gets its part of the gradient,
+    summed over `fsdp`."""
+    value = variable.get_value()
+    return _gathered(value) if isinstance(value, Shard) else variable[...]
+
+
+def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(`whole`, x), of a variable that is not needed before x is there: it is gathered after x, and its gradient
+    is scattered before x's goes on. XLA would hold both, whole, as long as it can make one collective of several."""
+    value = variable.get_value()
+    if not isinstance(value, Shard):
+        return variable[...], x
+    if isinstance(variable, nnx.Param):
+        return _gathered_beside(value, x)
+    value, _ = optimization_barrier((value, jax.lax.stop_gradient(x)))
+    return gather(value), x
+
+
+@jax.custom_vjp
+def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shard, x = optimization_barrier((shard, x))
+    return gather(shard), x
+
+
+_gathered_beside.defvjp(
+    lambda shard, x: (_gathered_beside(shard, x), shard),
+    lambda shard, gradients: optimization_barrier((scatter(shard, gradients[0]), gradients[1])),
+)
+
+
+@jax.custom_vjp
+def _gathered(shard: Shard) -> jax.Array:
+    return gather(shard)
+
+
+_gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (scatter(shard, gradient),))
+
+
+def gather(shard: Shard) -> jax.Array:
+    """The whole array."""
+    return jax.lax.all_gather(shard.array, FSDP, axis=shard.axis, tiled=True)
+
+
+def scatter(shard: Shard, gradient: jax.Array) -> Shard:
+    """This device's part of what is the sum, over `fsdp`, of gradients of a Shard's whole array; added in float32."""
+    wide = jax.lax.psum_scatter(gradient.astype(jnp.float32), FSDP, scatter_dimension=shard.axis, tiled=True)
+    return Shard(wide.astype(gradient.dtype), shard.axis, shard.count)
+
+
+def shards(tree: Any) -> list[Shard]:
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
+
+
+def with_whole(tree: Any, arrays: Sequence[jax.Array]) -> Any:
+    """The tree with the whole arrays of its Shards, which are in the order of `shards`."""
+    coming = iter(arrays)
+    return jax.tree.map(lambda leaf: next(coming) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)

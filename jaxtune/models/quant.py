@@ -22,7 +22,6 @@ from flax import nnx
 from jaxtune.models import fp8_files, shards
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
-from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
 from jaxtune.pallas.formats import FP4, FP8, NF4, FourBit, Stored, dense
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
@@ -67,7 +66,7 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
     for name, linear in modules.items():
         weight = linear.stored_weight
         if not isinstance(weight, Stored) and not any(name_matches(name, skipped) for skipped in skip_modules):
-            linear.weight = Frozen(encode(weight, load_in))
+            linear.weight = linear.weight.replace(encode(weight, load_in))
     return model
 
 
@@ -77,7 +76,7 @@ def dequantize(model: Decoder) -> Decoder:
     for _, linear in matrices(model):
         weight = linear.stored_weight
         if isinstance(weight, Stored):
-            linear.weight = Frozen(dense(weight, model.dtype))
+            linear.weight = linear.weight.replace(dense(weight, model.dtype))
     return model
 
 
@@ -162,7 +161,7 @@ def convert_qat(model: Decoder) -> Decoder:
         if linear.lora is not None:
             raise ValueError(f"convert_qat: {name} has an adapter: merge_adapter converts such a model")
         weight = dense(linear.stored_weight, model.dtype)
-        linear.weight = type(linear.weight)(_rounded(weight, linear.fake_quant))
+        linear.weight = linear.weight.replace(_rounded(weight, linear.fake_quant))
         linear.fake_quant = None
     model.qat = spec
     return model

@@ -25,10 +25,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models.collectives import CollectiveSchedule
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, multiplications
 from jaxtune.models.layers.tiles import tiled_residuals
+from jaxtune.models.partition import Shard, gather, scatter, shards, with_whole
 from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of, unknown_residual
 from jaxtune.models.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.pallas.attention import PackedLayout
@@ -77,12 +79,24 @@ def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Calla
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="tile")
 def layer_forward(
-    graph, spec: LayerSpec, wanted: tuple[str, ...], trainable, frozen, layer_input, layout, key, leaving=(), tile=None
+    graph,
+    spec: LayerSpec,
+    wanted: tuple[str, ...],
+    trainable,
+    frozen,
+    layer_input,
+    layout,
+    key,
+    leaving=(),
+    gathers=(),
+    tile=None,
 ):
-    """(layer_output, {name: value} for the wanted names, copies of `leaving` on the host) of one layer.
+    """(layer_output, {name: value} for the wanted names, copies of `leaving` on the host, `gathers` whole) of one
+    layer.
 
     Args:
       wanted: names of residuals, and of what leaves the layer beside its output.
+      gathers: Shards of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments run over at a time.
     """
     with jax.named_scope("layer"), copies_start_at_once():
@@ -90,20 +104,42 @@ def layer_forward(
         segments = block.segments(tile, aux=wanted)
         context_of = _contexts(block, spec, layout, key)
         values: dict[str, Any] = {LAYER_INPUT: layer_input}
-        copies = TransferSchedule(leaving, _work(segments, block, layer_input), jax.memory.Space.Host)
+        work = _work(segments, block, layer_input)
+        copies = TransferSchedule(leaving, work, jax.memory.Space.Host)
+        collectives = CollectiveSchedule(gathers, (), work)
         for stage, segment in enumerate(segments):
-            inputs = copies.start(stage, [values[name] for name in segment.reads])
-            outputs = copies.finish(stage, _run(segment, block, context_of(segment), inputs))
+            inputs = collectives.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
+            outputs = _run(segment, block, context_of(segment), inputs)
+            outputs = collectives.finish(stage, copies.finish(stage, outputs))
             values.update(zip(segment.outputs, outputs, strict=True))
-        return values[LAYER_OUTPUT], {name: values[name] for name in wanted if name in values}, copies.arrays
+        found = {name: values[name] for name in wanted if name in values}
+        return values[LAYER_OUTPUT], found, copies.arrays, collectives.gathered
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="tile")
 def layer_backward(
-    graph, spec: LayerSpec, trainable, frozen, saved, doutput, layout, key, coming=(), tile=None, daux=None
+    graph,
+    spec: LayerSpec,
+    trainable,
+    frozen,
+    saved,
+    doutput,
+    layout,
+    key,
+    coming=(),
+    gathers=(),
+    scatters=(),
+    tile=None,
+    daux=None,
 ):
-    """(gradient of the trainable tensors, gradient of layer_input, copies of `coming` on the device) of one layer, from
-    its saved residuals; daux: {name: gradient} of what left the layer beside its output."""
+    """(gradient of the trainable tensors, gradient of layer_input, copies of `coming` on the device, `gathers` whole,
+    this device's parts of `scatters`) of one layer, from its saved residuals.
+
+    Args:
+      gathers: Shards of weights that the layer below needs whole. scatters: (the Shard of a tensor of the layer above,
+        its gradient).
+      daux: {name: gradient} of what left the layer beside its output.
+    """
     values, daux = dict(saved), daux or {}
     block = nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(daux))
@@ -113,6 +149,13 @@ def layer_backward(
     back = [s for s in reversed(segments) if s.differentiable]
     work = [*_work(again, block, doutput), *_work(back, block, doutput, backward=True)]
     copies = TransferSchedule(coming, work, jax.memory.Space.Device, last_is_thin=True)
+    collectives = CollectiveSchedule(gathers, scatters, work)
+
+    def start(stage, values):
+        return collectives.start(stage, copies.start(stage, values))
+
+    def finish(stage, values):
+        return collectives.finish(stage, copies.finish(stage, values))
 
     def block_of(trainable):
         return nnx.merge(graph, trainable, frozen)
@@ -129,12 +172,12 @@ def layer_backward(
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
-                inputs = copies.start(stage, [values[name] for name in segment.reads])
+                inputs = start(stage, [values[name] for name in segment.reads])
                 if order.derivatives_at_once and segment.differentiable and segment.backward is None:
                     outputs, pullbacks[segment.name] = pullback_of(segment, inputs)
                 else:
                     outputs = _run(segment, block, context_of(segment), inputs)
-                outputs = copies.finish(stage, outputs)
+                outputs = finish(stage, outputs)
                 values = {**dict(zip(segment.outputs, outputs, strict=True)), **values}
         with jax.named_scope("backward"):
             gradients = {LAYER_OUTPUT: doutput, **daux}
@@ -147,7 +190,7 @@ def layer_backward(
                     held, doutputs, total = optimization_barrier((held, doutputs, total))
                 else:
                     held, doutputs = optimization_barrier((held, doutputs))
-                inputs = copies.start(stage, [held.get(name, values[name]) for name in segment.reads])
+                inputs = start(stage, [held.get(name, values[name]) for name in segment.reads])
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
                     with jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext():
@@ -164,13 +207,32 @@ def layer_backward(
                     for name, value in zip(segment.reads, dinputs, strict=True)
                     if value.dtype != jax.dtypes.float0
                 }
-                for name, value in copies.finish(stage, found).items():
+                for name, value in finish(stage, found).items():
                     gradients[name] = gradients[name] + value if name in gradients else value
-        return total, gradients[LAYER_INPUT], copies.arrays
+        return total, gradients[LAYER_INPUT], copies.arrays, collectives.gathered, collectives.scattered
 
 
 def _layer_key(keys, index):
     return None if keys is None else keys[index]
+
+
+def _shards_of(trainables, frozens, index: int) -> list[Shard]:
+    """The weights of a layer that have to be gathered; none of a layer that is not there."""
+    return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
+
+
+def _first_gathered(trainables, frozens) -> list[jax.Array]:
+    """What the first layer needs, which no layer runs before."""
+    return [gather(shard) for shard in _shards_of(trainables, frozens, 0)]
+
+
+def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
+    """Shards of trainable tensors, each with the gradient of its whole tensor."""
+    pairs = jax.tree.map(
+        lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
+        trainable, gradients, is_leaf=lambda leaf: isinstance(leaf, Shard),
+    )  # fmt: skip
+    return jax.tree.leaves(pairs, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
@@ -186,9 +248,11 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
     """(layer_output of the last layer, {name: sum over the layers} of what leaves them beside it); sums: see
     run_stack, a state a layer."""
     aux = []
+    gathered = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
-        arguments = (trainables[index], frozens[index], x, layout, _layer_key(keys, index))
-        x, found, _ = layer_forward(layer.graph, layer.spec, static.aux, *arguments, tile=layer.tile)
+        weights = with_whole((trainables[index], frozens[index]), gathered)
+        arguments = (*weights, x, layout, _layer_key(keys, index), (), _shards_of(trainables, frozens, index + 1))
+        x, found, _, gathered = layer_forward(layer.graph, layer.spec, static.aux, *arguments, tile=layer.tile)
         aux.append(found)
     return x, _total(aux)
 
@@ -197,54 +261,78 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
     kept, hosted, aux = [], [], []
     names, leaving = (), ()  # of the layer before: they go to the host while this layer computes
     last = len(static.layers) - 1
+    coming = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
         wanted = layer.kept + layer.offloaded + static.aux
-        arguments = (trainables[index], frozens[index], x, layout, _layer_key(keys, index), leaving)
-        x, residuals, copies = layer_forward(layer.graph, layer.spec, wanted, *arguments, tile=layer.tile)
+        gathered, gathers = coming, _shards_of(trainables, frozens, index + 1)
+        weights = with_whole((trainables[index], frozens[index]), gathered)
+        arguments = (*weights, x, layout, _layer_key(keys, index), leaving, gathers)
+        x, residuals, copies, coming = layer_forward(layer.graph, layer.spec, wanted, *arguments, tile=layer.tile)
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
         if index:
             hosted.append(dict(zip(names, copies, strict=True)))
         # The backward begins with the last layer: its residuals would come back at once.
         names = tuple(name for name in layer.offloaded if name in residuals) if index < last else ()
-        block = nnx.merge(layer.graph, trainables[index], frozens[index])
+        block = nnx.merge(layer.graph, *weights)
         leaving = cut([residuals[name] for name in names], _work(block.segments(), block, x))
         kept.append({name: value for name, value in residuals.items() if name not in names})
-    return (x, _total(aux)), (trainables, frozens, kept, [*hosted, {}], layout, keys, sums)
+    # The backward begins with the last layer: its weights stay.
+    return (x, _total(aux)), (trainables, frozens, gathered, kept, [*hosted, {}], layout, keys, sums)
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
     dx, daux = gradient  # of a sum over the layers: the same for each of them
-    trainables, frozens, kept, hosted, layout, keys, sums = residuals
-    gradients = [None] * len(kept)
-    arrived = ()
+    trainables, frozens, gathered, kept, hosted, layout, keys, sums = residuals
+    gradients: list[Any] = [None] * len(kept)
+    arrived, scatters = (), []
+
+    def settle(index, parts):
+        """The gradients of a layer, each device's parts of them in place, are added to their sums."""
+        places = iter(parts)
+        gradients[index] = jax.tree.map(
+            lambda shard, gradient: next(places) if isinstance(shard, Shard) else gradient,
+            trainables[index], gradients[index], is_leaf=lambda leaf: isinstance(leaf, Shard),
+        )  # fmt: skip
+        if sums is not None:
+            with jax.named_scope("accumulate"):
+                gradients[index] = jax.tree.map(jnp.add, sums[index], gradients[index])
+
     for index in range(len(kept) - 1, -1, -1):
         layer = static.layers[index]
         saved = {**kept[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
         # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them. So
         # it does with trained weights in the compute dtype: 26 MB a layer of adapters on a 30B model's experts.
-        saved, dx, trainable = optimization_barrier((saved, dx, trainables[index]))
+        whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
+        saved, dx, trainable = optimization_barrier((saved, dx, whole))
         coming = tuple(hosted[index - 1].values()) if index else ()
-        gradients[index], dx, arrived = layer_backward(
+        gradients[index], dx, arrived, gathered, parts = layer_backward(
             layer.graph,
             layer.spec,
-            trainable if static.short else trainables[index],
-            frozens[index],
+            trainable if static.short else whole,
+            frozen,
             saved,
             dx,
             layout,
             _layer_key(keys, index),
             coming,
+            _shards_of(trainables, frozens, index - 1),
+            scatters,
             tile=layer.tile,
             daux={name: daux[name] for name in static.aux if name in layer.aux},
         )
-        if sums is not None:
-            with jax.named_scope("accumulate"):
-                gradients[index] = jax.tree.map(jnp.add, sums[index], gradients[index])
+        if scatters:
+            settle(index + 1, parts)
+        scatters = _with_gradients(trainables[index], gradients[index])
+        if not scatters:
+            settle(index, ())
         if index and static.short:
             # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
             # and keeps their large operands. An 8B LoRA step of 16 layers took 21 GB for 13.
             gradients[index], dx = optimization_barrier((gradients[index], dx))
+            scatters = _with_gradients(trainables[index], gradients[index])
+    if scatters:
+        settle(0, [scatter(*pair) for pair in scatters])
     trained = tuple(gradients)
     # Gradients that were added to sums are their cotangent, in their dtype; none are left for the tensors.
     return (trained, None, dx, None, None, None) if sums is None else (None, None, dx, None, None, trained)

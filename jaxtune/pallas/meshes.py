@@ -66,12 +66,12 @@ def _as_first(first: Any, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def on_each_device[**Parameters, Result](
-    function: Callable[Parameters, Result], rows: int = 0, results: int | None = None
+    function: Callable[Parameters, Result], rows: int = 0, results: int | None = None, axis: str = "data"
 ) -> Callable[Parameters, Result]:
     """The function, run by each device on plain local arrays where XLA would divide it: it cannot divide a kernel.
 
     Without a mesh of several devices, and inside a shard_map over it, it is the function as it is. Otherwise rows are
-    divided over the mesh's axis `data`, if there is one, and devices along other axes repeat each other's work. Rows
+    divided over the mesh's axis `axis`, if there is one, and devices along other axes repeat each other's work. Rows
     that the axis does not divide evenly are whole on every device.
 
     Args:
@@ -84,14 +84,14 @@ def on_each_device[**Parameters, Result](
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         mesh = jax.sharding.get_abstract_mesh()
-        axes = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in mesh.manual_axes}
-        if not axes:
+        axes = {name for name in mesh.axis_names if name not in mesh.manual_axes}
+        if all(mesh.shape[name] == 1 for name in axes):
             return function(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
         in_rows = len(jax.tree.leaves(args[:rows]))
-        by_data = rows > 0 and "data" in axes and leaves[places[0]].shape[0] % mesh.shape["data"] == 0
-        divided, whole = PartitionSpec("data") if by_data else PartitionSpec(), PartitionSpec()
+        by_axis = rows > 0 and axis in axes and leaves[places[0]].shape[0] % mesh.shape[axis] == 0
+        divided, whole = PartitionSpec(axis) if by_axis else PartitionSpec(), PartitionSpec()
 
         def local(arrays):
             given = list(leaves)
@@ -102,7 +102,7 @@ def on_each_device[**Parameters, Result](
             if results is None:
                 return found, ()
             sums = found[results:]  # type: ignore[index]
-            return found[:results], jax.lax.psum(sums, "data") if by_data else sums  # type: ignore[index]
+            return found[:results], jax.lax.psum(sums, axis) if by_axis else sums  # type: ignore[index]
 
         by_rows, sums = jax.shard_map(
             local,

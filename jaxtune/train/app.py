@@ -20,6 +20,7 @@ import jax
 
 from jaxtune import terminal
 from jaxtune.files import atomic_write
+from jaxtune.models import partition
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained, model_from_config, save_pretrained
@@ -72,15 +73,16 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
         return
     assert wanted.path is not None
     pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
+    mesh = None if config.mesh.fsdp == 1 else partition.make_mesh(config.mesh.data, config.mesh.fsdp)
     if pretrained.packed or (config.adapter is not None and config.adapter.path is not None):
-        yield None, _tokenizer(config, pretrained.folder), _adapted(pretrained.load(), config)
+        yield None, _tokenizer(config, pretrained.folder), _adapted(pretrained.load(mesh=mesh), config)
         return
     cancelled = threading.Event()
     with ThreadPoolExecutor(1, "weights") as pool:
         try:
             # In this order; and none of it kept in a variable here, because the trainer lets go of what it copies.
             yield (
-                pool.submit(lambda: _adapted(pretrained.load(cancelled), config)),
+                pool.submit(lambda: _adapted(pretrained.load(cancelled, mesh), config)),
                 _tokenizer(config, pretrained.folder),
                 cost.abstract_model(pretrained.config, config),
             )

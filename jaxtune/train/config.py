@@ -225,12 +225,14 @@ class MeshConfig:
 
     __pydantic_config__ = _STRICT
 
-    data: Annotated[int, "Devices that share the rows of a step; -1: all there are."] = 1
+    data: Annotated[int, "Groups of devices that share the rows of a step; -1: what fsdp leaves of all there are."] = 1
+    fsdp: Annotated[int, "Devices of a group, which divide weights and optimizer states too; -1: what data leaves."] = 1
 
     def __post_init__(self) -> None:
-        require(
-            self.data > 0 or self.data == -1, "mesh.data", self.data, "must be greater than 0, or -1 for all devices"
-        )
+        for key in ("data", "fsdp"):
+            value = getattr(self, key)
+            require(value > 0 or value == -1, f"mesh.{key}", value, "must be greater than 0, or -1 for all devices")
+        require(self.data > 0 or self.fsdp > 0, "mesh.fsdp", -1, "mesh.data is -1 too: only one can take what is left")
 
 
 @dataclass(frozen=True)
@@ -371,7 +373,7 @@ class TrainConfig:
         """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
-            rows % devices == 0, "mesh.data", devices,
+            rows % devices == 0, "mesh.data" if self.mesh.fsdp == 1 else "mesh.data x mesh.fsdp", devices,
             f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
         )  # fmt: skip
 
@@ -396,8 +398,20 @@ class TrainConfig:
         )  # fmt: skip
         rows, parts = self.rows_per_step, self.micro_batches or 1
         require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
-        if self.mesh.data > 0:
-            self.require_rows_for(self.mesh.data)
+        if self.mesh.data > 0 and self.mesh.fsdp > 0:
+            self.require_rows_for(self.mesh.data * self.mesh.fsdp)
+        if self.mesh.fsdp != 1:
+            fsdp = self.mesh.fsdp
+            require(
+                not self.optim.offload, "optim.offload", True,
+                f"mesh.fsdp = {fsdp} divides the states over devices, which states in host memory are not yet; "
+                "unset one of them",
+            )  # fmt: skip
+            require(
+                not self.evaluation.exact_match_rows, "evaluation.exact_match_rows", self.evaluation.exact_match_rows,
+                f"generation does not run on weights that mesh.fsdp = {fsdp} divides; unset it, and generate from what "
+                "the run saves",
+            )  # fmt: skip
 
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(

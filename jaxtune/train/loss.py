@@ -134,9 +134,10 @@ class Forward:
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
         head = model.head_variable
         with jax.named_scope("loss"):
+            weight, hidden = partition.whole_beside(head, hidden)
             return function(
                 hidden,
-                head[...],
+                weight,
                 batch.targets,
                 batch.weights,
                 soft_cap=model.config.final_soft_cap,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxtune.models import partition
+from jaxtune.models import collectives, partition
 from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch, Batches
@@ -36,19 +36,21 @@ class Programs:
     before_qat: Programs | None = None
 
 
-def compiler_options(platform: str, deterministic: bool) -> dict[str, Any]:
+def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, Any]:
     """XLA options of the step.
 
     Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
     8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made, not only where a
     fusion ends, so that another plan of residuals gives the same bits; the programs have as many kernels either way.
     Under `deterministic` the vendor libraries' first algorithm is taken instead of the fastest timed one, so that
-    another process makes the same choice.
+    another process makes the same choice. divides: tensors are divided over devices.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
         return options
     options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}
+    if divides:
+        options |= collectives.compiler_options()
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
     return options
@@ -66,9 +68,8 @@ class Engine:
       program: the run's; what a plan decides of it is filled in here. before_qat: that of the steps before qat.start.
       batches: of the steps. evaluates: whether an evaluation is compiled with the steps.
 
-    Attributes: program, before_qat (both as the plan says), planner, mesh, batches; replicated, unsummed (how arrays
-    lie that every device has, and sums that are each device's own); micro_index (int32 numbers of a step's
-    micro-batches, on the mesh).
+    Attributes: program, before_qat (both as the plan says), planner, mesh, batches; replicated (how arrays lie that
+    every device has); micro_index (int32 numbers of a step's micro-batches, on the mesh).
     """
 
     def __init__(
@@ -91,7 +92,6 @@ class Engine:
         """Sets the devices of the programs that are compiled from here on."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
-        self.unsummed = NamedSharding(mesh, partition.UNSUMMED) if mesh.size > 1 else self.replicated
         self.program = dataclasses.replace(self.program, mesh=mesh)
         if self.before_qat is not None:
             self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
@@ -108,7 +108,8 @@ class Engine:
     @property
     def options(self) -> dict[str, Any]:
         """XLA's options for the programs."""
-        return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic)
+        divides = self.mesh.shape.get(partition.FSDP, 1) > 1
+        return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
 
     # ---- batches
 
@@ -136,7 +137,7 @@ class Engine:
 
     def zero_sums(self, state: TrainState) -> Sums:
         """Sums to begin a step with."""
-        return self.program.zero_sums(state.trainable, self.unsummed)
+        return self.program.zero_sums(state.trainable, self.replicated)
 
     # ---- compiling
 
@@ -146,7 +147,8 @@ class Engine:
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         started = time.perf_counter()
         state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
-        where, unsummed, options = self.replicated, self.unsummed, self.options
+        where, options = self.replicated, self.options
+        unsummed = self.program.sums_shardings(state.trainable, where)
 
         def of(program: StepProgram, update: Future, before: Programs | None) -> Programs:
             with jax.set_mesh(self.mesh):

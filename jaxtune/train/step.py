@@ -8,6 +8,7 @@ stack inside one program would keep transfers from overlapping. Nothing here wai
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -64,7 +65,7 @@ class Sums:
 
     On a mesh of several devices each array has an axis more, in front: every device adds up its own rows, and the
     devices are added up once, by the update, or in each place alike by a step's only micro-batch, whose gradients then
-    need no second place."""
+    need no second place. Gradients of divided tensors are added up over the mesh's axis `fsdp` by each micro-batch."""
 
     gradients: Any
     loss: jax.Array
@@ -93,7 +94,8 @@ class StepProgram:
         update is made twice: what it leads to has to be known before old states make room for new ones.
       by_tensor: tensors are updated one after the other. offload: the optimizer's large states lie on the host
         (optimizer_offload.py); needs both.
-      mesh: that divides the rows; None, or of one device: nothing is divided. Functions take and give whole arrays.
+      mesh: that divides rows and tensors (models/partition.py); None, or of one device: nothing is divided. Functions
+        take and give whole arrays, which lie as `shardings` and `sums_shardings` say.
     """
 
     graph: nnx.GraphDef
@@ -150,23 +152,51 @@ class StepProgram:
         )
 
     def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
-        """Where each array of a state, which may be abstract, lies."""
+        """Where each array of a state, which may be abstract, lies. device: where an array is whole."""
         where = jax.tree.map(lambda _: device, state)
+        if self.mesh is not None and self.devices > 1:
+            states = partition.states_shardings(state.opt_state, state.trainable, self.mesh)
+            where = dataclasses.replace(
+                where, trainable=partition.shardings(state.trainable, self.mesh), opt_state=states
+            )
         if not self.offload:
             return where
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
+    def sums_shardings(self, trainable, device: jax.sharding.Sharding) -> Sums:
+        """Where each array of the sums for these trainable tensors lies; device: where an array is whole."""
+        sums = jax.eval_shape(self.zero_sums, trainable)
+        if self.mesh is None or self.devices == 1:
+            return jax.tree.map(lambda _: device, sums)
+        unsummed = partition.undivided(partition.unsummed_specs(self._divided(sums, trainable)))
+        return jax.tree.map(functools.partial(jax.sharding.NamedSharding, self.mesh), unsummed)
+
+    def _divided(self, sums: Sums, trainable) -> Sums:
+        """Sums whose gradients are Shards, where tensors are divided."""
+        tensors = partition.divide(trainable, self.mesh)
+        return dataclasses.replace(sums, gradients=partition.divide_like(tensors, sums.gradients))
+
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
-        """Sums to begin with, for the trainable tensors of a TrainState. device: where they are to lie."""
-        adds_up = self.micro_batches > 1
-        in_front = () if self.devices == 1 else (self.devices,)
+        """Sums to begin with, for the trainable tensors of a TrainState. device: where an array would be whole; they
+        lie as they are to."""
+        places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
+        kept = jnp.float32 if self.micro_batches > 1 else None
 
-        def zeros(shape, dtype=jnp.float32):
-            return jnp.zeros((*in_front, *shape), dtype, device=device)
+        def zeros(shape=(), dtype=jnp.float32, devices=self.devices):
+            in_front = () if self.devices == 1 else (devices,)
+            return jnp.zeros((*in_front, *shape), dtype, device=next(places, None))
 
-        gradients = jax.tree.map(lambda a: zeros(a.shape, jnp.float32 if adds_up else a.dtype), trainable)
-        own = {name: zeros(()) for name in self.objective.sums}
-        return Sums(gradients, zeros(()), zeros(()), zeros((2,)) if self.router_losses else None, own)
+        def gradient(leaf):
+            if isinstance(leaf, partition.Shard):
+                array, devices = leaf.array, self.devices // leaf.count
+                return partition.Shard(zeros(array.shape, kept or array.dtype, devices), leaf.axis, leaf.count)
+            return zeros(leaf.shape, kept or leaf.dtype)
+
+        tensors = partition.divide(trainable, self.mesh)
+        gradients = jax.tree.map(gradient, tensors, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
+        loss, count, routers = zeros(), zeros(), zeros((2,)) if self.router_losses else None
+        own = {name: zeros() for name in sorted(self.objective.sums)}
+        return Sums(partition.undivided(gradients), loss, count, routers, own)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
@@ -178,9 +208,12 @@ class StepProgram:
             sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
             return jax.tree.map(lambda a: a[None], _of_all_devices(sums) if self.micro_batches == 1 else sums)
 
-        rows, whole, unsummed = partition.ROWS, partition.WHOLE, partition.UNSUMMED
-        run = partition.divided(local, self.mesh, (unsummed, whole, whole, rows, whole), unsummed)
-        return run(sums, state, frozen, batch, micro_batch)
+        sums = self._divided(sums, state.trainable)
+        state = dataclasses.replace(state, trainable=partition.divide(state.trainable, self.mesh))
+        frozen, unsummed = partition.divide(frozen, self.mesh), partition.unsummed_specs(sums)
+        specs = (unsummed, partition.specs(state), partition.specs(frozen), partition.ROWS, partition.WHOLE)
+        run = partition.divided(local, self.mesh, specs, unsummed)
+        return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         if self.full:
@@ -230,8 +263,8 @@ class StepProgram:
             )
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
-    def total(self, sums: Sums) -> Sums:
-        """The sums of all devices, without the axis in front; for jit, under the mesh."""
+    def total(self, sums: Sums, trainable) -> Sums:
+        """The sums of all devices, without the axis in front; for jit, under the mesh. trainable: a TrainState's."""
         if self.devices == 1:
             return sums
 
@@ -239,7 +272,9 @@ class StepProgram:
             sums = jax.tree.map(lambda a: a[0], sums)
             return sums if self.micro_batches == 1 else _of_all_devices(sums)
 
-        return partition.divided(local, self.mesh, (partition.UNSUMMED,), partition.WHOLE)(sums)
+        sums = self._divided(sums, trainable)
+        specs = partition.unsummed_specs(sums), partition.specs(sums)
+        return partition.undivided(partition.divided(local, self.mesh, specs[:1], specs[1])(sums))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.
@@ -251,7 +286,7 @@ class StepProgram:
           float32[n], one a trainable tensor.
         """
         with jax.named_scope("optimizer"):
-            given, sums = sums, self.total(sums)
+            given, sums = sums, self.total(sums, state.trainable)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
 
@@ -356,14 +391,15 @@ class StepProgram:
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
 
-        whole = partition.WHOLE
-        run = partition.divided(local, self.mesh, (whole, whole, partition.ROWS), whole)
-        return run(state.trainable, frozen, batch)
+        tensors = partition.divide((state.trainable, frozen), self.mesh)
+        run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.WHOLE)
+        return run(*tensors, batch)
 
 
 def _of_all_devices(sums: Sums) -> Sums:
     """Added up in float32, whatever the gradients are kept in."""
-    return jax.tree.map(lambda a: partition.total(a.astype(jnp.float32)).astype(a.dtype), sums)
+    wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
 
 
 # Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.

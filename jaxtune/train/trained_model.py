@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, has_adapter
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
@@ -62,13 +63,19 @@ class TrainedModel:
         step donates them. Waits for weights that are on their way."""
         self.take_weights()
         program, where = engine.program, engine.replicated
-        state = program.init(self.trainable, self._config.seed, where)
-        state = jax.device_put(state, program.shardings(state, where))
+        if engine.mesh.size == 1 or program.offload:
+            state = program.init(self.trainable, self._config.seed, where)
+            state = jax.device_put(state, program.shardings(state, where))
+        else:  # no device ever has the whole of what is divided
+            shapes, _, _ = self.first_shapes(engine)
+            trainable = jax.device_put(self.trainable, partition.shardings(self.trainable, engine.mesh))
+            init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
+            state = init(trainable, self._config.seed)
         return state, engine.zero_sums(state), self.placed_frozen(engine)
 
     def placed_frozen(self, engine: Engine) -> Any:
         """What does not train, on the mesh."""
-        return jax.device_put(self.frozen, engine.replicated)
+        return jax.device_put(self.frozen, partition.shardings(self.frozen, engine.mesh))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """What first_state gives, as shapes."""
@@ -80,8 +87,8 @@ class TrainedModel:
             return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
 
         state = placed(state, program.shardings(state, where))
-        sums = placed(sums, jax.tree.map(lambda _: engine.unsummed, sums))
-        return state, sums, placed(self.frozen, jax.tree.map(lambda _: where, self.frozen))
+        sums = placed(sums, program.sums_shardings(state.trainable, where))
+        return state, sums, placed(self.frozen, partition.shardings(self.frozen, engine.mesh))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """first_state, or that of a resumed run."""

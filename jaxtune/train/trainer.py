@@ -180,7 +180,7 @@ class Trainer:
             before_qat = dataclasses.replace(program, graph=self.model.plain_graph)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        mesh = partition.make_mesh(config.mesh.data)
+        mesh = partition.make_mesh(config.mesh.data, config.mesh.fsdp)
         config.require_rows_for(mesh.size)
         own_states = None if "optimizer" not in self.own else optimizer
         planner = Planner(
@@ -327,7 +327,7 @@ class Trainer:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
             if config.evaluation.at_end and self.eval_data is not None and not self._evaluated(start):
-                frozen = jax.device_put(self.model.frozen, self.engine.replicated)
+                frozen = self.model.placed_frozen(self.engine)
                 run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
             return resumed, start
         with stop.at_once():
@@ -412,7 +412,7 @@ class Trainer:
         self._held_out()
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             _, state = self._restore(checkpointer, lambda changes: None)
-        frozen = jax.device_put(self.model.frozen, self.engine.replicated)
+        frozen = self.model.placed_frozen(self.engine)
         return self._eval_loss(self.program, state, frozen), self.model.finished(state)
 
     def _held_out(self) -> Batches:
@@ -449,7 +449,8 @@ class Trainer:
             numerics={
                 **self.planner.plan.to_record(),
                 "gradients": self.gradients,
-                "mesh_data": self.mesh.size,
+                "mesh_data": self.mesh.shape[partition.DATA],
+                "mesh_fsdp": self.mesh.shape[partition.FSDP],
                 "max_documents": self.program.max_documents,
                 "deterministic": self.config.deterministic,
                 "compiler_options": self.engine.options,

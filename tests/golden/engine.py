@@ -74,7 +74,7 @@ def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset
     parts, _ = trainer.engine.load_step(0)
     first = trainer.engine.at(programs, 0)
     sums = trainer.engine.accumulate(first, sums, state, frozen, parts)
-    sums = jax.jit(trainer.program.total)(sums)
+    sums = jax.jit(trainer.program.total)(sums, state.trainable)
     scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))
     gradients = jax.tree.map(lambda g: jnp.asarray(np.asarray(g, np.float32) * scale), sums.gradients)
     gradients = saved_tensors(nnx.merge(trainer.model.graph, gradients, frozen))
@@ -146,7 +146,7 @@ def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset,
     trainer = Trainer(model, None, config, rows)
     trainer.planner.forecast = dataclasses.replace(trainer.planner.forecast, plan=plan)
     trainer.engine.follow_plan()
-    trainer.engine.use_mesh(target.mesh(config.mesh.data))
+    trainer.engine.use_mesh(target.mesh(config.mesh.data, config.mesh.fsdp))
     with target.lowering():
         programs = trainer.engine.compile(*trainer.model.first_shapes(trainer.engine))
     return {"accumulate": programs.accumulate, "update": programs.update}, found.plan.to_record()

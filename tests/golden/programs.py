@@ -28,6 +28,7 @@ from tests.gpu.aot.target import H200
 from tests.train.tiny_runs import dataset
 
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+ALONE = MeshConfig()
 _LORA, _ON_EXPERTS = AdapterConfig(), AdapterConfig(target_parameters=_EXPERTS)
 
 
@@ -59,15 +60,21 @@ CASES = {
 }
 
 
-def record(name: str, devices: int = 1) -> dict:
-    """devices: that share so many times the rows."""
-    case = CASES[name]
+def record(name: str, mesh: MeshConfig = ALONE, layers: int | None = None) -> dict:
+    """mesh: of devices that share so many times the rows. layers: if not the case's."""
+    programs, plan = compiled(name, mesh, layers)
+    return {"plan": plan} | {name: described(program) for name, program in programs.items()}
+
+
+def compiled(name: str, mesh: MeshConfig = ALONE, layers: int | None = None) -> tuple[dict, dict]:
+    """({program's name: compiled}, the plan), arguments as of `record`."""
+    case, devices = CASES[name], mesh.data * mesh.fsdp
     config = TrainConfig(
         model=ModelConfig(path=case.model, load_in=case.load_in),  # type: ignore[arg-type]
         data=DataConfig(train="made here", length=case.length),
         adapter=case.adapter,
         rows_per_step=case.rows * devices,
-        mesh=MeshConfig(data=devices),
+        mesh=mesh,
         steps=10,
         output="not written",
         **case.settings,
@@ -75,8 +82,7 @@ def record(name: str, devices: int = 1) -> dict:
     size = case.length // case.documents
     whole = Document(np.zeros(size, np.int32), np.ones(size, bool))
     rows = dataset([whole] * (case.documents * config.rows_per_step), case.length)
-    programs, plan = engine.compiled_programs(H200, PUBLISHED[case.model], config, rows, case.layers)
-    return {"plan": plan} | {name: described(program) for name, program in programs.items()}
+    return engine.compiled_programs(H200, PUBLISHED[case.model], config, rows, layers or case.layers)
 
 
 def described(program) -> dict:

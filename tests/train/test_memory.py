@@ -118,7 +118,7 @@ def test_residual_bytes_are_those_of_the_arrays(experts, length):
     graph, trainable, frozen = nnx.split(model.layers[0], nnx.Param, ...)
     names = tuple(residual.name for residual in model.layers[0].residuals())
     x = np.zeros((2, length, 16), np.float32)
-    _, arrays, _ = layer_forward(
+    _, arrays, *_ = layer_forward(
         graph, model.config.layers[0], names, trainable, frozen, x, model.layout((2, length)), None
     )
     counted = {name: parts.residual_bytes(name, 2 * length) for name in parts.residuals}

@@ -17,9 +17,6 @@ from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotate
 from jaxtune.pallas.attention import attention_backward, attention_forward, decode_attention
 
-_HEADS = ("rows", "length", "heads", None)
-_KV_HEADS = ("rows", "length", "kv_heads", None)
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
@@ -70,7 +67,7 @@ class Attention(nnx.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         width = self.config.query_size
-        gates = (Residual("output_gate", axes=_HEADS),) if self.config.attention_gate else ()
+        gates = (Residual("output_gate"),) if self.config.attention_gate else ()
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
             # Our attention is slower than a product, by this factor on an H200.
@@ -81,9 +78,9 @@ class Attention(nnx.Module):
                 "project",
                 (INPUT,),
                 (
-                    Residual("query", axes=_HEADS),
-                    Residual("key", axes=_KV_HEADS),
-                    Residual("value", decided_with="key", axes=_KV_HEADS),
+                    Residual("query"),
+                    Residual("key"),
+                    Residual("value", decided_with="key"),
                     *gates,
                 ),
                 Attention._project,
@@ -93,8 +90,8 @@ class Attention(nnx.Module):
                 "attend",
                 ("query", "key", "value"),
                 (
-                    Residual("attention_out", axes=_HEADS),
-                    Residual("lse", decided_with="attention_out", axes=("rows", "heads", "length")),
+                    Residual("attention_out"),
+                    Residual("lse", decided_with="attention_out"),
                 ),
                 Attention._attend,
                 backward=_attend_backward,

@@ -28,8 +28,6 @@ from jaxtune.pallas.delta_rule import (
 )
 from jaxtune.pallas.delta_rule.chunked import CHUNK, GROUP_TOKENS
 
-_HEADS = ("rows", "length", "heads", None)
-
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetShape:
@@ -126,7 +124,7 @@ class DeltaNet(nnx.Module):
                 (INPUT,),
                 (
                     Residual("qkv"),
-                    Residual("output_gate", axes=_HEADS),
+                    Residual("output_gate"),
                     Residual("rates", decided_with="qkv"),
                 ),
                 DeltaNet._project,
@@ -135,7 +133,7 @@ class DeltaNet(nnx.Module):
             Segment(
                 "remember",
                 ("qkv", "rates"),
-                (Residual("remembered", axes=_HEADS),),
+                (Residual("remembered"),),
                 DeltaNet._remember,
                 token_flops=2.0 * products,
             ),

@@ -34,8 +34,6 @@ from jaxtune.pallas.routing import (
     token_bias,
 )
 
-_INNER = ("rows", "length", "inner")
-
 
 class ExpertLora(nnx.Module):
     """Adapters of one matrix of every expert: a [E, r, in], b [E, out, r] (zero at the start), float32.
@@ -85,7 +83,10 @@ class ExpertLinear(nnx.Module):
         self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
     ):
         shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
-        self.weight: nnx.Variable = nnx.Param((jax.random.normal(key, shape, jnp.float32) * std).astype(dtype))
+        axes = ("experts", "in", "out") if transposed else ("experts", "out", "in")
+        self.weight: nnx.Variable = nnx.Param(
+            (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype), axes=axes
+        )
         self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
         self.lora: ExpertLora | None = nnx.data(None)  # an ExpertLora, once the model has adapters
         self.transposed = transposed
@@ -247,7 +248,7 @@ class MoE(nnx.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         met = self.moe.experts_per_token
-        choice = Residual("choice", recomputable=False, small=True, axes=("tokens", None))
+        choice = Residual("choice", recomputable=False, small=True)
 
         shared = ()
         if self.moe.shared_size is not None:
@@ -256,7 +257,7 @@ class MoE(nnx.Module):
                 Segment(
                     "expand_shared",
                     (INPUT,),
-                    (Residual("shared_gate", axes=_INNER), Residual("shared_up", axes=_INNER)),
+                    (Residual("shared_gate"), Residual("shared_up")),
                     lambda moe, context, x: moe.shared_expert.gate_up(x, context.key),
                     matrices=("shared_expert.gate_proj", "shared_expert.up_proj"),
                     separable=True,
@@ -279,7 +280,7 @@ class MoE(nnx.Module):
             Segment(
                 "expand",
                 (INPUT, "choice"),
-                (Residual("gate_up", axes=("tokens", "inner")),),
+                (Residual("gate_up"),),
                 lambda moe, context, x, choice: (moe.gate_up(x, choice),),
                 matrices=("experts.gate_up_proj",),
                 experts_per_token=met,

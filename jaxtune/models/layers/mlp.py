@@ -14,8 +14,6 @@ from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual
 from jaxtune.models.linear import Linear, apply_together
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
-_INNER = ("rows", "length", "inner")
-
 
 @dataclasses.dataclass(frozen=True)
 class MLPShape:
@@ -68,7 +66,7 @@ class MLP(nnx.Module):
             Segment(
                 "expand",
                 (INPUT,),
-                (Residual("gate", axes=_INNER), Residual("up", axes=_INNER)),
+                (Residual("gate"), Residual("up")),
                 lambda mlp, context, x: mlp.gate_up(x, context.key),
                 matrices=("gate_up_proj",) if self.config.fused else ("gate_proj", "up_proj"),
                 separable=True,

@@ -34,14 +34,12 @@ class Residual:
         is won by treating them differently.
       recomputable: whether running earlier segments again may make it anew.
       small: it is so few bytes that no plan is looked for in which it is not kept.
-      axes: the logical axes of the array, a name or None each (see models/partition.py).
     """
 
     name: str
     decided_with: str | None = None
     recomputable: bool = True
     small: bool = False
-    axes: tuple[str | None, ...] = ("rows", "length", None)
 
 
 @dataclasses.dataclass(frozen=True)

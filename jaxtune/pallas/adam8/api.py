@@ -249,7 +249,12 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, sc
     _check("adam_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
     update = functools.partial(_adam_update, programs=_PROGRAMS, interpret=gpu_kernel.interpreter())
-    update = meshes.on_each_device(functools.partial(update, betas=tuple(betas), eps=float(eps)))
+    update = functools.partial(update, betas=tuple(betas), eps=float(eps))
+    # Where both are divided, and between blocks, each device updates its own part of the tensor.
+    parts = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1)
+    divides = gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
+    divides = divides and gradient.size % (parts * BLOCK) == 0
+    update = meshes.on_each_device(update, rows=5 if divides else 0, axis="fsdp")
     return update(gradient, m, m_absmax, v, v_absmax, *numbers)
 
 

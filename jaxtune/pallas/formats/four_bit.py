@@ -49,6 +49,7 @@ class FourBit(Stored):
     shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
     dtype_name: str = dataclasses.field(metadata=dict(static=True))
 
+    shared = ("nested_map", "offset")
     quant_type: ClassVar[str]
     table: ClassVar[np.ndarray]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype_name: str
+    shared: ClassVar[tuple[str, ...]] = ()  # names of arrays that every part of a divided tensor needs whole
 
     @property
     def dtype(self) -> np.dtype:
@@ -47,6 +50,16 @@ class Stored:
         """How it divides: into parts of multiples of so many indices along an axis, each of whole blocks; None: not
         along this axis."""
         raise NotImplementedError
+
+    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
+        """Of each array, in the order of the leaves, the axis that it is cut along where the tensor is cut into equal
+        parts along `axis`, or None if each part needs it whole. None alone: the blocks allow no such cut."""
+        whole_blocks = self.cut(axis)
+        if whole_blocks is None or self.shape[axis] % (whole_blocks * parts):
+            return None
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        arrays = [f.name for f in fields if not f.metadata.get("static") and getattr(self, f.name) is not None]
+        return tuple(None if name in self.shared else axis for name in arrays)
 
     @on_any_mesh
     def decode(self, dtype=None) -> jax.Array:

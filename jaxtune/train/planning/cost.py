@@ -176,15 +176,18 @@ def step_cost(
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     leaves = jax.tree.leaves(frozen, is_leaf=_is_stored)
     packed = sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, FourBit))
+    data, fsdp = partition.mesh_shape(config.mesh.data, config.mesh.fsdp)
+    share = partition.held_bytes(masters, fsdp) / nbytes(masters)  # of what trains, on a device
     fixed = {
-        "frozen weights": nbytes(frozen) + _PACKED_SLACK * packed,
+        "frozen weights": partition.held_bytes(frozen, fsdp) + _PACKED_SLACK * packed / fsdp,
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
-        f"trained parameters ({storage})": nbytes(kept),
-        "optimizer states": nbytes(states) - on_host,
-        "gradient sums": nbytes(masters if config.micro_batches != 1 else kept),
+        f"trained parameters ({storage})": share * nbytes(kept),
+        "optimizer states": share * nbytes(states) - on_host,
+        "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
+        **({} if fsdp == 1 else {"gathered weights": _gathered_bytes(model, storage)}),
     }
     kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    known, devices = residuals_of(model.layers), partition.device_count(config.mesh.data)
+    known, devices = residuals_of(model.layers), data * fsdp
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     head = model.head_variable
@@ -213,10 +216,21 @@ def step_cost(
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         hosted_bytes=on_host * devices,
-        update_bytes=_update_bytes(masters, config),
+        update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
-        less_sums=0.0 if config.micro_batches == 1 else float(nbytes(masters) - nbytes(kept)),
+        less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
     )
+
+
+def _gathered_bytes(model: Decoder, storage: str) -> float:
+    """Of weights that are whole for a while where they are divided over devices: a layer's and the next one's; of those
+    that train, a layer's gradients, as they come and in float32 as they are added up."""
+    found = 0.0
+    for layer in model.layers:
+        _, trainable, rest = nnx.split(layer, nnx.Param, ...)
+        trained = sum(math.prod(m.weight.shape) for *_, m in layer.matrices() if isinstance(m.weight, nnx.Param))
+        found = max(found, 2 * (nbytes(rest) + nbytes(trainable)) + trained * (6.0 if storage == "bf16" else 8.0))
+    return found
 
 
 def _mean(values: list[float]) -> float:

@@ -143,11 +143,11 @@ def with_fragments(needed: float) -> float:
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 
-def memory_peak_bytes() -> int:
-    """Most memory in use so far: of device 0, or of this process on the host where the device keeps no count (CPU)."""
+def memory_peak_bytes(device: int = 0) -> int:
+    """Most memory in use so far: of a device, or of this process on the host where the device keeps no count (CPU)."""
     import jax
 
-    stats = jax.local_devices()[0].memory_stats()
+    stats = jax.local_devices()[device].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -62,10 +62,12 @@ class Target:
         topology = topologies.get_topology_desc("", "cuda", target_config=self.description, topology="1x1x1")
         return SingleDeviceSharding(topology.devices[0])
 
-    def mesh(self, count: int) -> jax.sharding.Mesh:
-        """So many devices of one host, over the axis "data"."""
-        topology = topologies.get_topology_desc("", "cuda", target_config=self.description, topology=f"1x1x{count}")
-        return jax.sharding.Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
+    def mesh(self, data: int, fsdp: int = 1) -> jax.sharding.Mesh:
+        """So many devices of one host, over the axes of a run's mesh."""
+        shape = f"1x1x{data * fsdp}"
+        topology = topologies.get_topology_desc("", "cuda", target_config=self.description, topology=shape)
+        devices = np.array(topology.devices).reshape(data, fsdp)
+        return jax.sharding.Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
     @staticmethod
     def on_host(sharding: SingleDeviceSharding) -> SingleDeviceSharding:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from jaxtune.train.config import MeshConfig
 from tests.golden import programs, records
 
 RECORD = records.read("programs")["cases"]
@@ -26,7 +27,7 @@ def test_every_configuration_is_recorded():
 @pytest.mark.parametrize("name", ["8B, NF4 in 24 GB", "8B, all trained by 8-bit AdamW", "Qwen3-30B-A3B, bf16"])
 def test_each_of_two_devices_runs_what_one_runs(name):
     """Twice the rows on two devices: the same kernels and copies, and but the gradients exchanged, once."""
-    got, alone = programs.record(name, devices=2), RECORD[name]
+    got, alone = programs.record(name, MeshConfig(data=2)), RECORD[name]
 
     def libraries(kernels):
         """Counts of what is called by name: our kernels, cuBLAS, cuDNN. XLA names its own fusions as it likes."""

@@ -1,0 +1,163 @@
+"""Weights and optimizer states over the mesh's axis `fsdp`: what each device holds, and where it comes from."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import shapes_of
+from flax import nnx
+from random_weights import write_checkpoint
+from tiny import CONFIGS
+from tiny_models import tiny_model
+
+from jaxtune.models import partition
+from jaxtune.models.config import MoEConfig
+from jaxtune.models.generate import generate
+from jaxtune.models.hf import Pretrained
+from jaxtune.models.lora import get_peft_model, matrices
+from jaxtune.models.merge import merge_adapter
+from jaxtune.models.quant import dequantize, quantize
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.formats import FP8, MXFP4, NF4
+from jaxtune.pallas.formats.fp8 import MATRIX, TILE
+from jaxtune.train.adam8 import scale_by_adam_8bit
+from jaxtune.train.config import ConfigError, EvaluationConfig, MeshConfig, OptimConfig
+from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, make_config
+
+WIDE = dict(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, head_dim=64)
+
+
+def share(array: jax.Array) -> float:
+    """Of an array, what its first device holds."""
+    return math.prod(array.addressable_shards[0].data.shape) / max(array.size, 1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_each_device_holds_its_part_and_the_planner_knows(tmp_path, optimizer):
+    config = make_config(tmp_path, mesh=MeshConfig(data=2, fsdp=2), optim=OptimConfig(optimizer), steps=2)
+    trainer = Trainer(tiny_model(**WIDE), None, config, dataset(documents(40)))
+    state, sums, _ = trainer.model.first_state(trainer.engine)
+    for tensor, gradient in zip(*map(jax.tree.leaves, (state.trainable, sums.gradients)), strict=True):
+        assert share(tensor) == (1 / 2 if tensor.ndim == 2 else 1)
+        assert share(gradient) == 1 / 4  # each data group's own sum of a divided tensor, else each device's own
+    large = [share(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.size >= 1024]
+    assert large and set(large) == {1 / 2}
+    fixed = trainer.planner.cost.fixed
+    held = {"trained parameters (fp32)": state.trainable, "optimizer states": state.opt_state}
+    for part, tree in held.items():
+        found = sum(leaf.nbytes * share(leaf) for leaf in jax.tree.leaves(tree))
+        assert fixed[part] == pytest.approx(found, rel=0.02)
+    assert fixed["gathered weights"] > 0
+    alone = step_cost(trainer.model.prepared, make_config(tmp_path))
+    assert "gathered weights" not in alone.fixed
+
+
+@pytest.mark.parametrize("load_in", ["nf4", "fp8"])
+def test_quantised_weights_are_cut_at_blocks(load_in):
+    """Whatever becomes of a tensor, what is declared of it stays; adapters and norms are whole."""
+    mesh = partition.make_mesh(1, 2)
+    model = get_peft_model(quantize(tiny_model(**WIDE), load_in), r=4, modules_to_save=["lm_head"])
+    for each in (model, merge_adapter(model), dequantize(model)):
+        for name, matrix in matrices(each):
+            places = jax.tree.leaves(partition.shardings(matrix.weight, mesh))
+            shared = [leaf.shape for leaf in jax.tree.leaves(matrix.weight)]
+            for place, shape in zip(places, shared, strict=True):
+                assert place.is_fully_replicated == (shape in ((), (256,)) and load_in == "nf4"), name
+        for variable in (each.embedding.weight, each.head.weight):
+            assert not partition.shardings(variable, mesh).get_value().is_fully_replicated
+    small = jax.tree.leaves(partition.shardings(nnx.state(model, nnx.Param), mesh))
+    assert sum(not place.is_fully_replicated for place in small) == 1  # the head
+    # Parts that blocks do not allow are not made.
+    assert quantize(tiny_model(), "nf4").layers[0].mlp.up_proj.weight.get_value().divided(0, 2) is None
+
+
+def test_parts_of_formats():
+    weight = jax.random.normal(jax.random.key(0), (256, 256))
+    experts = MXFP4.encode(jnp.stack([weight, 2 * weight]))
+    found = [NF4.encode(weight), NF4.encode(weight, double_quant=False), FP8.encode(weight)]
+    found += [FP8.encode(weight, TILE), experts]
+    for stored in found:
+        axes = stored.divided(0, 2)
+        assert axes is not None
+        leaves, structure = jax.tree.flatten(stored)
+        halves = [
+            [leaf if axis is None else jnp.split(leaf, 2, axis)[half] for leaf, axis in zip(leaves, axes, strict=True)]
+            for half in (0, 1)
+        ]
+        again = [
+            one if axis is None else jnp.concatenate([one, other], axis)
+            for one, other, axis in zip(*halves, axes, strict=True)
+        ]
+        np.testing.assert_array_equal(jax.tree.unflatten(structure, again).decode(), stored.decode())
+    assert FP8.encode(weight, TILE).divided(0, 4) is None  # two blocks
+    assert FP8.encode(weight, MATRIX).divided(0, 2) is None
+
+
+def test_experts_are_divided_by_expert():
+    moe = MoEConfig(4, 2, 8, transposed=True)
+    model = tiny_model(moe=moe)
+    mesh = partition.make_mesh(1, 4)
+    for _, matrix in matrices(model):
+        place = partition.shardings(matrix.weight, mesh).get_value()
+        assert place.shard_shape(matrix.weight.shape)[0] == matrix.weight.shape[0] // 4
+    router = partition.shardings(model.layers[0].mlp.router.weight, mesh).get_value()
+    assert router.is_fully_replicated
+
+
+@pytest.mark.parametrize("load_in", [None, "fp8"])
+def test_a_checkpoint_is_loaded_in_parts(load_in, tmp_path):
+    config = CONFIGS["llama"]
+    write_checkpoint(tmp_path, config, shapes_of(config))
+    mesh = partition.make_mesh(1, 2)
+    want, got = (Pretrained(tmp_path, "float32", load_in).load(mesh=over) for over in (None, mesh))
+    assert got.base_fingerprint == want.base_fingerprint
+    state = nnx.state(got)
+    wanted = jax.tree.leaves(partition.shardings(state, mesh))
+    for array, place, other in zip(*map(jax.tree.leaves, (state, wanted, nnx.state(want))), strict=True):
+        assert array.sharding == place
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+    assert any(share(array) < 1 for array in jax.tree.leaves(state))
+    with pytest.raises(ValueError, match="generate: the model's weights are divided over 2 devices"):
+        generate(got, [[1, 2]], 2)
+
+
+def test_8_bit_moments_are_those_of_one_device():
+    """Bit for bit by the kernel, of which each device runs the blocks of its rows."""
+    adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
+    tensors = {"w": nnx.Param(jnp.zeros((64, 256)), axes=("out", "in")), "norm": nnx.Param(jnp.zeros((256,)))}
+    gradients = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.ndim), a.shape), nnx.State(tensors))
+    state, mesh = adam.init(gradients), partition.make_mesh(1, 2)
+    update = jax.jit(adam.update)
+    with gpu_kernel.interpreted():
+        want = update(gradients, state)
+        with jax.set_mesh(mesh):
+            places = partition.shardings(gradients, mesh), partition.states_shardings(state, gradients, mesh)
+            given = jax.device_put((gradients, state), places)
+            assert share(given[1].m["w"].get_value()) == 1 / 2
+            got = jax.jit(adam.update, out_shardings=places)(*given)
+        assert dispatch.record["adamw_8bit"][0] == "mosaic"
+    for ours, theirs in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_what_a_mesh_cannot_be(tmp_path):
+    assert partition.make_mesh(-1, 2).shape == {"data": 4, "fsdp": 2}
+    assert partition.make_mesh(2, -1).shape == {"data": 2, "fsdp": 4}
+    with pytest.raises(ValueError, match="mesh.data = -1: 8 devices are not a multiple of mesh.fsdp = 3"):
+        partition.make_mesh(-1, 3)
+    with pytest.raises(ValueError, match="mesh.data = 4 and mesh.fsdp = 4: there are 8 cpu devices"):
+        partition.make_mesh(4, 4)
+    with pytest.raises(ConfigError, match="mesh.fsdp = -1: mesh.data is -1 too"):
+        MeshConfig(-1, -1)
+    with pytest.raises(ConfigError, match="mesh.data x mesh.fsdp = 8: must divide the 4 rows"):
+        make_config(tmp_path, mesh=MeshConfig(2, 4))
+    with pytest.raises(ConfigError, match=r"optim.offload = True: mesh.fsdp = 2 divides the states"):
+        make_config(tmp_path, mesh=MeshConfig(1, 2), optim=OptimConfig(offload=True))
+    with pytest.raises(ConfigError, match="evaluation.exact_match_rows = 3: generation does not run"):
+        make_config(tmp_path, mesh=MeshConfig(1, 2), evaluation=EvaluationConfig(exact_match_rows=3))
