@@ -14,6 +14,7 @@ from jaxtune.models import partition
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import Block
+from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, linears
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
@@ -63,5 +64,6 @@ def in_blocks(model: Decoder) -> Decoder:
     """The model with its linears in FP8 with scales of 128 x 128, as official checkpoints are published."""
     model = copy_structure(model)
     for _, linear in linears(model):
-        linear.weight = linear.weight.replace(FP8.encode(dense(linear.stored_weight, model.dtype), TILE))
+        encoded = FP8.encode(dense(linear.stored_weight, model.dtype), TILE)
+        linear.weight = frozen(linear.weight.replace(encoded))
     return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 
@@ -142,8 +143,24 @@ def copies(text: str) -> list[list]:
 
     Large are products, of libraries or of ours.
     """
+    return [
+        ["to host" if "S(5)" in shape else "to device", re.sub(r"{[^}]*}", "", shape), under]
+        for opcode, shape, under in _windows(text, ("copy",))
+    ]
+
+
+def collectives(text: str) -> list[list]:
+    """[what, arrays, large kernels that run under it] of every collective, in order of start; -1 under one that is
+    waited for."""
+    kinds = ("all-gather", "reduce-scatter", "all-reduce")
+    return [[kind, re.sub(r"{[^}]*}", "", shape).count("["), under] for kind, shape, under in _windows(text, kinds)]
+
+
+def _windows(text: str, kinds: tuple[str, ...]) -> list[tuple[str, str, int]]:
+    """(kind, shape of the result, large kernels between start and end) of a program's asynchronous instructions, in
+    order of start, and of those that are not, which have -1."""
     entry = next(lines for name, lines in _computations(text).items() if f"ENTRY %{name} " in text)
-    begun: dict[str, list] = {}
+    begun: dict[str, Any] = {}
     count = 0
     for line in entry:
         match = _INSTRUCTION.match(line)
@@ -151,11 +168,15 @@ def copies(text: str) -> list[list]:
             continue
         name, shape, opcode = match.groups()
         count += "__cublas$lt$matmul" in line or "mosaic_gpu" in line
-        if opcode == "copy-start":
-            begun[name] = [count, shape]
-        elif opcode == "copy-done":
-            operand = re.search(r"copy-done\((?:.* )?%?([\w.-]+)\)", line)
+        kind = opcode.removesuffix("-start").removesuffix("-done")
+        if kind not in kinds or opcode == "copy":
+            continue
+        if opcode == f"{kind}-start":
+            begun[name] = count
+        elif opcode == f"{kind}-done":
+            operand = re.search(rf"{kind}-done\((?:.* )?%?([\w.-]+)\)", line)
             assert operand is not None
-            direction = "to host" if "S(5)" in shape else "to device"
-            begun[operand[1]] = [direction, re.sub(r"{[^}]*}", "", shape), count - begun[operand[1]][0]]
+            begun[operand[1]] = (kind, shape, count - begun[operand[1]])
+        else:
+            begun[name] = (kind, shape, -1)
     return list(begun.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 
@@ -43,6 +44,34 @@ def test_each_of_two_devices_runs_what_one_runs(name):
     wide = max((_float32_bytes(kernel) for kernel in exchanged), default=0)  # a gradient on its way
     assert got["accumulate"]["temporary_bytes"] <= alone["accumulate"]["temporary_bytes"] * (1 + records.BYTES) + wide
     assert got["update"]["temporary_bytes"] <= alone["update"]["temporary_bytes"] + 1024
+
+
+@pytest.mark.parametrize("name", ["8B, bf16", "8B, all trained by 8-bit AdamW"])
+def test_two_devices_gather_a_layer_under_another(name):
+    """Weights divided over two devices: each holds half of them, runs the kernels that one runs, and gathers and
+    scatters a layer in one collective each, with products above it. Not so what no layer runs before or after: the
+    first layer's, the embedding's and the head's."""
+    compiled, _ = programs.compiled(name, MeshConfig(fsdp=2), layers=3)
+    text = compiled["accumulate"].as_text()
+    under = collections.defaultdict(list)
+    for kind, arrays, count in programs.collectives(text):
+        if arrays > 2:
+            under[kind].append(count)
+    # Forward: the first layer, then two under others; backward: two under others, the last one's being there.
+    gathers, waited_for = [count for count in under["all-gather"] if count > 0], under["all-gather"]
+    assert len(gathers) == 4 and len(waited_for) == 5 and min(gathers) >= 5
+    trains = "all trained" in name
+    scatters = [count for count in under["reduce-scatter"] if count > 0]
+    assert len(scatters) == (2 if trains else 0) and min(scatters, default=5) >= 5
+    weights = 2 * (2 * 128256 * 4096 + 3 * 218_112_000)  # bf16
+    assert compiled["accumulate"].memory_analysis().argument_size_in_bytes < (1.02 if trains else 0.51) * weights
+    alone, _ = programs.compiled(name, layers=3)
+    for program in compiled:
+        kernels = [programs.kernels(each[program].as_text()) for each in (compiled, alone)]
+        got, want = ({name for name in each if "$" in name or "mosaic" in name} for each in kernels)
+        assert program == "update" or got == want
+    if trains:  # moments are updated where they lie
+        assert {kind for kind, *_ in programs.collectives(compiled["update"].as_text())} == {"all-reduce"}
 
 
 def _float32_bytes(kernel: str) -> int:
