@@ -27,7 +27,7 @@ _TYPES = {
 SILENT = frozenset((
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
     "replica-id", "add-dependency", "domain", "copy-done", "async-done", "async-update", "all-reduce-done",
-    "all-gather-done", "collective-permute-done",
+    "all-gather-done", "reduce-scatter-done", "collective-permute-done",
 ))  # fmt: skip
 # HloInstructionProto fields that change no kernel: name, metadata, control edges.
 _NOT_COMPILED = (1, 7, 37)
