@@ -32,8 +32,10 @@ from jaxtune.pallas.delta_rule.chunked import CHUNK
 
 DIMS = (64, 128)  # of keys and of values
 _WIDTH = 64  # columns of a state that a program holds: the rows of a Hopper matrix product
-# kernel -> (warps, stages); see README.md for what was tried.
-_SETTINGS = {"chunk": (4, 1), "forward": (4, 2), "reverse": (4, 2), "gradient": (4, 1)}
+_WARPS = 4
+# Chunks that are on their way while a row is walked along, where shared memory has room for two (107 and 115 KB).
+_STAGES = {"forward": 2, "reverse": 2}
+_ROOMY = ((8, 0), (8, 7), (9, 0))
 
 
 def refusal(key, value) -> str | None:
@@ -117,13 +119,13 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
     from jaxtune.pallas.delta_rule import triton_kernels
 
     length, heads, value_dim = value.shape[1:]
-    warps, stages = _SETTINGS[kernel]
+    stages = _STAGES.get(kernel, 1) if dispatch.compute_capability() in _ROOMY else 1
     return compat.triton_call(
         getattr(triton_kernels, f"{kernel}_kernel"),
         arguments,
         out_types,
         grid,
-        warps=warps,
+        warps=_WARPS,
         stages=stages,
         LENGTH=length,
         CHUNKS=math.ceil(length / CHUNK),
