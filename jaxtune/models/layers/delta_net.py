@@ -210,7 +210,7 @@ class DeltaNet(nnx.Module):
         out, state = delta_rule_step(*self._split(qkv, rates), state)
         return self.output(out, gate), (window, state)
 
-    # ---- what the planner asks: counted from chunked.py and triton.py; no GPU has measured it yet.
+    # ---- what the planner asks: counted from chunked.py and triton.py; no GPU has measured their memory yet.
 
     def waiting_bytes(self, sizes: Sizes) -> float:
         return 0.7 * sizes["remembered"]

@@ -30,7 +30,7 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.delta_rule import reference
 from jaxtune.pallas.delta_rule.chunked import CHUNK
 
-DIMS = (64, 128)  # of keys and of values
+DIM = 128  # of keys and of values
 _WIDTH = 64  # columns of a state that a program holds: the rows of a Hopper matrix product
 _WARPS = 4
 # Chunks that are on their way while a row is walked along, where shared memory has room for two (107 and 115 KB).
@@ -46,12 +46,12 @@ def refusal(key, value) -> str | None:
     if key.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {key.dtype}"
     dims = key.shape[-1], value.shape[-1]
-    if not set(dims) <= set(DIMS):
-        return f"head dims {dims[0]} and {dims[1]}; there are {', '.join(map(str, DIMS))}"
-    return _first_use(jnp.dtype(key.dtype), *dims, value.shape[2] // key.shape[2])
+    if dims != (DIM, DIM):
+        return f"head dims {dims[0]} and {dims[1]}; they serve {DIM} and {DIM}"
+    return _first_use(jnp.dtype(key.dtype), value.shape[2] // key.shape[2])
 
 
-def _first_use(dtype, key_dim: int, value_dim: int, group: int) -> str | None:
+def _first_use(dtype, group: int) -> str | None:
     """Why this GPU must not run the kernels for calls like this one, or None: Triton has compiled such kernels wrongly
     before, in releases that people have."""
 
@@ -61,8 +61,8 @@ def _first_use(dtype, key_dim: int, value_dim: int, group: int) -> str | None:
         layout = packed_layout(ids.shape, jnp.asarray(ids))
         keys = jax.random.split(jax.random.key(0), 6)
         tokens = (1, ids.shape[1])
-        query, key = (jax.random.normal(k, (*tokens, 2, key_dim)).astype(dtype) for k in keys[:2])
-        value, dout = (jax.random.normal(k, (*tokens, 2 * group, value_dim)).astype(dtype) for k in keys[2:4])
+        query, key = (jax.random.normal(k, (*tokens, 2, DIM)).astype(dtype) for k in keys[:2])
+        value, dout = (jax.random.normal(k, (*tokens, 2 * group, DIM)).astype(dtype) for k in keys[2:4])
         decay = -jnp.exp(jax.random.normal(keys[4], (*tokens, 2 * group)) - 2.0)
         beta = jax.nn.sigmoid(jax.random.normal(keys[5], decay.shape))
 
@@ -78,7 +78,7 @@ def _first_use(dtype, key_dim: int, value_dim: int, group: int) -> str | None:
         )
         return got, exact(*(array.astype(jnp.float32) for array in arrays))
 
-    call = f"{dtype.name}, head dims {key_dim} and {value_dim}, {group} heads of a key head"
+    call = f"{dtype.name}, {group} heads of a key head"
     return dispatch.first_use("gated_delta_rule", "triton", call, compare)
 
 

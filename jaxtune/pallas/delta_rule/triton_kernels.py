@@ -63,6 +63,12 @@ def _put_tokens_turned(array, values, first, STRIDE: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
+def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The product of each row of `sums` with its token, which is loaded anew: it would take registers all along."""
+    return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
+
+
+@triton.jit
 def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.load(array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
 
@@ -263,36 +269,6 @@ def _later(sums, start, places):
 
 
 @triton.jit
-def _query_part(dq, reading, query, key, dout, states, read, first,
-                LENGTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-                KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):  # fmt: skip
-    """Adds to PART columns of dq what comes from one value head. Also gives what of it, along the queries and over
-    these columns, they read of states."""
-    dq = tl.dot(reading, _tokens(key, first, KEYS, PART, LENGTH, CHUNK), dq)
-    q = _tokens(query, first, KEYS, PART, LENGTH, CHUNK)
-    own = tl.sum(dq * q.to(tl.float32), 1)
-    rows = tl.arange(0, WIDTH)[:, None] * KEY_DIM + tl.arange(0, PART)[None, :]
-    for part in range(0, VALUE_DIM, WIDTH):
-        do = _tokens(dout + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        dq = tl.dot((do.to(tl.float32) * read[:, None]).to(q.dtype), tl.load(states + part * KEY_DIM + rows), dq)
-    return dq, tl.sum(dq * q.to(tl.float32), 1) - own
-
-
-@triton.jit
-def _put_across(array, gradient, rest, vectors, length, first, STRIDE: tl.constexpr, DIM: tl.constexpr,
-                PART: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Stores what of a gradient is across its vector, for along it only the length changes; PART columns and the rest.
-    length: 1 over the vectors' lengths."""
-    vector = _tokens(vectors, first, STRIDE, PART, LENGTH, CHUNK).to(tl.float32)
-    along = tl.sum(gradient * vector, 1)
-    if DIM > PART:
-        other = _tokens(vectors + PART, first, STRIDE, PART, LENGTH, CHUNK).to(tl.float32)
-        along += tl.sum(rest * other, 1)
-        _put_tokens(array + PART, rest - other * (along * length * length)[:, None], first, STRIDE, PART, LENGTH, CHUNK)
-    _put_tokens(array, gradient - vector * (along * length * length)[:, None], first, STRIDE, PART, LENGTH, CHUNK)
-
-
-@triton.jit
 def _key_part(dk, reading, to_queries, to_keys, query, key, dvalue, error, states, dstates, kept, written, b, first,
               LENGTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
               KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):  # fmt: skip
@@ -349,54 +325,43 @@ def gradient_kernel(query, key, beta, starts, ends, error, dvalue, dout, states,
     tokens = (batch * LENGTH + places) * HEADS + key_head * GROUP
     values = (batch * LENGTH * HEADS + key_head * GROUP) * VALUE_DIM
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
-    HALF: tl.constexpr = 64  # of a query or key: what is as wide as they are takes too many registers
-    dtype: tl.constexpr = query.dtype.element_ty
-    length_q = tl.zeros([CHUNK], tl.float32) + _EPS
-    unit_k = tl.zeros([CHUNK], tl.float32) + _EPS
-    for part in range(0, KEY_DIM, HALF):
-        q = _tokens(query + part, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32)
-        k = _tokens(key + part, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32)
-        length_q += tl.sum(q * q, 1)
-        unit_k += tl.sum(k * k, 1)
-    length_q = tl.rsqrt(length_q)
-    unit_k = tl.rsqrt(unit_k)
+    q = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+    k = _tokens(key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+    length_q = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + _EPS)
+    unit_k = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + _EPS)
 
-    dq = tl.zeros([CHUNK, HALF], tl.float32)
-    dq_rest = tl.zeros([CHUNK, HALF], tl.float32)
+    dq = tl.zeros([CHUNK, KEY_DIM], tl.float32)
+    along_q = tl.zeros([CHUNK], tl.float32)
     for member in range(GROUP):
-        # Bounds, and with them what masks are made of, are loaded anew for each head: kept from one to the next, masks
-        # would take registers.
+        # Bounds are loaded anew for each head: masks kept from one to the next would take registers.
         start, real = _bounds(starts, ends, first, LENGTH, CHUNK)
-        here = places + tl.minimum(start, 0)
         unit_q = tl.where(real, length_q * SCALE, 0.0)
         b = tl.load(beta + tokens + member, mask=inside & real, other=0.0)
         sums = tl.load(total + (lines + member * CHUNKS) * CHUNK + tl.arange(0, CHUNK))
         since = tl.where(start < first, tl.exp(sums), 0.0)
         offset = values + member * VALUE_DIM
-        reads = (start[:, None] <= here[None, :]) & (here[:, None] >= here[None, :])
+        reads = (start[:, None] <= places[None, :]) & (places[:, None] >= places[None, :])
         between = tl.where(reads, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
         dweights = _products(dout + offset, error + offset, first, VALUES, VALUE_DIM, WIDTH, LENGTH, CHUNK)
         dweights *= between * (b * unit_k)[None, :] * unit_q[:, None]
-        flow = _flow(dweights * _products(query, key, first, KEYS, KEY_DIM, HALF, LENGTH, CHUNK))
-        reading = dweights.to(dtype)
-        line = (lines + member * CHUNKS) * VALUE_DIM * KEY_DIM
-        dq, own = _query_part(dq, reading, query, key, dout + offset, states + line, since * unit_q, first,
-                              LENGTH, CHUNK, KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH, HALF)  # fmt: skip
-        flow += own
-        if KEY_DIM > HALF:
-            dq_rest, own = _query_part(dq_rest, reading, query + HALF, key + HALF, dout + offset,
-                                       states + line + HALF, since * unit_q, first,
-                                       LENGTH, CHUNK, KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH, HALF)  # fmt: skip
-            flow += own
-        tl.store(ddecay_read + tokens + member, _later(flow, start, here), mask=inside)
-    dquery += (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
-    _put_across(dquery, dq, dq_rest, query, length_q, first, KEYS, KEY_DIM, HALF, LENGTH, CHUNK)
+        flow = _flow(dweights * tl.dot(q, tl.trans(k)))
+        dq = tl.dot(dweights.to(q.dtype), k, dq)
+        own = _along(dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        for part in range(0, VALUE_DIM, WIDTH):
+            do = _tokens(dout + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+            state = _matrix(states + ((lines + member * CHUNKS) * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
+            dq = tl.dot((do.to(tl.float32) * (since * unit_q)[:, None]).to(q.dtype), state, dq)
+        along_q = _along(dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        tl.store(ddecay_read + tokens + member, _later(flow + along_q - own, start, places), mask=inside)
+    wide = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
+    dq -= wide * (along_q * length_q * length_q)[:, None]
+    _put_tokens(dquery + (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM, dq, first, KEYS, KEY_DIM, LENGTH, CHUNK)
 
+    HALF: tl.constexpr = 64  # of a key
     dk = tl.zeros([CHUNK, HALF], tl.float32)
     dk_rest = tl.zeros([CHUNK, HALF], tl.float32)
     for member in range(GROUP):
         start, real = _bounds(starts, ends, first, LENGTH, CHUNK)
-        here = places + tl.minimum(start, 0)
         unit_q = tl.where(real, length_q * SCALE, 0.0)
         b = tl.load(beta + tokens + member, mask=inside & real, other=0.0)
         sums = tl.load(total + (lines + member * CHUNKS) * CHUNK + tl.arange(0, CHUNK))
@@ -407,20 +372,20 @@ def gradient_kernel(query, key, beta, starts, ends, error, dvalue, dout, states,
         offset = values + member * VALUE_DIM
 
         # As a key that reads.
-        reads = (start[:, None] <= here[None, :]) & (here[:, None] > here[None, :])
+        reads = (start[:, None] <= places[None, :]) & (places[:, None] > places[None, :])
         between = tl.where(reads, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
         dalike = _products(dvalue + offset, error + offset, first, VALUES, VALUE_DIM, WIDTH, LENGTH, CHUNK)
         dalike *= between * (b * unit_k)[None, :] * -unit_k[:, None]
-        flow = _flow(dalike * _products(key, key, first, KEYS, KEY_DIM, HALF, LENGTH, CHUNK))
-        reading = dalike.to(dtype)
+        flow = _flow(dalike * tl.dot(k, tl.trans(k)))
+        reading = dalike.to(q.dtype)
         # As a key that writes, without beta: the same matrices with the keys that write in rows.
-        read = (start[None, :] <= here[:, None]) & (here[:, None] <= here[None, :])
+        read = (start[None, :] <= places[:, None]) & (places[:, None] <= places[None, :])
         between = tl.where(read, tl.exp(tl.minimum(sums[None, :] - sums[:, None], 0.0)), 0.0) * unit_k[:, None]
         dweights = _products(error + offset, dout + offset, first, VALUES, VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        to_queries = (dweights * between * unit_q[None, :]).to(dtype)
-        between = tl.where(here[:, None] < here[None, :], between, 0.0)
+        to_queries = (dweights * between * unit_q[None, :]).to(q.dtype)
+        between = tl.where(places[:, None] < places[None, :], between, 0.0)
         dalike = _products(error + offset, dvalue + offset, first, VALUES, VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        to_keys = (dalike * between * -unit_k[None, :]).to(dtype)
+        to_keys = (dalike * between * -unit_k[None, :]).to(q.dtype)
 
         line = (lines + member * CHUNKS) * VALUE_DIM * KEY_DIM
         dk, own, through, db, fading = _key_part(
@@ -439,7 +404,15 @@ def gradient_kernel(query, key, beta, starts, ends, error, dvalue, dout, states,
 
         across = tl.sum(through * b, 0) + fading * tl.sum(tl.where(is_last, since, 0.0), 0)
         flow += own - through * b + tl.where(is_last, across, 0.0)
-        tl.store(ddecay + tokens + member, tl.where(real, _later(flow, start, here), 0.0), mask=inside)
+        tl.store(ddecay + tokens + member, tl.where(real, _later(flow, start, places), 0.0), mask=inside)
         tl.store(dbeta + tokens + member, tl.where(real, db, 0.0), mask=inside)
     dkey += (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
-    _put_across(dkey, dk, dk_rest, key, unit_k, first, KEYS, KEY_DIM, HALF, LENGTH, CHUNK)
+    along_k = _along(dk, key, first, KEYS, HALF, LENGTH, CHUNK)
+    if KEY_DIM > HALF:
+        along_k += _along(dk_rest, key + HALF, first, KEYS, HALF, LENGTH, CHUNK)
+        wide = _tokens(key + HALF, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32)
+        dk_rest -= wide * (along_k * unit_k * unit_k)[:, None]
+        _put_tokens(dkey + HALF, dk_rest, first, KEYS, HALF, LENGTH, CHUNK)
+    wide = _tokens(key, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32)
+    dk -= wide * (along_k * unit_k * unit_k)[:, None]
+    _put_tokens(dkey, dk, first, KEYS, HALF, LENGTH, CHUNK)

@@ -9,6 +9,7 @@ import pytest
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import gated_delta_rule
+from jaxtune.pallas.delta_rule.triton import DIM
 from tests.gpu.aot.triton_compiler import SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
 ROWS, LENGTH, KEY_HEADS, HEADS = 2, 512, 2, 4
@@ -22,18 +23,19 @@ def step(query, key, value, decay, beta, segment_ids):
     return jax.grad(total, argnums=(0, 1, 2, 3, 4))(query, key, value, decay, beta)
 
 
-def arguments(dim, where=None):
+def arguments(where=None):
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct((ROWS, LENGTH, *shape), dtype, sharding=where)
 
     rates = array(HEADS, dtype=jnp.float32)
-    return *(array(heads, dim) for heads in (KEY_HEADS, KEY_HEADS, HEADS)), rates, rates, array(dtype=jnp.int32)
+    return *(array(heads, DIM) for heads in (KEY_HEADS, KEY_HEADS, HEADS)), rates, rates, array(dtype=jnp.int32)
 
 
-@pytest.mark.parametrize(("capability", "dim"), [((9, 0), 128), ((9, 0), 64), ((8, 0), 128), ((8, 6), 128)])
-def test_kernels_fit(capability, dim, tmp_path):
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (8, 6)])
+def test_kernels_fit(capability, tmp_path):
+    jax.clear_caches()  # a trace for one GPU is no trace for another
     with dispatch.compile_for(capability), recorded_calls() as calls:
-        jax.eval_shape(step, *arguments(dim))
+        jax.eval_shape(step, *arguments())
     assert [kernel.__name__ for kernel, *_ in calls] == [
         "chunk_kernel", "forward_kernel", "reverse_kernel", "gradient_kernel",
     ]  # fmt: skip
@@ -42,12 +44,12 @@ def test_kernels_fit(capability, dim, tmp_path):
         assert 0 < compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name
         assert ("wgmma" in compiled.ptx) == (capability == (9, 0)), compiled.name
         if capability == (9, 0):  # what a chunk's last kernel holds is more than a thread's registers
-            assert compiled.spilled_bytes <= (1536 if compiled.name == "gradient_kernel" else 0), compiled.name
+            assert compiled.spilled_bytes <= (2560 if compiled.name == "gradient_kernel" else 0), compiled.name
 
 
 def test_a_step_lowers_through_jax_triton_and_compiles():
     gpu = target((9, 0))
     with gpu.lowering():
-        text = jax.jit(step).lower(*arguments(128, where=gpu.sharding())).compile().as_text()
+        text = jax.jit(step).lower(*arguments(where=gpu.sharding())).compile().as_text()
     assert dispatch.record["gated_delta_rule"] == ("triton", {})
     assert text.count('custom_call_target="triton_kernel_call"') == 4
