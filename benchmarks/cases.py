@@ -54,6 +54,14 @@ STEPS = {
     ),
     "8b_packed": Step("llama-3.1-8b bf16, packed, 8 x 2,048", "--shape llama-3.1-8b --documents packed"),
     "8b_long": Step("llama-3.1-8b bf16, 2 x 8,192, everything kept", "--shape llama-3.1-8b --rows 2 --length 8192"),
+    # One chosen and one rejected document of 1,024 tokens a row, beside SFT over the same rows.
+    **{
+        f"8b_{objective}": Step(
+            f"llama-3.1-8b bf16, {objective}, 8 x 2 x 1,024, everything kept",
+            f"--shape llama-3.1-8b --documents pairs --objective {objective}",
+        )
+        for objective in ("sft", "dpo", "dpo_precomputed")
+    },
     "8b_nf4_parts": Step(
         "llama-3.1-8b nf4, 8 x 2,048, profiled", "--shape llama-3.1-8b --load-in nf4 --profile {folder}", steps=4
     ),
@@ -91,6 +99,7 @@ PARTS = {
     "quant_matmul": Part("benchmarks/kernels/quant_matmul.py --output {folder}/quant_matmul.json", 150),
     "moe": Part("benchmarks/kernels/moe.py --output {folder}/moe.json", 600),
     "fp8": Part("benchmarks/kernels/fp8.py --output {folder}/fp8.json", 300),
+    "generate": Part("benchmarks/generate.py --output {folder}/generate.json", 300),
     "quality": Part("benchmarks/train/quality.py --output {folder}/quality.json", 500),
     "pair": Part("benchmarks/train/profile_pair.py {folder}/pair", 180),
     # Each adds its cases to one file.

@@ -63,12 +63,16 @@ def _text(value: Any, indent: int = 0) -> str:
 
 
 def honest(record: dict[str, Any]) -> str | None:
-    """Why a training record proves nothing, or None: the first loss must be near ln V, and every trained matrix must
-    have had a gradient by step 2. (A published benchmark once trained nothing for hours.)"""
+    """Why a training record proves nothing, or None: the first loss must be near ln V (of DPO, whose adapter begins
+    with nothing, ln 2), and every trained matrix must have had a gradient by step 2. (A published benchmark once
+    trained nothing for hours.)"""
     for key in ("first_loss", "vocab_size", "smallest_grad_norm_by_step_2"):
         if key not in record:
             return f"{key} is missing"
-    if not abs(record["first_loss"] - math.log(record["vocab_size"])) <= 1.0:
+    if record.get("objective", "sft") != "sft":
+        if not abs(record["first_loss"] - math.log(2)) <= 0.1:
+            return f"first loss {record['first_loss']} is not near ln 2"
+    elif not abs(record["first_loss"] - math.log(record["vocab_size"])) <= 1.0:
         return f"first loss {record['first_loss']} is not near ln V = {math.log(record['vocab_size']):.2f}"
     if not record["smallest_grad_norm_by_step_2"] > 0:
         return "a trained matrix had no gradient by step 2"

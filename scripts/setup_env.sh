@@ -40,7 +40,7 @@ case "$folder" in
 *-parity)
     # torch for CPU use, with the peers that the golden files come from; torch brings triton, for its interpreter.
     # wandb and trackio for their loggers.
-    pip --constraint constraints.txt torch peft bitsandbytes jax-triton wandb trackio
+    pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio
     ;;
 *-aot)
     # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.

@@ -1,8 +1,9 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
-    python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed]
-                                    [--load-in nf4|fp8] [--compute fp8] [--plan keep|recompute|...|auto]
-                                    [--budget-gb 24] [--micro-batches 1] [--data 1] [--fsdp 1] [--output FILE.json]
+    python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed|pairs]
+                                    [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8] [--compute fp8]
+                                    [--plan keep|recompute|...|auto] [--budget-gb 24] [--micro-batches 1] [--data 1]
+                                    [--fsdp 1] [--output FILE.json]
 
 The programs are the Trainer's own. Each record holds tokens/s (all slots), model FLOP utilisation, peak memory of the
 process, compile seconds (cold, in a process of its own that fills the compilation cache; cached, in the measured
@@ -55,15 +56,24 @@ from jaxtune.train.config import (
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.pairs import PairDataset
+from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.trainer import Trainer
 
+OBJECTIVES = {
+    "sft": ObjectiveConfig(),
+    "dpo": ObjectiveConfig("dpo"),
+    "dpo_precomputed": ObjectiveConfig("dpo", precompute_ref_log_probs=True),
+}
+
 
 def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Documents:
-    """`full`: every row one document. `packed`: log-normal lengths of mean 512, sigma 0.8, like instruction data."""
+    """`full`: every row one document. `pairs`: two of half a row each. `packed`: log-normal lengths of mean 512, sigma
+    0.8, like instruction data."""
     rng = np.random.default_rng(0)
-    lengths = [length] * (2 * rows)
+    lengths = [length // 2] * (4 * rows) if kind == "pairs" else [length] * (2 * rows)
     if kind == "packed":
         lengths = np.clip(rng.lognormal(np.log(512) - 0.32, 0.8, 6 * rows * length // 512), 16, length).astype(int)
     return Documents.gather([rng.integers(0, vocab_size, n) for n in lengths])
@@ -91,6 +101,7 @@ def train_config(options) -> TrainConfig:
         micro_batches=options.micro_batches,
         mesh=MeshConfig(data=options.data, fsdp=options.fsdp),
         optim=OptimConfig(name=options.optim, offload=options.optim_offload),
+        objective=OBJECTIVES[options.objective],
         memory=MemoryConfig(plan=None if options.plan == "auto" else options.plan, budget_gb=options.budget_gb),
         output=tempfile.mkdtemp(),
     )
@@ -98,9 +109,8 @@ def train_config(options) -> TrainConfig:
 
 def make_trainer(options, model) -> Trainer:
     documents = random_documents(options.documents, options.rows, options.length, model.config.vocab_size)
-    return Trainer(
-        model, None, train_config(options), TokenDataset(documents, Summary(), options.length), keeps_model=False
-    )
+    kind = TokenDataset if options.objective == "sft" else PairDataset
+    return Trainer(model, None, train_config(options), kind(documents, Summary(), options.length), keeps_model=False)
 
 
 def driver_memory_gb() -> float | None:
@@ -161,6 +171,7 @@ def measure(options) -> dict:
     if options.compile_only:
         return {"compile_seconds": programs.seconds}
     state, sums, frozen = trainer.model.first_state(trainer.engine)
+    trainer.look_up_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
     parts, _ = trainer.engine.load_step(0)
     programs, sums = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
@@ -211,6 +222,7 @@ def measure(options) -> dict:
         "mesh_fsdp": trainer.mesh.shape["fsdp"],
         "length": options.length,
         "documents": options.documents,
+        "objective": options.objective,
         "max_documents": trainer.program.max_documents,
         "fill": statistics.mean(c["tokens"] for c in counts) / slots,
         "attention": dispatch.record["attention"][0],
@@ -255,7 +267,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=int, default=1, help="mesh.data; rows are those of a step, over all devices")
     parser.add_argument("--fsdp", type=int, default=1, help="mesh.fsdp")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--documents", default="full", choices=["full", "packed"])
+    parser.add_argument("--documents", default="full", choices=["full", "packed", "pairs"])
+    parser.add_argument("--objective", default="sft", choices=list(OBJECTIVES), help="dpo goes with --documents pairs")
     parser.add_argument(
         "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"
     )

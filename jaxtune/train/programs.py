@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtune.models import collectives, partition
 from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data.batches import Batch, Batches
+from jaxtune.train.data.batches import Batch, Batches, Rows
 from jaxtune.train.flops import sum_squared_documents
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.step import StepProgram, Sums, TrainState
@@ -66,7 +67,7 @@ class Engine:
 
     Args:
       program: the run's; what a plan decides of it is filled in here. before_qat: that of the steps before qat.start.
-      batches: of the steps. evaluates: whether an evaluation is compiled with the steps.
+      batches: of the steps. held_out: rows of an evaluation, which is then compiled with the steps, or None.
 
     Attributes: program, before_qat (both as the plan says), planner, mesh, batches; replicated (how arrays lie that
     every device has); micro_index (int32 numbers of a step's micro-batches, on the mesh).
@@ -80,11 +81,11 @@ class Engine:
         mesh: jax.sharding.Mesh,
         batches: Batches,
         config: TrainConfig,
-        evaluates: bool,
+        held_out: Rows | None,
     ):
         self.program, self.before_qat, self.planner, self.batches = program, before_qat, planner, batches
         self._early_steps = 0 if config.qat is None else config.qat.start
-        self._deterministic, self._evaluates = config.deterministic, evaluates
+        self._deterministic, self._held_out = config.deterministic, held_out
         self.use_mesh(mesh)
         self.follow_plan()
 
@@ -143,7 +144,7 @@ class Engine:
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
         """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
-        batch = self._abstract_batch()
+        batch = self._abstract_batch(self.batches.rows)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         started = time.perf_counter()
         state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
@@ -154,7 +155,7 @@ class Engine:
             with jax.set_mesh(self.mesh):
                 accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=unsummed)
                 accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
-            evaluate = self.compile_evaluate(program, state, frozen) if self._evaluates else None
+            evaluate = self.compile_evaluate(program, state, frozen) if self._held_out is not None else None
             return Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
 
         with ThreadPoolExecutor(1, "compile") as pool:
@@ -169,14 +170,24 @@ class Engine:
 
     def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
         """Compiles the evaluation of one batch."""
-        evaluate = jax.jit(program.evaluate, out_shardings=self.replicated)
+        assert self._held_out is not None
+        return self._compiled(program.evaluate, self.replicated, state, frozen, self._held_out)
+
+    def compile_of_rows(self, function, state: TrainState, frozen, rows: Rows):
+        """Compiles StepProgram.of_rows of a function, for batches of these rows."""
+        program = functools.partial(self.program.of_rows, function)
+        return self._compiled(program, self._by_rows, state, frozen, rows)
+
+    def _compiled(self, function, out, state: TrainState, frozen, rows: Rows):
         with jax.set_mesh(self.mesh):
-            lowered = evaluate.lower(abstract(state), abstract(frozen), self._abstract_batch())
+            lowered = jax.jit(function, out_shardings=out).lower(
+                abstract(state), abstract(frozen), self._abstract_batch(rows)
+            )
             return lowered.compile(compiler_options=self.options)
 
-    def _abstract_batch(self) -> Batch:
-        """Shapes of a micro-batch, which are also those of an evaluation batch."""
-        empty = self.batches.empty(self.rows)
+    def _abstract_batch(self, rows: Rows) -> Batch:
+        """Shapes of a micro-batch of these rows; an evaluation's batches have as many."""
+        empty = rows.empty(self.rows)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
 
     def fit(

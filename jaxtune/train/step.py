@@ -395,6 +395,17 @@ class StepProgram:
         run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.WHOLE)
         return run(*tensors, batch)
 
+    def of_rows(self, function, state: TrainState, frozen, batch: Batch) -> jax.Array:
+        """function(model, batch, forward) of one batch: [rows, ...], divided as the batch's rows are."""
+
+        def local(trainable, frozen, batch):
+            forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+            return function(nnx.merge(self.graph, trainable, frozen), batch, forward)
+
+        whole = partition.WHOLE
+        run = partition.divided(local, self.mesh, (whole, whole, partition.ROWS), partition.ROWS)
+        return run(state.trainable, frozen, batch)
+
 
 def _of_all_devices(sums: Sums) -> Sums:
     """Added up in float32, whatever the gradients are kept in."""

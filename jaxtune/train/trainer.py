@@ -27,10 +27,12 @@ from jaxtune.train.checkpoint import Checkpointer
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
+from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.flops import flop_counter
 from jaxtune.train.loss import router_losses
 from jaxtune.train.monitor import Monitor, Watched
+from jaxtune.train.objectives import references
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.preference import PREFERENCES
 from jaxtune.train.objectives.sft import SUPERVISED
@@ -192,7 +194,8 @@ class Trainer:
             own_states,
             self.objective.reference_runs,
         )
-        self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, self.eval_data is not None)
+        held_out = self.eval_data and self.eval_data.rows
+        self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, held_out)
 
     @property
     def planner(self) -> Planner:
@@ -328,6 +331,7 @@ class Trainer:
             write_config(self.output, config)
             if config.evaluation.at_end and self.eval_data is not None and not self._evaluated(start):
                 frozen = self.model.placed_frozen(self.engine)
+                self.look_up_references((self.eval_data,), resumed, frozen, monitor.progress.print)
                 run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
             return resumed, start
         with stop.at_once():
@@ -349,10 +353,17 @@ class Trainer:
             if self.model.coming:
                 progress.print("waiting for the weights")
             begun = self.model.begin(self.engine, resumed)
+            self.look_up_references((self.train_data, self.eval_data), begun[0], begun[2], progress.print)
             write_config(self.output, self.config)
         for note in self.notes():
             progress.print(note)
         return programs, *begun
+
+    def look_up_references(self, sets, state: TrainState, frozen, tell=say) -> None:
+        """Fills in log-probabilities of the reference that rows wait for."""
+        for rows in (data.rows for data in sets if isinstance(data, PairDataset)):
+            base = self.model.given.base_fingerprint
+            references.look_up(rows, self.objective, self.engine, self.config, base, state, frozen, tell)
 
     def _evaluated(self, step: int) -> bool:
         lines = m.read_metrics(self.output / m.JSONL) if (self.output / m.JSONL).exists() else []
@@ -422,6 +433,7 @@ class Trainer:
         return batches
 
     def _eval_loss(self, program: StepProgram, state: TrainState, frozen) -> dict[str, Any]:
+        self.look_up_references((self.eval_data,), state, frozen)
         evaluate = self.engine.compile_evaluate(program, state, frozen)
         shown = m.Progress(self.total_steps).evaluating
         return self.engine.evaluate(evaluate, state, frozen, self._held_out(), shown)

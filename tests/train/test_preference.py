@@ -241,6 +241,7 @@ def test_settings_that_do_not_go_together(tmp_path):
         (dict(name="sft", beta=0.1), r"objective\.beta = 0\.1: sft has no such option"),
         (dict(name="orpo", loss_type="ipo"), r"objective\.loss_type = 'ipo': orpo has no such option"),
         (dict(name="dpo", loss_type="ipo", label_smoothing=0.1), r"objective\.label_smoothing = 0\.1"),
+        (dict(name="orpo", precompute_ref_log_probs=True), r"objective\.precompute_ref_log_probs = True: orpo has no"),
         (dict(name="dpo", beta=-1.0), r"objective\.beta = -1\.0: must be greater than 0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -316,6 +317,42 @@ def test_micro_batches_give_the_same_run(run, tmp_path):
     other.train()
     for key in ("loss", "rewards/margins", "logps/chosen"):
         np.testing.assert_allclose(held_out(run[0], key), held_out(other, key), rtol=1e-3, atol=1e-4, err_msg=key)
+
+
+def test_a_precomputed_reference_gives_the_same_run(run, tmp_path):
+    """Held-out pairs too, in rows of another shape; once for all runs over these rows and weights."""
+    model = lora_model()
+    model.base_fingerprint = "weights"
+    settings = dict(
+        objective=ObjectiveConfig("dpo", precompute_ref_log_probs=True),
+        data=dataclasses.replace(run[0].config.data, cache_dir=str(tmp_path / "cache")),
+    )
+    trainer = trainer_of(tmp_path / "one", model=model, **settings)
+    trainer.train()
+    assert trainer.planner.cost.reference_runs == 0
+    files = sorted((tmp_path / "cache").glob("reference_*.npy"))
+    assert len(files) == 2  # of training and of evaluation
+    for key in ("loss", "rewards/margins", "logps/chosen", "eval_loss", "eval_rewards/margins"):
+        np.testing.assert_allclose(held_out(run[0], key), held_out(trainer, key), rtol=1e-4, atol=1e-5, err_msg=key)
+
+    # Another run reads them, goes on from a checkpoint bit for bit, and computes anew what was damaged.
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_00000012")
+    whole = files[0].read_bytes()
+    files[0].write_bytes(whole[:-4])
+    resumed = trainer_of(tmp_path / "two", model=model, **settings)
+    resumed.train()
+    assert resumed.history[-1]["eval_loss"] == trainer.history[-1]["eval_loss"]
+    assert files[0].read_bytes() == whole
+
+
+def test_a_split_keeps_each_pair_with_its_reference():
+    documents = pairs(20)
+    rows = dataclasses.replace(pair_set(documents), reference=np.arange(40, dtype=np.float32))
+    for side in rows.split(6):
+        for index in range(len(side.documents)):
+            tokens = documents[int(side.reference[index])].tokens
+            np.testing.assert_array_equal(side.documents[index].tokens, tokens)
 
 
 def test_the_reference_is_planned_for(run, tmp_path):

@@ -27,7 +27,8 @@ class PackedPairs:
     A pair that is longer than a row is cut ("truncate"): its longer document is, down to the other's length, and then
     both alike. A pair of which nothing is left to learn from in either document is left out.
 
-    reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model.
+    reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model;
+    NaN where they are yet to be computed, in place.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class PackedPairs:
     def fill(self, batch: Batch, slot: int, row: int) -> None:
         """Writes row number `row` into row `slot` of an empty numpy batch."""
         documents, at = self.documents, 0
-        for place, pair in enumerate(self._pairs(row)):
+        for place, pair in enumerate(self.pairs(row)):
             batch.extra[PAIRS][slot, place] = 1.0
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept[pair, side])
@@ -103,9 +104,10 @@ class PackedPairs:
 
     def sources(self, row: int) -> list[str]:
         """Where the pairs of a row came from, as `file:line`."""
-        return [self.documents.source(2 * pair) for pair in self._pairs(row)]
+        return [self.documents.source(2 * pair) for pair in self.pairs(row)]
 
-    def _pairs(self, row: int) -> list[int]:
+    def pairs(self, row: int) -> list[int]:
+        """The pairs of a row, in their order, by number."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 
@@ -148,5 +150,10 @@ class PairDataset(TokenDataset):
         if not rest.size:
             raise ValueError("all training pairs equal pairs held out for evaluation; lower data.eval_rows")
         sides = (np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1) for pairs in (rest, chosen))
-        train, held_out = (dataclasses.replace(self, documents=documents.select(indices)) for indices in sides)
+
+        def side(indices: np.ndarray) -> PairDataset:
+            reference = None if self.reference is None else self.reference[indices]
+            return dataclasses.replace(self, documents=documents.select(indices), reference=reference)
+
+        train, held_out = map(side, sides)
         return train, held_out

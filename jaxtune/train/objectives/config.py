@@ -13,7 +13,7 @@ from jaxtune.train.config_checks import fraction, not_negative, positive, requir
 # The options that an objective has; the others must not be set beside it.
 _OPTIONS = {
     "sft": (),
-    "dpo": ("beta", "loss_type", "label_smoothing"),
+    "dpo": ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs"),
     "orpo": ("beta",),
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
 }
@@ -31,6 +31,9 @@ class ObjectiveConfig:
     beta: Annotated[float | None, "Scale of the rewards (dpo, orpo: 0.1; simpo: 2.0)."] = None
     loss_type: Annotated[Literal["sigmoid", "ipo", "hinge"], "Loss of a pair (dpo)."] = "sigmoid"
     label_smoothing: Annotated[float, "Probability that a preference is the wrong way around (dpo, simpo)."] = 0.0
+    precompute_ref_log_probs: Annotated[
+        bool, "Compute the reference's log-probabilities once, before training (dpo)."
+    ] = False
     simpo_gamma: Annotated[float, "Margin by which rewards are to differ (simpo)."] = 0.5
 
     def __post_init__(self) -> None:

@@ -26,7 +26,9 @@ class Objective(Protocol):
 
     unit: ClassVar[str]
     sums: ClassVar[tuple[str, ...]]
-    reference_runs: ClassVar[int]
+
+    @property
+    def reference_runs(self) -> int: ...
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None

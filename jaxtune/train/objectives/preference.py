@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
@@ -71,7 +72,10 @@ class Preference:
 
     unit: ClassVar[str] = "pairs"
     sums: ClassVar[tuple[str, ...]] = METRICS
-    reference_runs: ClassVar[int] = 0
+
+    @property
+    def reference_runs(self) -> int:
+        return 0
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
@@ -127,13 +131,25 @@ class DPO(Preference):
       beta: how strongly the model is held to the reference.
       loss_type: "sigmoid"; "ipo" (arXiv 2310.12036), over means of a response's tokens; "hinge" (arXiv 2305.10425).
       label_smoothing: probability that a preference is the wrong way around (sigmoid).
+      precompute_ref_log_probs: the reference's numbers are computed once, before training.
     The reference is the model with its adapter off, or what a data set's `reference` says that it gave.
     """
 
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     label_smoothing: float = 0.0
+    precompute_ref_log_probs: bool = False
 
-    reference_runs: ClassVar[int] = 1
+    @property
+    def reference_runs(self) -> int:
+        return 0 if self.precompute_ref_log_probs else 1
+
+    def prepare(
+        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+    ) -> PairDataset:
+        made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        if self.precompute_ref_log_probs and made.reference is None:
+            made = dataclasses.replace(made, reference=np.full(len(made.documents), np.nan, np.float32))
+        return made
 
     def check(self, model: Decoder) -> None:
         if not has_adapter(model):
@@ -150,12 +166,16 @@ class DPO(Preference):
                 "stay what it was: freeze them (get_peft_model), or take an objective without a reference"
             )
 
+    def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
+        """float32[rows, most pairs, 2]: log p of the answers under the reference."""
+        base = without_adapter(model)
+        return answers(base, forward.frozen(base, batch), batch, forward).logps
+
     def compared(self, model: Decoder, batch: Batch, forward: Forward, ours: Answers) -> jax.Array:
         if REFERENCE in batch.extra:
             theirs = Answers(batch.extra[REFERENCE], ours.tokens)
         else:
-            base = without_adapter(model)
-            theirs = answers(base, forward.frozen(base, batch), batch, forward)
+            theirs = Answers(self.reference(model, batch, forward), ours.tokens)
         if self.loss_type == "ipo":
             return ours.means - theirs.means
         return ours.logps - theirs.logps

@@ -21,7 +21,9 @@ class SFT:
     unit: ClassVar[str] = "targets"
     sums: ClassVar[tuple[str, ...]] = ()
 
-    reference_runs: ClassVar[int] = 0
+    @property
+    def reference_runs(self) -> int:
+        return 0
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
