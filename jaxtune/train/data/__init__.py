@@ -24,7 +24,7 @@ import numpy as np
 from jaxtune import terminal
 from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
-from jaxtune.train.data.formats import PREFERENCE
+from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.packaged import packaged_that_fit
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, Documents, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
@@ -157,7 +157,7 @@ def prepare(
         num_workers: processes that tokenise; None decides, 0 or 1 works in this one.
         vocab_size: rows of the model's embedding; a token id beyond it is refused.
         pairs: rows are preferences (`formats.PREFERENCE`), of which each makes two documents: the chosen answer after
-            its prompt, then the rejected one.
+            its prompt, then the rejected one; or of the form `formats.LABELLED`, where one of the two is empty.
         say: is given the few lines worth telling.
         poll: called several times a second while rows are tokenised; what it raises ends that at once, and nothing
             half done is left.
@@ -165,11 +165,11 @@ def prepare(
     Raises:
         ValueError: the data cannot be trained on; the message names the key, the place or the token, and the fix.
     """
-    if (format == PREFERENCE) != pairs:
+    if (format in (PREFERENCE, LABELLED)) != pairs:
         raise ValueError(
             f"data.format = {format!r}: "
             + (
-                "rows of this form are for preference objectives: set objective=dpo, orpo or simpo"
+                "rows of this form are for preference objectives: set objective=dpo, orpo, simpo or kto"
                 if not pairs
                 else "a preference objective takes rows with chosen and rejected: leave data.format out"
             )

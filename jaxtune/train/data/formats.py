@@ -22,7 +22,9 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 # Rows of preference objectives alone: an answer and a worse one.
 PREFERENCE = "preference"
-FORMATS = ("auto", *COLUMNS, PREFERENCE)
+# Of those alone too: one answer, and a label that says whether it is desirable.
+LABELLED = "labelled"
+FORMATS = ("auto", *COLUMNS, PREFERENCE, LABELLED)
 
 # ShareGPT's speakers, as the data sets of that form name them, and the chat roles they stand for.
 ROLES = {
@@ -96,10 +98,10 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A row with two answers to one prompt."""
+    """A row with two answers to one prompt, or one of them."""
 
-    chosen: Example
-    rejected: Example
+    chosen: Example | None
+    rejected: Example | None
 
 
 def detect_format(columns: Iterable[str]) -> str:
@@ -119,6 +121,14 @@ def detect_format(columns: Iterable[str]) -> str:
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
     """The `Pair` of a row of the form PREFERENCE. Raises `RowError` with the reason where it cannot be one."""
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
+
+
+def normalize_labelled(value: Mapping[str, Any]) -> Pair:
+    """As normalize_pair, of a row of the form LABELLED: a pair of which one answer is missing."""
+    example, label = _answered(value, "completion"), _column(value, ("label",))
+    if label not in (True, False):  # 1 and 0 are equal to them
+        raise RowError(f"label = {label!r}: must be true for a desirable completion, or false")
+    return Pair(example, None) if label else Pair(None, example)
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:

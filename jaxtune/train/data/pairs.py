@@ -18,6 +18,7 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing import Documents, Overflow, PackingReport, plan_rows
 
 PAIRS = "pairs"  # of Batch.extra: float32[rows, most pairs of a row], 1 where there is a pair
+LABELS = "labels"  # of Batch.extra: float32[rows, most pairs], what is known of a pair
 REFERENCE = "reference"  # of Batch.extra: float32[rows, most pairs, 2], log-probabilities of a reference model
 
 
@@ -28,7 +29,7 @@ class PackedPairs:
     both alike. A pair of which nothing is left to learn from in either document is left out.
 
     reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model;
-    NaN where they are yet to be computed, in place.
+    NaN where they are yet to be computed, in place. labels: float32[pairs] or None.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class PackedPairs:
         overflow: Overflow = "truncate",
         packing: bool = True,
         reference: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
     ):
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":
             raise ValueError("data.overflow = 'split': a pair cannot be laid out in pieces; set truncate or error")
         self.documents, self.length, self.full = documents, length, False
-        self.reference = reference
+        self.reference, self.labels = reference, labels
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
         kept = lengths if overflow == "error" else _shortened(lengths, length)
         trained = np.array(documents.trained).reshape(-1, 2)
@@ -80,6 +82,8 @@ class PackedPairs:
     def empty(self, rows: int) -> Batch:
         """`rows` rows of padding, as fresh numpy arrays."""
         extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, self.most_pairs), np.float32)}
+        if self.labels is not None:
+            extra[LABELS] = np.zeros((rows, self.most_pairs), np.float32)
         if self.reference is not None:
             extra[REFERENCE] = np.zeros((rows, self.most_pairs, 2), np.float32)
         return dataclasses.replace(Batch.empty(rows, self.length), extra=extra)
@@ -89,6 +93,8 @@ class PackedPairs:
         documents, at = self.documents, 0
         for place, pair in enumerate(self.pairs(row)):
             batch.extra[PAIRS][slot, place] = 1.0
+            if self.labels is not None:
+                batch.extra[LABELS][slot, place] = self.labels[pair]
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept[pair, side])
                 start, end = int(documents.starts[index]), at + count
@@ -121,15 +127,21 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preferences; see TokenDataset. reference: as of PackedPairs."""
+    """Tokenised preferences; see TokenDataset. reference, labels: as of PackedPairs."""
 
     reference: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
         """The packed rows, planned when first asked for."""
         rows = PackedPairs(
-            self.documents, self.length, overflow=self.overflow, packing=self.packing, reference=self.reference
+            self.documents,
+            self.length,
+            overflow=self.overflow,
+            packing=self.packing,
+            reference=self.reference,
+            labels=self.labels,
         )
         if not len(rows):
             raise ValueError(f"no pair has a trained token in both answers within data.length={self.length}; raise it")
@@ -149,11 +161,11 @@ class PairDataset(TokenDataset):
         rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
         if not rest.size:
             raise ValueError("all training pairs equal pairs held out for evaluation; lower data.eval_rows")
-        sides = (np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1) for pairs in (rest, chosen))
 
-        def side(indices: np.ndarray) -> PairDataset:
+        def side(pairs: np.ndarray) -> PairDataset:
+            indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
             reference = None if self.reference is None else self.reference[indices]
-            return dataclasses.replace(self, documents=documents.select(indices), reference=reference)
+            labels = None if self.labels is None else self.labels[pairs]
+            return dataclasses.replace(self, documents=documents.select(indices), reference=reference, labels=labels)
 
-        train, held_out = map(side, sides)
-        return train, held_out
+        return side(rest), side(chosen)

@@ -32,7 +32,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtune.terminal import printable
-from jaxtune.train.data.formats import PREFERENCE, Example, RowError, attempt, normalize, normalize_pair
+from jaxtune.train.data.formats import (
+    LABELLED,
+    PREFERENCE,
+    Example,
+    RowError,
+    attempt,
+    normalize,
+    normalize_labelled,
+    normalize_pair,
+)
 from jaxtune.train.data.reading import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
@@ -73,18 +82,24 @@ class Chunk:
     cut: int = 0
 
 
+_ABSENT = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
+
+
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Normalises, renders and tokenises some rows. A pair gives two documents, one after the other, or none."""
+    """Normalises, renders and tokenises some rows. A pair gives two documents, one after the other, or none; an answer
+    that it lacks is an empty one."""
     outcome = [attempt(_examples, row) for row in rows]
-    encoded = iter(encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found]))
+    encoded = iter(
+        encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
+    )
     documents: list[Encoded] = []
     origins, problems, untrained, special, masked = [], [], [], [], 0
     for row, found in zip(rows, outcome, strict=True):
-        outcomes = [found] if isinstance(found, RowError) else [next(encoded) for _ in found]
+        outcomes = [found] if isinstance(found, RowError) else [next(encoded) if one else None for one in found]
         place = printable(row.place)
-        results = [result for result in outcomes if not isinstance(result, RowError)]
-        if len(results) < len(outcomes):
-            reason = printable(next(result for result in outcomes if isinstance(result, RowError)))
+        results = [result for result in outcomes if isinstance(result, Encoded)]
+        if error := next((result for result in outcomes if isinstance(result, RowError)), None):
+            reason = printable(error)
             problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
         masked += sum(result.masked for result in results)
@@ -93,8 +108,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         if not all(result.mask[1:].any() for result in results):
             untrained.append(place)
         else:
-            documents += results
-            origins += [(row.file, row.number)] * len(results)
+            documents += [_ABSENT if result is None else result for result in outcomes]
+            origins += [(row.file, row.number)] * len(outcomes)
     return Chunk(
         rows=len(rows),
         tokens=np.concatenate([d.tokens for d in documents]) if documents else np.zeros(0, np.int32),
@@ -112,11 +127,11 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     )
 
 
-def _examples(row: Row) -> list[Example]:
+def _examples(row: Row) -> list[Example] | list[Example | None]:
     if row.value is None:
         raise RowError(row.error)
-    if row.format == PREFERENCE:
-        pair = normalize_pair(row.value)
+    if row.format in (PREFERENCE, LABELLED):
+        pair = (normalize_pair if row.format == PREFERENCE else normalize_labelled)(row.value)
         return [pair.chosen, pair.rejected]
     return [normalize(row.value, row.format)]
 

@@ -15,6 +15,7 @@ _OPTIONS = {
     "sft": (),
     "dpo": ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs"),
     "orpo": ("beta",),
+    "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
 }
 
@@ -25,21 +26,25 @@ class ObjectiveConfig:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    name: Annotated[Literal["sft", "dpo", "orpo", "simpo"], "sft, or a preference objective over pairs of answers."] = (
-        "sft"
-    )
-    beta: Annotated[float | None, "Scale of the rewards (dpo, orpo: 0.1; simpo: 2.0)."] = None
+    name: Annotated[
+        Literal["sft", "dpo", "orpo", "kto", "simpo"], "sft, or a preference objective over pairs of answers."
+    ] = "sft"
+    beta: Annotated[float | None, "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0)."] = None
     loss_type: Annotated[Literal["sigmoid", "ipo", "hinge"], "Loss of a pair (dpo)."] = "sigmoid"
     label_smoothing: Annotated[float, "Probability that a preference is the wrong way around (dpo, simpo)."] = 0.0
     precompute_ref_log_probs: Annotated[
-        bool, "Compute the reference's log-probabilities once, before training (dpo)."
+        bool, "Compute the reference's log-probabilities once, before training (dpo, kto)."
     ] = False
+    desirable_weight: Annotated[float, "Weight of the losses of desirable answers (kto)."] = 1.0
+    undesirable_weight: Annotated[float, "Weight of the losses of other answers (kto)."] = 1.0
     simpo_gamma: Annotated[float, "Margin by which rewards are to differ (simpo)."] = 0.5
 
     def __post_init__(self) -> None:
         positive("objective.beta", self.beta)
         fraction("objective.label_smoothing", self.label_smoothing, below_one=True)
         not_negative("objective.simpo_gamma", self.simpo_gamma)
+        positive("objective.desirable_weight", self.desirable_weight)
+        positive("objective.undesirable_weight", self.undesirable_weight)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             unset = field.name == "name" or value == field.default

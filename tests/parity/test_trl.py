@@ -1,0 +1,128 @@
+"""Preference objectives beside TRL's own trainers: losses, metrics and all gradients of one batch and one adapter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import trl_reference
+from flax import nnx
+from safetensors.numpy import load_file
+from tiny import CONFIGS
+
+import jaxtune
+from jaxtune.models.hf import from_pretrained
+from jaxtune.train.data.packing import Document, Documents
+from jaxtune.train.data.pairs import PackedPairs
+from jaxtune.train.loss import Forward
+from jaxtune.train.objectives.kto import KTO, with_strangers
+from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
+
+TOLERANCE = 1e-5
+CASES = {
+    "sigmoid": ("dpo", DPO(beta=0.3), dict(beta=0.3)),
+    "hinge": ("dpo", DPO(beta=0.3, loss_type="hinge"), dict(beta=0.3, loss_type="hinge")),
+    "ipo": ("dpo", DPO(beta=0.2, loss_type="ipo"), dict(beta=0.2, loss_type="ipo")),
+    "orpo": ("orpo", ORPO(beta=0.4), dict(beta=0.4)),
+    "simpo": ("simpo", SimPO(), dict(beta=2.0, simpo_gamma=0.5)),
+    "simpo, smoothed": (
+        "simpo", SimPO(1.5, 0.7, 0.1), dict(beta=1.5, simpo_gamma=0.7, label_smoothing=0.1),
+    ),
+}  # fmt: skip
+
+
+def some_pairs(vocab_size: int) -> list[dict[str, list[int]]]:
+    draw = np.random.default_rng(0)
+    return [
+        {key: draw.integers(3, vocab_size, length).tolist() for key, length in zip(keys, lengths, strict=True)}
+        for keys in [("prompt", "chosen", "rejected")]
+        for lengths in [(3, 5, 4), (1, 2, 7), (6, 4, 4)]
+    ]
+
+
+def documents_of(sides: list[tuple[list[int], list[int]]]) -> Documents:
+    """Of (prompt, answer); nothing where there is no answer."""
+    return Documents.gather(
+        Document(
+            np.asarray(prompt + answer if answer else [], np.int32),
+            np.arange(len(prompt + answer) if answer else 0) >= len(prompt),
+        )
+        for prompt, answer in sides
+    )
+
+
+def packed(documents: Documents, length: int = 40, labels: np.ndarray | None = None):
+    """A batch of pairs of documents."""
+    rows = PackedPairs(documents, length, labels=labels)
+    batch = rows.empty(len(rows))
+    for row in range(len(rows)):
+        rows.fill(batch, row, row)
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def our_loss(objective, model, batch, folder):
+    """(loss, metrics, {tensor of an adapter's file: gradient})"""
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+
+    def mean(trainable):
+        loss, count, sums = objective.loss(nnx.merge(graph, trainable, frozen), batch, Forward())
+        return loss / count, (count, sums)
+
+    (loss, (count, sums)), slopes = jax.jit(jax.value_and_grad(mean, has_aux=True))(trainable)
+    metrics = objective.metrics({"loss": loss * count, "count": count} | sums)
+    jaxtune.save_adapter(nnx.merge(graph, slopes, frozen), folder / "slopes")
+    return float(loss), metrics, load_file(folder / "slopes" / "adapter_model.safetensors")
+
+
+def compare(ours, theirs):
+    loss, metrics, slopes = ours
+    wanted, their_metrics, their_slopes = theirs
+    np.testing.assert_allclose(loss, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    assert slopes.keys() == their_slopes.keys() and len(slopes) > 10
+    for name, slope in slopes.items():
+        assert np.abs(their_slopes[name]).max() > 10 * TOLERANCE, name
+        np.testing.assert_allclose(slope, their_slopes[name], atol=TOLERANCE, rtol=TOLERANCE, err_msg=name)
+    assert metrics.keys() <= their_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, their_metrics[name], atol=TOLERANCE, rtol=TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pairs(tmp_path, case):
+    name, objective, options = CASES[case]
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])
+    trainer = trl_reference.make_trainer(name, reference.load(base), tmp_path, **options)
+    rows = some_pairs(CONFIGS["qwen2"]["vocab_size"])
+    theirs = trl_reference.pair_loss(name, trainer, rows)
+    model = jaxtune.load_adapter(from_pretrained(base, dtype="float32")[0], tmp_path / "adapter")
+    batch = packed(documents_of([(row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected")]))
+    compare(our_loss(objective, model, batch, tmp_path), theirs)
+
+
+def test_single_answers(tmp_path):
+    """With a divergence above 0, and with one that would be below it, of an adapter that does the opposite."""
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])
+    plain, _ = from_pretrained(base, dtype="float32")
+    options = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    rows = [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for row in some_pairs(CONFIGS["qwen2"]["vocab_size"])
+        for side in ("chosen", "rejected")
+    ][:5]
+    strangers = [{"KL_completion": rows[index - 1]["completion"]} for index in range(len(rows))]
+    sides = [
+        (row["prompt"], row["completion"] if row["label"] == side else []) for row in rows for side in (True, False)
+    ]
+    documents, labels = with_strangers(documents_of(sides))
+    divergences = []
+    for sign in (1.0, -1.0):
+        folder = tmp_path / str(sign)
+        trainer = trl_reference.make_trainer("kto", reference.load(base), folder, sign, **options)
+        theirs = trl_reference.pair_loss("kto", trainer, [r | more for r, more in zip(rows, strangers, strict=True)])
+        model = jaxtune.load_adapter(plain, folder / "adapter")
+        ours = our_loss(KTO(**options), model, packed(documents, labels=labels), folder)
+        compare(ours, theirs)
+        divergences.append(float(ours[1]["kl"]))
+    assert min(divergences) == 0 and max(divergences) > 0.01
