@@ -42,7 +42,7 @@ gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and
 golden: env  ## what the engine computes and chooses, against the record (tests/golden)
 	$(PY) -m pytest tests/golden -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
 
-parity: env-parity  ## checks against torch, transformers, peft and bitsandbytes (3 GB environment)
+parity: env-parity  ## checks against torch, transformers, peft, trl and bitsandbytes (3 GB environment)
 	.venv-parity/bin/python -m pytest tests/parity -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
 
 aot: env-aot  ## compile the GPU programs without a GPU

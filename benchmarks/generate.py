@@ -108,6 +108,22 @@ def prefill(model: Decoder, batch: int = 8, length: int = 2048) -> dict:
     }  # fmt: skip
 
 
+def must_show(rows: dict[str, dict]) -> list[dict]:
+    """The figures that are asked for, of the rows that there are."""
+    found = {}
+    if share := rows.get("decode_bf16", {}).get("share_of_bandwidth"):
+        found["decode of one row in bf16: share of the memory's bandwidth"] = share, 0.65
+    if "prefill" in rows:
+        found["prefill: of the training forward's rate"] = rows["prefill"]["of_training_forward"], 0.9
+    for name, what, floor in (("decode_nf4", "NF4 over bf16", 1.8), ("decode_batch", "32 rows over one", 20.0)):
+        if {name, "decode_bf16"} <= rows.keys():
+            over = rows[name]["tokens_per_second"] / rows["decode_bf16"]["tokens_per_second"]
+            found[f"decode: tokens/s of {what}"] = over, floor
+    return [
+        dict(what=what, value=value, floor=floor, goal=None, at_most=False) for what, (value, floor) in found.items()
+    ]
+
+
 # row -> (format of the layers' weights, what is measured)
 ROWS: dict[str, tuple[str | None, Callable[[Decoder], dict]]] = {
     "decode_bf16": (None, one_row),
@@ -136,6 +152,7 @@ def main() -> int:
             model = None  # its memory, before the next one's is taken
             model, made = random_model(SHAPES[options.shape], jax.random.key(0), load_in), load_in
         record["rows"][name] = measure(model) | {"commit": record["commit"]}
+        record["must_show"] = must_show(record["rows"])
         write(path, record)
         print(name, f"{time.perf_counter() - begun:.0f} s", json.dumps(record["rows"][name]), flush=True)
     return 0

@@ -108,7 +108,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         if not all(result.mask[1:].any() for result in results):
             untrained.append(place)
         else:
-            documents += [_ABSENT if result is None else result for result in outcomes]
+            documents += [result if isinstance(result, Encoded) else _ABSENT for result in outcomes]
             origins += [(row.file, row.number)] * len(outcomes)
     return Chunk(
         rows=len(rows),
