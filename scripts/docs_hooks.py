@@ -42,12 +42,23 @@ def compat_tables() -> str:
             if found.kind not in (found.VAR_KEYWORD, found.VAR_POSITIONAL) and name != "self"
         ]  # fmt: skip
 
+    def fields(kind: Any) -> list[str]:
+        return [field.name for field in dataclasses.fields(kind)]
+
     model = compat.FastLanguageModel
     callables = {
         "FastLanguageModel.from_pretrained": (parameters(model.from_pretrained), tables.LOAD),
         "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
-        "SFTConfig": ([field.name for field in dataclasses.fields(trainer._SFTFields)], tables.SFT),
+        "SFTConfig": (fields(trainer.SFTFields), tables.SFT),
         "SFTTrainer": (parameters(compat.SFTTrainer.__init__), tables.TRAINER),
+        **{
+            f"{config.__name__}, beside those of SFTConfig": (
+                [name for name in fields(config) if name not in fields(trainer.SFTFields)],
+                {name: fate for name, fate in config.table.items() if tables.SFT.get(name) is not fate},
+            )
+            for config in (compat.DPOConfig, compat.ORPOConfig, compat.KTOConfig)
+        },
+        "DPOTrainer, ORPOTrainer and KTOTrainer, beside those of SFTTrainer": ([], tables.REFERENCE_MODEL),
         "save_pretrained_merged": (parameters(compat.CompatModel.save_pretrained_merged), tables.SAVE),
         "save_pretrained_gguf": (parameters(compat.CompatModel.save_pretrained_gguf), tables.SAVE),
         "generate": (parameters(compat.CompatModel.generate), tables.GENERATE),

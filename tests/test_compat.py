@@ -15,10 +15,22 @@ from flax import nnx
 from tiny_models import tiny_config
 
 from jaxtune import from_pretrained, save_pretrained
-from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
+from jaxtune.compat import (
+    DPOConfig,
+    DPOTrainer,
+    FastLanguageModel,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+    train_on_responses_only,
+)
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import linears
 from jaxtune.models.quant import is_quantized
+from jaxtune.train.objectives.config import ObjectiveConfig
 from tests.train.data.conftest import make_tokenizer
 
 QUESTIONS = {"Who are you?": "I am a bot.", "Name a colour.": "It is blue.", "The sum of two and two?": "four"}
@@ -344,3 +356,61 @@ def test_a_model_without_adapter_is_not_trained_by_accident(folder, tmp_path):
         SFTTrainer(load(folder, peft=False)[0], train_dataset=rows(2))
     with pytest.raises(ValueError, match="save_method = 'merged_8bit' is not supported"):
         load(folder)[0].save_pretrained_merged(tmp_path / "x", save_method="merged_8bit")
+
+
+PREFERENCES = [{"prompt": q, "chosen": a, "rejected": "no"} for q, a in QUESTIONS.items()] * 4
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    for row in PREFERENCES
+    for side in ("chosen", "rejected")
+]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "options", "objective"),
+    [
+        (DPOTrainer, DPOConfig, dict(loss_type=["ipo"], precompute_ref_log_probs=True),
+         ObjectiveConfig("dpo", 0.2, "ipo", precompute_ref_log_probs=True)),
+        (ORPOTrainer, ORPOConfig, dict(), ObjectiveConfig("orpo", 0.2)),
+        (KTOTrainer, KTOConfig, dict(undesirable_weight=1.5), ObjectiveConfig("kto", 0.2, undesirable_weight=1.5)),
+    ],
+)  # fmt: skip
+def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, options, objective):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    model, _ = load(folder)
+    args = config(
+        output_dir=str(tmp_path / "run"), save_strategy="no", max_steps=6, learning_rate=1e-2, beta=0.2,
+        eval_strategy="steps", eval_steps=6, **options,
+    )  # fmt: skip
+    rows = LABELLED if trainer is KTOTrainer else PREFERENCES
+    made = trainer(model, args=args, train_dataset=rows, eval_dataset=rows[:4], ref_model=None)
+    assert made.config().objective == objective
+    made.train()
+    history = made.state.log_history
+    assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
+
+
+def test_what_preference_trainers_refuse(folder, tmp_path):
+    def make(kind, config, rows=PREFERENCES, model=None, **arguments):
+        return kind(model or load(folder)[0], args=config, train_dataset=rows, **arguments)
+
+    settings = dict(output_dir=str(tmp_path / "run"))
+    for call, message in (
+        (lambda: DPOConfig(f_divergence_type="forward_kl"), "DPOConfig: f_divergence_type = 'forward_kl'"),
+        (lambda: KTOConfig(loss_type="apo_zero_unpaired"), "KTOConfig: loss_type = 'apo_zero_unpaired'"),
+        (lambda: make(DPOTrainer, DPOConfig(loss_type="robust", **settings)), "loss_type = 'robust' is not supported"),
+        (lambda: make(DPOTrainer, DPOConfig(loss_type=["ipo", "hinge"], **settings)), "several losses"),
+        (lambda: make(DPOTrainer, ORPOConfig(**settings)), "DPOTrainer: args is a ORPOConfig; use DPOConfig"),
+        (lambda: make(DPOTrainer, DPOConfig(**settings), ref_model=object()), "DPOTrainer: ref_model"),
+        (lambda: make(KTOTrainer, KTOConfig(**settings)), "KTOTrainer: the data set has no column completion, label"),
+        (lambda: make(DPOTrainer, DPOConfig(**settings), formatting_func=str), "DPOTrainer: it has no formatting_func"),
+        (
+            lambda: make(
+                DPOTrainer, DPOConfig(**settings),
+                model=FastLanguageModel.get_peft_model(load(folder, peft=False)[0], r=2, lora_dropout=0.1),
+            ),
+            "DPOTrainer: lora_dropout = 0.1: TRL turns dropout off",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()

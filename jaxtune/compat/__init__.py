@@ -17,16 +17,23 @@ from jaxtune.compat.adapters import LoraConfig
 from jaxtune.compat.callbacks import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from jaxtune.compat.measures import EvalPrediction
 from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
+from jaxtune.compat.preference import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, ORPOConfig, ORPOTrainer
 from jaxtune.compat.texts import get_chat_template, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTConfig, SFTTrainer, TrainingArguments, train_on_responses_only
 
 __all__ = [
     "CompatModel",
+    "DPOConfig",
+    "DPOTrainer",
     "EarlyStoppingCallback",
     "EvalPrediction",
     "FastLanguageModel",
     "FastModel",
+    "KTOConfig",
+    "KTOTrainer",
     "LoraConfig",
+    "ORPOConfig",
+    "ORPOTrainer",
     "SFTConfig",
     "SFTTrainer",
     "TrainerCallback",
@@ -48,8 +55,9 @@ _ELSEWHERE = {
     "UnslothVisionDataCollator": "images are not supported",
     "GRPOTrainer": "reinforcement learning is not supported; use TRL",
     "GRPOConfig": "reinforcement learning is not supported; use TRL",
-    "DPOTrainer": "preference training is not part of jaxtune.compat; use TRL",
-    "DPOConfig": "preference training is not part of jaxtune.compat; use TRL",
+    "PatchDPOTrainer": "nothing is to be patched: leave the call out",
+    "RewardTrainer": "reward models are not supported; use TRL",
+    "CPOTrainer": "use jaxtune.train with objective=simpo",
     "TextStreamer": "import it from transformers",
     "get_peft_model": "use FastLanguageModel.get_peft_model, or SFTTrainer(peft_config=...)",
     "AutoModelForCausalLM": "use FastLanguageModel.from_pretrained, or give SFTTrainer the model's name",

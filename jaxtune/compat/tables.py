@@ -193,6 +193,40 @@ TRAINER: dict[str, Argument] = {
     "quantization_config": refused("FastLanguageModel.from_pretrained(load_in_4bit=True)", None),
 }
 
+# Of preference trainers beside SFT's and SFTTrainer's.
+_PREFERENCE: dict[str, Argument] = {
+    "disable_dropout": idle("an adapter with dropout is an error", True),
+    "pad_to_multiple_of": idle("rows have one length, data.length", "auto", None),
+    "padding_free": idle("rows are packed, or padded without a cost to attention", False, True),
+    "truncation_mode": refused("shorter rows: a pair is cut at its end", "keep_start"),
+    "max_prompt_length": idle("a pair is cut at its end alone, to max_length", None, 512),
+    "max_completion_length": idle("a pair is cut at its end alone, to max_length", None),
+    "generate_during_eval": refused("jaxtune chat, or evaluation.exact_match_rows", False),
+    "is_encoder_decoder": refused("a decoder", None, False),
+    "padding_value": idle("padding is never looked at", None),
+    "label_pad_token_id": idle("padding is never looked at", -100),
+    "precompute_ref_batch_size": idle("batches are those of a step", None),
+    "sync_ref_model": refused("the reference that training began with", False),
+    "ref_model_mixup_alpha": idle("it belongs to sync_ref_model", 0.6),
+    "ref_model_sync_steps": idle("it belongs to sync_ref_model", 512),
+    "train_sampling_strategy": idle("the order of rows is a permutation by the seed", "sequential", "random"),
+}
+_WITHOUT_LOSSES = {name: fate for name, fate in SFT.items() if name not in ("loss_type",)}
+ORPO: dict[str, Argument] = _WITHOUT_LOSSES | _PREFERENCE
+DPO: dict[str, Argument] = ORPO | {
+    "label_smoothing": idle("in TRL it belongs to other loss types", 0.0),
+    "loss_weights": refused("one loss_type", None),
+    "ld_alpha": refused("jaxtune.train.Trainer(objective=...)", None),
+    "f_divergence_type": refused("jaxtune.train.Trainer(objective=...)", "reverse_kl"),
+    "f_alpha_divergence_coef": idle("it belongs to f_divergence_type", 0.5),
+    "use_weighting": refused("jaxtune.train.Trainer(objective=...)", False),
+    "discopop_tau": idle("it belongs to loss_type='discopop'", 0.05),
+}
+KTO: dict[str, Argument] = ORPO | {"loss_type": refused("jaxtune.train.Trainer(objective=...)", "kto")}
+REFERENCE_MODEL: dict[str, Argument] = {
+    "ref_model": refused("an adapter: the reference is the model with its adapter off", None),
+}
+
 SAVE: dict[str, Argument] = {
     "max_shard_size": idle("files are cut at 5 GB", "5GB"),
     "safe_serialization": idle("models are always saved as safetensors", True),

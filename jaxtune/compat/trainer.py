@@ -33,11 +33,12 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.data.labels import derive_markers
+from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.trainer import Trainer
 
 
 @dataclasses.dataclass
-class _SFTFields:
+class SFTFields:
     """The arguments of SFTConfig that are followed."""
 
     output_dir: str = "trainer_output"
@@ -84,24 +85,26 @@ class _SFTFields:
     full_determinism: bool = False
 
 
-class SFTConfig(_SFTFields):
-    """TRL's SFTConfig: the fields of _SFTFields; any other argument must ask for nothing.
+class SFTConfig(SFTFields):
+    """TRL's SFTConfig: the fields of SFTFields; any other argument must ask for nothing.
 
     load_best_model_at_end keeps a copy of the best trained weights in the host's memory, of the evaluations of one call
     of train(); metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
     """
 
+    table = SFT  # of what is not followed
+
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
-        known = {field.name for field in dataclasses.fields(_SFTFields)}
+        known = {field.name for field in dataclasses.fields(self)}
         others = {name: value for name, value in arguments.items() if name not in known}
-        settle("SFTConfig", others, SFT, _SFTFields)
+        settle("SFTConfig" if type(self) is TrainingArguments else type(self).__name__, others, self.table, type(self))
         super().__init__(output_dir or "trainer_output", **{n: v for n, v in arguments.items() if n in known})
         vars(self).update(others)  # for callbacks that look at them
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
 
 
-# transformers' defaults where they are not those of _SFTFields.
+# transformers' defaults where they are not those of SFTFields.
 _TRANSFORMERS = dict(
     per_device_train_batch_size=8, gradient_accumulation_steps=1, weight_decay=0.0, optim="adamw_torch",
     warmup_ratio=0.0, logging_steps=500, seed=42,
@@ -115,18 +118,19 @@ class TrainingArguments(SFTConfig):
         super().__init__(output_dir, **(_TRANSFORMERS | arguments))
 
 
-def _arguments(args: Any) -> SFTConfig:
-    """Ours of what a script gives: ours, or an object of transformers' or TRL's own class.
+def _arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
+    """Ours (of a kind) of what a script gives: ours, or an object of transformers' or TRL's own class.
 
     Raises:
       ValueError: another object.
     """
     if args is None or isinstance(args, SFTConfig):
-        return args or SFTConfig()
-    kinds = [kind.__name__ for kind in type(args).__mro__]
+        return args or kind()
+    kinds = [one.__name__ for one in type(args).__mro__]
     if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
-        raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.SFTConfig")
-    known = {field.name for field in dataclasses.fields(_SFTFields)} | SFT.keys()
+        raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.{kind.__name__}")
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = fields | kind.table.keys()
     given = {}
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
@@ -135,7 +139,8 @@ def _arguments(args: Any) -> SFTConfig:
         # What its class fills in by itself asks for nothing.
         if field.name in known and value != default and field.name not in ("logging_dir", "hub_strategy", "debug"):
             given[field.name] = value
-    return TrainingArguments(**given)
+    defaults: dict[str, Any] = {name: value for name, value in _TRANSFORMERS.items() if name in fields}
+    return kind(**(defaults | given))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +169,9 @@ class SFTTrainer:
       dataset_text_field, max_seq_length, packing, dataset_num_proc: as in SFTConfig, where older scripts had them.
     """
 
+    config_type: type[SFTConfig] = SFTConfig
+    table = TRAINER  # of what is not followed
+
     def __init__(
         self,
         model: CompatModel | str | os.PathLike,
@@ -182,11 +190,15 @@ class SFTTrainer:
         if train_dataset is None:
             raise ValueError("SFTTrainer: train_dataset is missing")
         moved = {"dataset_text_field", "max_seq_length", "packing", "dataset_num_proc"} & others.keys()
-        settings = {field.name: getattr(_arguments(args), field.name) for field in dataclasses.fields(_SFTFields)}
-        self.args = SFTConfig(**(settings | {name: others.pop(name) for name in moved}))
+        found = _arguments(args, self.config_type)
+        if not isinstance(found, self.config_type) and type(found) not in (SFTConfig, TrainingArguments):
+            name, wanted = type(self).__name__, self.config_type.__name__
+            raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
+        settings = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in moved}))
         if type(others.get("data_collator")).__name__ in _PADDING_COLLATORS:
             others.pop("data_collator")  # it pads, which rows here need not
-        settle("SFTTrainer", others, TRAINER, SFTTrainer)
+        settle(type(self).__name__, others, self.table, SFTTrainer)
         if isinstance(model, str | os.PathLike):
             model = _loaded(os.fspath(model), self.args, full=peft_config is None)
         if not isinstance(model, CompatModel):
@@ -207,19 +219,29 @@ class SFTTrainer:
         self._format = ""
         for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
             if dataset is not None:
-                self._rows[split], form = rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
+                self._rows[split], form = self._read(dataset, formatting_func)
                 if self._format not in ("", form):
                     raise ValueError(
                         f"SFTTrainer: train_dataset is {self._format}, eval_dataset is {form}: make them alike"
                     )
                 self._format = form
-        self._masking: dict[str, Any] = {"train_on": _train_on(self.args, self._format)}
+        self._masking: dict[str, Any] = {"train_on": self._train_on()}
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.callbacks = [checked(callback) for callback in callbacks or ()]
         self.state, self.control = TrainerState(), TrainerControl()
         config = self.config(prepared=False)  # mistakes show here, not after the data
         self.state.logging_steps, self.state.train_batch_size = config.metrics.log_every, config.rows_per_step
         self._events().tell("on_init_end")
+
+    def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
+        """(rows for jaxtune, their form)"""
+        return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
+
+    def _train_on(self) -> str:
+        return _train_on(self.args, self._format)
+
+    def _objective(self) -> ObjectiveConfig:
+        return ObjectiveConfig()
 
     def add_callback(self, callback: Any) -> None:
         """A callback, or its class, beside those that are there."""
@@ -289,6 +311,7 @@ class SFTTrainer:
                 num_workers=args.dataset_num_proc,
                 **self._masking,
             ),
+            objective=self._objective(),
             adapter=self.model.adapter,
             steps=args.max_steps if args.max_steps > 0 else None,
             epochs=None if args.max_steps > 0 else args.num_train_epochs,

@@ -82,13 +82,14 @@ def test_loss_metrics_and_gradients_are_the_definition():
     assert set(nothing) == set(found) and not any(nothing.values())
 
 
-def test_rows_of_both_forms_and_the_answers_of_strangers():
+def test_rows_of_every_form_and_the_answers_of_strangers():
     tokenizer, data = make_tokenizer(), dataclasses.replace(make_config("x").data, length=96)
     texts = [
         {"prompt": "Add 1: ", "completion": "It is 4.", "label": True},
         {"prompt": TURNS, "completion": [{"role": "assistant", "content": "I am a bot."}], "label": 0},
     ]
-    for row, template in zip(texts, (None, "chatml"), strict=True):
+    texts.append({"messages": TURNS + texts[1]["completion"], "label": False})
+    for row, template in zip(texts, (None, "chatml", "chatml"), strict=True):
         rows = [row, row | {"label": True}]
         made = KTO().prepare(
             rows, tokenizer, dataclasses.replace(data, template=template), vocab_size=400, max_rows=None

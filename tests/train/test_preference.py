@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtune.models.lora import matrices, without_adapter
+from jaxtune.models.lora import get_peft_model, matrices, without_adapter
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, ResidualPlan
@@ -35,7 +35,7 @@ from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
-from tests.train.tiny_runs import VOCAB, lora_model, make_config
+from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model
 
 LENGTH = 24
 FOLLOWER = np.random.default_rng(0).permutation(VOCAB)
@@ -252,8 +252,6 @@ def test_settings_that_do_not_go_together(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             ObjectiveConfig(**wrong)
-    from tests.train.tiny_runs import tiny_model
-
     config = make_config(tmp_path, objective=ObjectiveConfig("dpo"))
     with pytest.raises(ValueError, match="objective = dpo: .* has no adapter"):
         Trainer(tiny_model("float32"), None, config, pair_set(pairs(4)))
@@ -373,3 +371,21 @@ def test_the_reference_is_planned_for(run, tmp_path):
         parts = step_cost(model, config, reference_runs=reference_runs)
         seconds.append(forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 32), 1, 1024), device).step_seconds)
     assert 1.3 < seconds[1] / seconds[0] < 1.6  # a forward pass more than one, and a backward of two
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_people_s_preferences_raise_the_margin_on_held_out_rows(name, test_data, tmp_path):
+    tokenizer, config = make_tokenizer(), make_config(tmp_path)
+    data = DataConfig(
+        train=str(test_data / f"datasets/preference/{name}_en_demo.jsonl"), max_rows=120, eval_rows=30, length=256,
+        template="chatml", cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    model = get_peft_model(tiny_model("float32", vocab_size=len(tokenizer), max_position_embeddings=256), r=4)
+    config = dataclasses.replace(
+        config, steps=16, rows_per_step=8, data=data, optim=OptimConfig(learning_rate=5e-3),
+        objective=ObjectiveConfig(name, precompute_ref_log_probs=True), evaluation=EvaluationConfig(at_start=True),
+    )  # fmt: skip
+    trainer = Trainer(model, tokenizer, config)
+    trainer.train()
+    before, after = held_out(trainer, "eval_rewards/margins")
+    assert before == 0.0 and after > 0.01

@@ -125,7 +125,11 @@ def normalize_pair(value: Mapping[str, Any]) -> Pair:
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
     """As normalize_pair, of a row of the form LABELLED: a pair of which one answer is missing."""
-    example, label = _answered(value, "completion"), _column(value, ("label",))
+    label = _column(value, ("label",))
+    if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
+        turns = _turns(value["messages"])
+        value = {"tools": value.get("tools"), "prompt": turns[:-1], "completion": turns[-1:]}
+    example = _answered(value, "completion")
     if label not in (True, False):  # 1 and 0 are equal to them
         raise RowError(f"label = {label!r}: must be true for a desirable completion, or false")
     return Pair(example, None) if label else Pair(None, example)

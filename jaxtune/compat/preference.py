@@ -1,0 +1,123 @@
+"""TRL's DPOTrainer, ORPOTrainer and KTOTrainer with their configs, over the same run as SFTTrainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtune.compat.arguments import choose
+from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, TRAINER
+from jaxtune.compat.trainer import SFTConfig, SFTFields, SFTTrainer
+from jaxtune.models.lora import matrices
+from jaxtune.train.data.formats import LABELLED, PREFERENCE
+from jaxtune.train.objectives.config import ObjectiveConfig
+
+
+@dataclasses.dataclass
+class DPOFields(SFTFields):
+    beta: float = 0.1
+    loss_type: str | Sequence[str] = "sigmoid"
+    precompute_ref_log_probs: bool = False
+
+
+class DPOConfig(SFTConfig, DPOFields):
+    """TRL's DPOConfig, with Unsloth's defaults as SFTConfig; loss_type: sigmoid, hinge or ipo."""
+
+    table = DPO
+
+
+@dataclasses.dataclass
+class ORPOFields(SFTFields):
+    beta: float = 0.1
+
+
+class ORPOConfig(SFTConfig, ORPOFields):
+    """TRL's ORPOConfig."""
+
+    table = ORPO
+
+
+@dataclasses.dataclass
+class KTOFields(SFTFields):
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    precompute_ref_log_probs: bool = False
+
+
+class KTOConfig(SFTConfig, KTOFields):
+    """TRL's KTOConfig."""
+
+    table = KTO
+
+
+class PreferenceTrainer(SFTTrainer):
+    """What the three share; arguments as of SFTTrainer."""
+
+    table = TRAINER | REFERENCE_MODEL
+    form = PREFERENCE
+    columns: tuple[str, ...] = ("chosen", "rejected")
+
+    def __init__(self, *args: Any, **arguments: Any):
+        super().__init__(*args, **arguments)
+        rates = [matrix.lora.rate for _, matrix in matrices(self.model.module) if matrix.lora is not None]
+        if any(rates):
+            raise ValueError(
+                f"{type(self).__name__}: lora_dropout = {max(rates)}: TRL turns dropout off for this trainer; load the "
+                "adapter with lora_dropout=0"
+            )
+
+    def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
+        name = type(self).__name__
+        if formatting_func is not None:
+            raise ValueError(f"{name}: it has no formatting_func; give columns prompt, {', '.join(self.columns)}")
+        columns = getattr(dataset, "column_names", None)
+        if columns is None and not isinstance(dataset, str):
+            dataset = list(dataset)
+            columns = list(dataset[0]) if dataset else []
+        if columns is not None and (missing := [one for one in self.columns if one not in columns]):
+            raise ValueError(
+                f"{name}: the data set has no column {', '.join(missing)}; it has {', '.join(map(str, columns))}"
+            )
+        return dataset, self.form
+
+    def _train_on(self) -> str:
+        return "responses"
+
+
+class DPOTrainer(PreferenceTrainer):
+    """TRL's DPOTrainer; the reference is the model with its adapter off."""
+
+    config_type = DPOConfig
+
+    def _objective(self) -> ObjectiveConfig:
+        args = self.args
+        kinds = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+        if len(kinds) != 1:
+            raise ValueError(f"DPOConfig: loss_type = {kinds!r}: several losses are not supported; give one")
+        loss_type: Any = choose("DPOConfig", "loss_type", kinds[0], dict(sigmoid="sigmoid", hinge="hinge", ipo="ipo"))
+        return ObjectiveConfig(
+            "dpo", beta=args.beta, loss_type=loss_type, precompute_ref_log_probs=args.precompute_ref_log_probs
+        )
+
+
+class ORPOTrainer(PreferenceTrainer):
+    """TRL's ORPOTrainer."""
+
+    config_type = ORPOConfig
+
+    def _objective(self) -> ObjectiveConfig:
+        return ObjectiveConfig("orpo", beta=self.args.beta)
+
+
+class KTOTrainer(PreferenceTrainer):
+    """TRL's KTOTrainer, on rows with prompt, completion and label."""
+
+    config_type = KTOConfig
+    form = LABELLED
+    columns = ("completion", "label")
+
+    def _objective(self) -> ObjectiveConfig:
+        names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
+        return ObjectiveConfig("kto", **{name: getattr(self.args, name) for name in names})
