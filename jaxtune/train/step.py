@@ -402,9 +402,9 @@ class StepProgram:
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return function(nnx.merge(self.graph, trainable, frozen), batch, forward)
 
-        whole = partition.WHOLE
-        run = partition.divided(local, self.mesh, (whole, whole, partition.ROWS), partition.ROWS)
-        return run(state.trainable, frozen, batch)
+        tensors = partition.divide((state.trainable, frozen), self.mesh)
+        run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.ROWS)
+        return run(*tensors, batch)
 
 
 def _of_all_devices(sums: Sums) -> Sums:
