@@ -102,6 +102,7 @@ PARTS = {
     "generate": Part("benchmarks/generate.py --output {folder}/generate.json", 300),
     "quality": Part("benchmarks/train/quality.py --output {folder}/quality.json", 500),
     "pair": Part("benchmarks/train/profile_pair.py {folder}/pair", 180),
+    "mesh": Part("benchmarks/train/mesh.py --output {folder}/mesh_2.json", 580),  # needs two GPUs
     # Each adds its cases to one file.
     "memory": Part(
         _MEMORY + "kept,recompute,inputs_offloaded,inputs_serial,24gb,24gb_one,16gb,16gb_one,10.8gb", 600

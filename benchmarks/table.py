@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.chart import caption, sides, svg  # noqa: E402
 from benchmarks.record import RESULTS, honest  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
+from benchmarks.train.mesh import CASES as MESH_CASES  # noqa: E402
 
 README, MEASURED, PICTURE = ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/images/speed_and_memory.svg"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"  # of what is written here
@@ -211,6 +212,26 @@ def commits_table(record: dict) -> list[str]:
     return [*lines, "", f"{note} `python -m benchmarks.compare --help`."]
 
 
+def mesh_table(record: dict) -> list[str]:
+    """Steps over several GPUs, beside the same step on each alone."""
+    lines = [
+        f"| step, on {record['devices']} GPUs | tokens/s a GPU | over the slower GPU alone | floor | peak GB a GPU |",
+        "|---|---|---|---|---|",
+    ]
+    for name, runs in record["cases"].items():
+        case = MESH_CASES[name]
+        speeds = " and ".join(f"{run['tokens_per_second_per_gpu']:,.0f}" for run in runs)
+        peaks = " and ".join(f"{max(run['peak_memory_gb_of_each']):.1f}" for run in runs)
+        ratio, floor = record["ratios"].get(name), case.floor
+        missed = " (missed)" if ratio is not None and floor is not None and ratio < floor else ""
+        beside = "-" if ratio is None else f"**{ratio:.3f}**{missed}"
+        mesh = f"mesh.{case.axis}={record['devices']}" if case.axis else "each alone, at once"
+        lines.append(
+            f"| {case.title}, {case.rows} x 2,048 a GPU, {mesh} | {speeds} | {beside} | {floor or '-'} | {peaks} |"
+        )
+    return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
+
+
 def plot_trajectory(record: dict, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -244,6 +265,7 @@ def measured(records: list[dict]) -> str:
     texts = {
         "train/pair": pair_text,
         "train/commits": commits_table,
+        "train/mesh": mesh_table,
         "train/startup": startup_table,
         "train/trajectory": trajectory_text,
         "train/memory": memory_table,
