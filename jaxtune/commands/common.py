@@ -34,22 +34,10 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 
 
-def base_of(folder: str) -> str | None:
-    """The base model that an adapter folder names; None if the folder holds no adapter."""
-    path = Path(folder) / "adapter_config.json"
-    if not path.is_file():
-        return None
-    from jaxtune.models.adapter_files import read_adapter_config
-
-    base = read_adapter_config(Path(folder)).get("base_model_name_or_path")
-    if not base:
-        raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
-    return base
-
-
 def load(name: str, dtype: str):
     """Model and tokenizer of a model folder, a hub name or an adapter folder."""
     import jaxtune
+    from jaxtune.models.adapter_files import base_of
 
     base = base_of(name)
     model, tokenizer = jaxtune.from_pretrained(base or name, dtype=dtype)

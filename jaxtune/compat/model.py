@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT
 from jaxtune.compat.texts import without_torch
 from jaxtune.export.api import export_model
 from jaxtune.export.hub import push
+from jaxtune.models.adapter_files import base_of
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import hf_config_of
 from jaxtune.models.lora import has_adapter
@@ -263,7 +263,7 @@ class FastLanguageModel:
         if load_in_16bit and name == "float32":
             raise ValueError(f"{where}: load_in_16bit = True and dtype = {dtype!r} contradict each other: drop one")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
-        base, adapter = _base_of(model_name), None
+        base, adapter = base_of(model_name), None
         module, tokenizer = jaxtune.from_pretrained(
             base or model_name, dtype=name, load_in=load_in, max_length=max_seq_length
         )
@@ -346,17 +346,6 @@ def _dtype_name(where: str, dtype: Any) -> str:
     if name not in DTYPES:
         raise ValueError(f"{where}: dtype = {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     return name
-
-
-def _base_of(folder: str | os.PathLike) -> str | None:
-    """The base that an adapter folder names, or None if it holds no adapter."""
-    path = Path(folder) / "adapter_config.json"
-    if not path.is_file():
-        return None
-    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
-    return base
 
 
 FastModel = FastLanguageModel

@@ -316,6 +316,21 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 }
 
 
+def base_of(folder: str | os.PathLike) -> str | None:
+    """The base model that an adapter folder names; None if the folder holds no adapter.
+
+    Raises:
+      ValueError: the adapter names none, or cannot be read (see read_adapter_config).
+    """
+    path = Path(folder) / CONFIG_NAME
+    if not path.is_file():
+        return None
+    base = read_adapter_config(Path(folder)).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
+    return base
+
+
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA adapter, every setting of a type that it can have.
 

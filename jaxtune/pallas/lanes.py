@@ -1,7 +1,8 @@
 """What the Mosaic kernels do lane by lane, where Pallas has no word for it: table look-ups, and warp-level products.
 
 Each function here emits PTX through Pallas' `inline_mgpu`, from registers to registers (and from memory that Pallas
-cannot index by lane). The interpreter cannot run it; mosaic.py has its meaning in jnp beside each call.
+cannot index by lane); those called ir_... give MLIR values to the others. The interpreter cannot run it; mosaic.py has
+its meaning in jnp beside each call.
 """
 
 # MLIR's Python bindings and Pallas' refs have no useful annotations.
@@ -22,75 +23,75 @@ ROWS_OF_A_WARP = 16  # of the weight, in the small product: the M of mma.m16n8k1
 _WARPS = 4
 
 
-def _i32():
+def ir_i32():
     return ir.IntegerType.get_signless(32)
 
 
-def _const(value: int):
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+def ir_const(value: int):
+    return arith.constant(ir_i32(), ir.IntegerAttr.get(ir_i32(), value))
 
 
-def _add(*values):
+def ir_add(*values):
     total = values[0]
     for value in values[1:]:
         total = arith.addi(total, value)
     return total
 
 
-def _mul(a, b: int):
-    return arith.muli(a, _const(b))
+def ir_mul(a, b: int):
+    return arith.muli(a, ir_const(b))
 
 
-def _shift_right(value, amount: int):
-    return arith.shrui(value, _const(amount)) if amount else value
+def ir_shift_right(value, amount: int):
+    return arith.shrui(value, ir_const(amount)) if amount else value
 
 
-def _item(value, index: int):
+def ir_item(value, index: int):
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
-def _vector(values):
+def ir_vector(values):
     result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
     for index, value in enumerate(values):
         result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
     return result
 
 
-def _words(value, count: int):
+def ir_words(value, count: int):
     """A vector register as `count` 32-bit integers."""
-    both = vector.bitcast(ir.VectorType.get((count,), _i32()), value)
-    return [_item(both, index) for index in range(count)]
+    both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
+    return [ir_item(both, index) for index in range(count)]
 
 
-def _thread():
+def ir_thread():
     """Of its warpgroup, 0 to 127."""
-    return arith.remui(arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x)), _const(128))
+    return arith.remui(arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x)), ir_const(128))
 
 
-def _scalar(array):
+def ir_scalar(array):
     """The value of a one-element FragmentedArray."""
     value = array.registers.flat[0]
-    return _item(value, 0) if isinstance(value.type, ir.VectorType) else value
+    return ir_item(value, 0) if isinstance(value.type, ir.VectorType) else value
 
 
-def _address(ref, index, element):
+def ir_address(ref, index, element):
     """Pointer to ref's element number `index` (int32), of MLIR type `element`."""
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)
 
 
-def _load(ref, index, element, result=None):
-    return llvm.load(result or element, _address(ref, index, element))
+def ir_load(ref, index, element, result=None):
+    return llvm.load(result or element, ir_address(ref, index, element))
 
 
-def _product(a, b):
+def ir_product(a, b):
     """float32 a * b; in PTX, so that no addition after it is contracted into it."""
     return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
 
 
-def _narrow(low, high, dtype):
+def ir_narrow(low, high, dtype):
     """Two float32 rounded into one 32-bit register."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
-    return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=_i32())
+    return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
 
 def block_scales(codes, nested, offset, map_ref, layout):
@@ -102,11 +103,11 @@ def block_scales(codes, nested, offset, map_ref, layout):
     )
     def scales(_, codes, nested, offset, map_ref):
         f32 = ir.F32Type.get()
-        nested, offset = _scalar(nested), _scalar(offset)
+        nested, offset = ir_scalar(nested), ir_scalar(offset)
         found = np.empty_like(codes.registers)
         for place, register in np.ndenumerate(codes.registers):
-            code = arith.extui(_i32(), _item(register, 0))
-            found[place] = _vector([arith.addf(_product(_load(map_ref, code, f32), nested), offset)])
+            code = arith.extui(ir_i32(), ir_item(register, 0))
+            found[place] = ir_vector([arith.addf(ir_product(ir_load(map_ref, code, f32), nested), offset)])
         return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
 
     return scales(codes, nested, offset, map_ref)
@@ -119,16 +120,16 @@ def powers_of_two(codes, layout):
     def powers(_, codes):
         found = np.empty_like(codes.registers)
         for place, register in np.ndenumerate(codes.registers):
-            bits = arith.shli(arith.extui(_i32(), _item(register, 0)), _const(23))
-            bits = arith.maxui(bits, _const(1 << 22))  # 2^-127, which has no exponent
-            found[place] = _vector([arith.bitcast(ir.F32Type.get(), bits)])
+            bits = arith.shli(arith.extui(ir_i32(), ir_item(register, 0)), ir_const(23))
+            bits = arith.maxui(bits, ir_const(1 << 22))  # 2^-127, which has no exponent
+            found[place] = ir_vector([arith.bitcast(ir.F32Type.get(), bits)])
         return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
 
     return powers(codes)
 
 
-def _permute(low, high, selector):
-    return utils.prmt(*(_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
+def ir_permute(low, high, selector):
+    return utils.prmt(*(ir_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
 
 def _signed(word: int) -> int:
@@ -142,20 +143,20 @@ def _entries(table: bytes, word):
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
-    index, upper = arith.andi(word, _const(0x77777777)), arith.andi(_shift_right(word, 3), _const(0x11111111))
+    index, upper = arith.andi(word, ir_const(0x77777777)), arith.andi(ir_shift_right(word, 3), ir_const(0x11111111))
     found = []
     for shift in (0, 16):
-        at, mask = _shift_right(index, shift), _permute(0x0000FF00, 0, _shift_right(upper, shift))
+        at, mask = ir_shift_right(index, shift), ir_permute(0x0000FF00, 0, ir_shift_right(upper, shift))
         by_byte = []
         for a, b, c, d in planes:
             if a == b == c == d == 0:
-                by_byte.append(_const(0))
+                by_byte.append(ir_const(0))
                 continue
-            below, above = _permute(a, b, at), _permute(c, d, at)
+            below, above = ir_permute(a, b, at), ir_permute(c, d, at)
             by_byte.append(arith.xori(below, arith.andi(arith.xori(below, above), mask)))
         # Four words of four bytes, turned over.
-        pairs = [(_permute(by_byte[i], by_byte[i + 1], s)) for i in (0, 2) for s in (0x5140, 0x7362)]
-        found += [_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
+        pairs = [(ir_permute(by_byte[i], by_byte[i + 1], s)) for i in (0, 2) for s in (0x5140, 0x7362)]
+        found += [ir_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
     return [arith.bitcast(ir.F32Type.get(), entry) for entry in found]
 
 
@@ -164,7 +165,8 @@ def _shuffled_entries(lane_entry, word):
     reads the low four bits, and ignores the others."""
     shuffle = nvvm.ShflKind.idx
     return [
-        nvvm.shfl_sync(_const(-1), lane_entry, _shift_right(word, 4 * n), _const(0x101F), shuffle) for n in range(8)
+        nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
+        for n in range(8)
     ]
 
 
@@ -188,14 +190,14 @@ def table_values(
         narrow = ir.VectorType.get((8,), utils.dtype_to_ir_type(dtype))
         lane_entry = None
         if not beside_products:
-            lane_entry = _load(table_ref, arith.andi(_thread(), _const(15)), ir.F32Type.get())
+            lane_entry = ir_load(table_ref, arith.andi(ir_thread(), ir_const(15)), ir.F32Type.get())
         for place, scale in zip(np.ndindex(codes.registers.shape), scales.registers.flat, strict=True):
-            (word,) = _words(codes.registers[place], 1)
+            (word,) = ir_words(codes.registers[place], 1)
             entries = _entries(table, word) if beside_products else _shuffled_entries(lane_entry, word)
-            scaled = [_product(entry, _item(scale, 0)) for entry in entries]
+            scaled = [ir_product(entry, ir_item(scale, 0)) for entry in entries]
             pairs = [scaled[2 * byte : 2 * byte + 2] for byte in range(4)]
-            words = [_narrow(*(pair if low_first else pair[::-1]), dtype) for pair in pairs]
-            found[place] = vector.bitcast(narrow, _vector(words))
+            words = [ir_narrow(*(pair if low_first else pair[::-1]), dtype) for pair in pairs]
+            found[place] = vector.bitcast(narrow, ir_vector(words))
         return mgpu.FragmentedArray(_registers=found, _layout=out_layout.to_mgpu(), _is_signed=None)
 
     return values(codes, scales, table_ref)
@@ -206,14 +208,14 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
-        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
-        four = ir.VectorType.get((4,), _i32())
+        thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
+        four = ir.VectorType.get((4,), ir_i32())
         for start in range(0, 256 * 8, 128 * warpgroups):
-            place = _add(thread, _const(start))
+            place = ir_add(thread, ir_const(start))
             if start + 128 * warpgroups > 256 * 8:  # the last ones are written several times
-                place = arith.minui(place, _const(256 * 8 - 1))
-            value = _load(table_ref, _shift_right(place, 3), _i32())
-            llvm.store(_vector([value] * 4), _address(table_smem, place, four))
+                place = arith.minui(place, ir_const(256 * 8 - 1))
+            value = ir_load(table_ref, ir_shift_right(place, 3), ir_i32())
+            llvm.store(ir_vector([value] * 4), ir_address(table_smem, place, four))
 
     fill(table_ref, table_smem)
 
@@ -237,14 +239,14 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
     def load(_, first_row, absmax_ref, *nested_ref):
         f32 = ir.F32Type.get()
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
-        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
-        first = _mul(_scalar(first_row), blocks)
+        thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
+        first = ir_mul(ir_scalar(first_row), blocks)
         kept, factors = [], []
         for number in range(count):
-            group = arith.minui(_add(thread, _const(number * 128 * warpgroups)), _const(groups - 1))
-            source = _add(first, _mul(group, 4))
-            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), _address(absmax_ref, source, absmax_type)))
-            factors += [_vector([_load(ref, _shift_right(source, 8), f32)]) for ref in nested_ref]
+            group = arith.minui(ir_add(thread, ir_const(number * 128 * warpgroups)), ir_const(groups - 1))
+            source = ir_add(first, ir_mul(group, 4))
+            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
+            factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), f32)]) for ref in nested_ref]
         found = []
         for values, result in zip((kept, factors), results, strict=False):
             registers = np.empty((count,), object)
@@ -270,23 +272,23 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
         nested_refs = rest[len(arrays) :]
         rows, stride = ir.MemRefType(scales_smem.type).shape
         groups = rows * blocks // 4
-        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         for number, four in enumerate(kept.registers.flat):
             start = number * 128 * warpgroups
-            group = _add(thread, _const(start))
+            group = ir_add(thread, ir_const(start))
             if nested_refs:
                 map_ref, offset_ref = nested_refs
-                factor = _item(factors[0].registers.flat[number], 0)
-                offset = _load(offset_ref, _const(0), f32)
-                codes = [arith.extui(_i32(), _item(four, index)) for index in range(4)]
-                four = _vector([arith.addf(_product(_load(map_ref, c, f32), factor), offset) for c in codes])
-            row = arith.divui(group, _const(blocks // 4))
-            column = _mul(arith.subi(group, _mul(row, blocks // 4)), 4)
-            place = _address(scales_smem, _add(_mul(row, stride), column), f32)
+                factor = ir_item(factors[0].registers.flat[number], 0)
+                offset = ir_load(offset_ref, ir_const(0), f32)
+                codes = [arith.extui(ir_i32(), ir_item(four, index)) for index in range(4)]
+                four = ir_vector([arith.addf(ir_product(ir_load(map_ref, c, f32), factor), offset) for c in codes])
+            row = arith.divui(group, ir_const(blocks // 4))
+            column = ir_mul(arith.subi(group, ir_mul(row, blocks // 4)), 4)
+            place = ir_address(scales_smem, ir_add(ir_mul(row, stride), column), f32)
             if start + 128 * warpgroups <= groups:
                 llvm.store(four, place)
             else:
-                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, group, _const(groups))):
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, group, ir_const(groups))):
                     llvm.store(four, place)
 
     keep(*arrays, *refs)
@@ -308,20 +310,20 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
     )
     def load(_, chunk, x_ref):
         tokens, columns = ir.MemRefType(x_ref.type).shape
-        lane = arith.andi(_thread(), _const(31))
-        quad, group = arith.andi(lane, _const(3)), _shift_right(lane, 2)
-        within = _add(_mul(arith.andi(quad, _const(1)), 32), _mul(_shift_right(quad, 1), 16))
-        at = _add(_mul(_scalar(chunk), 512 * parts), _mul(_shift_right(_thread(), 5), 128 * parts), within)
-        at = _add(at, _mul(arith.divui(group, _const(each)), 128))
-        four = ir.VectorType.get((4,), _i32())
+        lane = arith.andi(ir_thread(), ir_const(31))
+        quad, group = arith.andi(lane, ir_const(3)), ir_shift_right(lane, 2)
+        within = ir_add(ir_mul(arith.andi(quad, ir_const(1)), 32), ir_mul(ir_shift_right(quad, 1), 16))
+        at = ir_add(ir_mul(ir_scalar(chunk), 512 * parts), ir_mul(ir_shift_right(ir_thread(), 5), 128 * parts), within)
+        at = ir_add(at, ir_mul(arith.divui(group, ir_const(each)), 128))
+        four = ir.VectorType.get((4,), ir_i32())
         found = []
         for block in range(2):
             for eight in range(width // 8):
-                token = _add(arith.andi(group, _const(each - 1)), _const(each * eight))
+                token = ir_add(arith.andi(group, ir_const(each - 1)), ir_const(each * eight))
                 if tokens < each * (eight + 1):
-                    token = arith.minui(token, _const(tokens - 1))
-                source = _add(_mul(token, columns), at, _const(64 * block))
-                pointer = _address(x_ref, source, ir.IntegerType.get_signless(16))
+                    token = arith.minui(token, ir_const(tokens - 1))
+                source = ir_add(ir_mul(token, columns), at, ir_const(64 * block))
+                pointer = ir_address(x_ref, source, ir.IntegerType.get_signless(16))
                 found += [llvm.load(four, utils.getelementptr(pointer, [part], four)) for part in range(2)]
         registers = np.empty((len(found),), object)
         registers[:] = found
@@ -330,7 +332,7 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
     return load(chunk, x_ref)
 
 
-def _products(words, rights, pair, name: str):
+def ir_products(words, rights, pair, name: str):
     """For 16 rows of 64 elements, a lane's four numbers of each of the products with 8 columns.
 
     words: of the lane's codes, two for each half of the rows. rights: by product, the lane's eight of its columns.
@@ -380,24 +382,25 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, acc_layout),
     )
     def multiply(_, acc, codes, x, chunk, pairs_smem, scales_smem):
-        f32, i32 = ir.F32Type.get(), _i32()
-        chunk = _scalar(chunk)
-        lane = arith.andi(_thread(), _const(31))
-        warp = _shift_right(_thread(), 5)
-        group, quad = _shift_right(lane, 2), arith.andi(lane, _const(3))
-        first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, _const(2))  # of its half: whether the lane's bytes are
-        own_column = _mul(lane, 4)
+        f32, i32 = ir.F32Type.get(), ir_i32()
+        chunk = ir_scalar(chunk)
+        lane = arith.andi(ir_thread(), ir_const(31))
+        warp = ir_shift_right(ir_thread(), 5)
+        group, quad = ir_shift_right(lane, 2), arith.andi(lane, ir_const(3))
+        # Of its half: whether the lane's bytes are.
+        first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, ir_const(2))
+        own_column = ir_mul(lane, 4)
 
         def pair(word, byte):
             """The two elements that a byte of codes stands for: its row of the table, this lane's column."""
-            row = arith.shli(word, _const(7)) if byte == 0 else _shift_right(word, 8 * byte - 7)
-            offset = arith.ori(arith.andi(row, _const(0x7F80)), own_column)
-            return llvm.load(i32, _address(pairs_smem, offset, ir.IntegerType.get_signless(8)))
+            row = arith.shli(word, ir_const(7)) if byte == 0 else ir_shift_right(word, 8 * byte - 7)
+            offset = arith.ori(arith.andi(row, ir_const(0x7F80)), own_column)
+            return llvm.load(i32, ir_address(pairs_smem, offset, ir.IntegerType.get_signless(8)))
 
         # The words of codes by [8 / p rows][block].
         held = []
         for register in codes.registers.flat:
-            words = _words(register, 4)
+            words = ir_words(register, 4)
             given = [arith.select(first_block, high, low) for low, high in zip(words[:2], words[2:], strict=True)]
             taken = [utils.shfl_bfly(word, 2) for word in given]
             held.append(
@@ -407,23 +410,23 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
                 )
             )
         stride = ir.MemRefType(scales_smem.type).shape[1]
-        part = arith.andi(group, _const(parts - 1))
-        block = _add(_mul(chunk, 8 * parts), _mul(warp, 2 * parts), _mul(part, 2))
+        part = arith.andi(group, ir_const(parts - 1))
+        block = ir_add(ir_mul(chunk, 8 * parts), ir_mul(warp, 2 * parts), ir_mul(part, 2))
         scales = []
         for rows in range(2 * parts):
-            row = _add(arith.divui(group, _const(parts)), _const(8 // parts * rows))
-            both = _load(scales_smem, _add(_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
-            scales.append([_item(both, index) for index in range(2)])
+            row = ir_add(arith.divui(group, ir_const(parts)), ir_const(8 // parts * rows))
+            both = ir_load(scales_smem, ir_add(ir_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
+            scales.append([ir_item(both, index) for index in range(2)])
         sums = [
-            [_item(r, 0), _item(r, 1)] for r in acc.registers.flat
+            [ir_item(r, 0), ir_item(r, 1)] for r in acc.registers.flat
         ]  # by 16 rows of products, 8 columns, half of the rows
         widths = acc.shape[1] // 8
-        x_words = iter(_words(register, 4) for register in x.registers.flat)
+        x_words = iter(ir_words(register, 4) for register in x.registers.flat)
         for block in range(2):
             rights = [[*next(x_words), *next(x_words)] for _ in range(widths)]
             for eight in range(parts):
                 words = [held[2 * eight + half][block] for half in range(2)]
-                products = _products(words, rights, pair, name)
+                products = ir_products(words, rights, pair, name)
                 for width in range(widths):
                     for half in range(2):
                         kept = sums[(eight * widths + width) * 2 + half]
@@ -437,7 +440,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
                             )
         found = np.empty_like(acc.registers)
         for index, place in enumerate(np.ndindex(found.shape)):
-            found[place] = _vector(sums[index])
+            found[place] = ir_vector(sums[index])
         return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
 
     return multiply(acc, codes, x, chunk, pairs_smem, scales_smem)
@@ -457,24 +460,24 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
         narrow = utils.dtype_to_ir_type(dtype)
         parts = partial_rows // 64
         each, of_a_product = 8 // parts, 16 // parts
-        row, eighth = arith.andi(_thread(), _const(15)), _shift_right(_thread(), 4)
+        row, eighth = arith.andi(ir_thread(), ir_const(15)), ir_shift_right(ir_thread(), 4)
         # Row (s, i, a) stands at s 64 + (i 8 / p + a) p.
-        place = _mul(arith.divui(row, _const(of_a_product)), 64)
-        place = _add(place, _mul(arith.andi(row, _const(of_a_product - 1)), parts))
+        place = ir_mul(arith.divui(row, ir_const(of_a_product)), 64)
+        place = ir_add(place, ir_mul(arith.andi(row, ir_const(of_a_product - 1)), parts))
         for first_token in range(0, tokens, 8):
-            token = _add(eighth, _const(first_token))
-            column = _add(_mul(arith.divui(token, _const(each)), 8), arith.andi(token, _const(each - 1)))
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _const(tokens))):
+            token = ir_add(eighth, ir_const(first_token))
+            column = ir_add(ir_mul(arith.divui(token, ir_const(each)), 8), arith.andi(token, ir_const(each - 1)))
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(tokens))):
                 total = None
                 for warpgroup in range(warpgroups):
                     for warp in range(_WARPS):
                         for part in range(parts):
                             above = warpgroup * partial_rows + warp * 16 + part
-                            index = _add(_mul(place, width), column, _const(above * width + each * part))
-                            term = _load(partial_smem, index, f32)
+                            index = ir_add(ir_mul(place, width), column, ir_const(above * width + each * part))
+                            term = ir_load(partial_smem, index, f32)
                             total = term if total is None else arith.addf(total, term)
-                place_out = _add(_mul(token, rows), _scalar(first_row), row)
-                llvm.store(arith.truncf(narrow, total), _address(out_ref, place_out, narrow))
+                place_out = ir_add(ir_mul(token, rows), ir_scalar(first_row), row)
+                llvm.store(arith.truncf(narrow, total), ir_address(out_ref, place_out, narrow))
 
     store(partial_smem, out_ref, first_row)
 
@@ -489,10 +492,10 @@ def fill_table(table_ref, table_smem):
     def fill(_, table_ref, table_smem):
         (count,) = ir.MemRefType(table_smem.type).shape
         for start in range(0, count, 128):
-            place = _add(_thread(), _const(start))
+            place = ir_add(ir_thread(), ir_const(start))
             if start + 128 > count:
-                place = arith.minui(place, _const(count - 1))
-            llvm.store(_load(table_ref, place, _i32()), _address(table_smem, place, _i32()))
+                place = arith.minui(place, ir_const(count - 1))
+            llvm.store(ir_load(table_ref, place, ir_i32()), ir_address(table_smem, place, ir_i32()))
 
     fill(table_ref, table_smem)
 
@@ -514,10 +517,10 @@ def store_chunk(values, out_ref, chunk, layout):
     @plgpu.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
         registers = list(values.registers.flat)
-        first = _add(_mul(_scalar(chunk), 128 * len(registers)), _thread())
+        first = ir_add(ir_mul(ir_scalar(chunk), 128 * len(registers)), ir_thread())
         for number, register in enumerate(registers):
-            place = _add(first, _const(128 * number))
-            llvm.store(register, _address(out_ref, place, register.type))
+            place = ir_add(first, ir_const(128 * number))
+            llvm.store(register, ir_address(out_ref, place, register.type))
 
     store(values, chunk, out_ref)
 
@@ -537,14 +540,14 @@ def copies_see_stores():
 # One lane asks for all parts of a chunk, by copies that know no shapes, with 64-bit addresses.
 
 
-def _chunk(ref, number, size: int, element):
+def ir_chunk(ref, number, size: int, element):
     """Pointer to chunk `number` of ref, of `size` elements of the MLIR type; in 64 bits."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
 def _shared(ref, index, size: int):
     """32-bit address, in shared memory, of `index` times `size` bytes into ref."""
-    return _add(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)), _mul(index, size))
+    return ir_add(llvm.ptrtoint(ir_i32(), utils.memref_ptr(ref)), ir_mul(index, size))
 
 
 def begin_barriers(full_smem):
@@ -552,11 +555,11 @@ def begin_barriers(full_smem):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
-        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         (words,) = ir.MemRefType(full_smem.type).shape
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _const(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, ir_const(0))):
             for number in range(words // 2):
-                at = _shared(full_smem, _const(number), 8)
+                at = _shared(full_smem, ir_const(number), 8)
                 utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at, has_side_effects=True)
             utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
 
@@ -581,10 +584,10 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)))
     def copy(_, number, slot, *refs):
-        number, slot = _scalar(number), _scalar(slot)
+        number, slot = ir_scalar(number), ir_scalar(slot)
         sources, slots = refs[: len(sizes)], refs[len(sizes) : -1]
         byte = ir.IntegerType.get_signless(8)
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, _thread(), _const(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, ir_thread(), ir_const(0))):
             full = _shared(refs[-1], slot, 8)
             expect = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {sum(sizes)};"
             utils.inline_ptx(expect, full, has_side_effects=True)
@@ -592,7 +595,7 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
                 utils.inline_ptx(
                     f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];",
                     _shared(target, slot, size),
-                    _chunk(source, number, size, byte),
+                    ir_chunk(source, number, size, byte),
                     full,
                     has_side_effects=True,
                 )
@@ -608,8 +611,8 @@ def wait_for_chunk(full_smem, slot, parity):
         utils.inline_ptx(
             "{ .reg .pred there; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 there, [$0], $1; "
             "@!there bra again_${:uid}; }",
-            _shared(full_smem, _scalar(slot), 8),
-            _scalar(parity),
+            _shared(full_smem, ir_scalar(slot), 8),
+            ir_scalar(parity),
             has_side_effects=True,
         )
 

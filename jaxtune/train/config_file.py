@@ -269,7 +269,7 @@ def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | Non
 
     `origins` says for error messages where a dotted key was set. Raises ConfigError with one line for each fault.
     """
-    for key, value in _flatten(values, ""):
+    for key, value in flat_keys(values).items():
         try:
             f"{key} {value}".encode()
         except UnicodeEncodeError:
@@ -373,21 +373,12 @@ def config_to_yaml(config: TrainConfig) -> str:
     return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def diff_configs(
-    old: TrainConfig | Mapping[str, Any], new: TrainConfig | Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
-    """The dotted keys in which two configs differ, as (key, old value, new value); None where a key is absent."""
-    before, after = (
-        dict(_flatten(config_to_dict(config) if isinstance(config, TrainConfig) else config, ""))
-        for config in (old, new)
-    )
-    keys = dict.fromkeys([*before, *after])
-    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
-
-
-def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
+def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value} of nested mappings; an empty one is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_keys(value, f"{prefix}{key}.")
         else:
-            yield prefix + name, value
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -18,7 +18,7 @@ from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.models.quant import computes_in_fp8, stored_in
 from jaxtune.train.checkpoint import CheckpointError
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, OptimConfig, TrainConfig
-from jaxtune.train.config_file import config_to_dict, config_to_yaml
+from jaxtune.train.config_file import config_to_dict, config_to_yaml, flat_keys
 
 CONFIG = "config.yaml"
 
@@ -119,7 +119,7 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
     """The part of a record that makes a run this one: what is left out may change within it."""
     keys = {
         key: value
-        for key, value in _flatten_keys(json.loads(json.dumps(record))).items()
+        for key, value in flat_keys(json.loads(json.dumps(record))).items()
         if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *_LENGTH))
     }
     schedule = record["config"]["schedule"]
@@ -156,7 +156,7 @@ def compare_meta(
     Args:
       incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
     """
-    old, new = _flatten_keys(saved), _flatten_keys(json.loads(json.dumps(current)))
+    old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(current)))
     forbidding = tuple(incompatible)
     refused, harmless = [], []
     for key in sorted(old.keys() | new.keys()):
@@ -187,16 +187,6 @@ def require_compatible(
             f"this run cannot continue that checkpoint; set these back or start a new run:\n{lines}{hint}"
         )
     return harmless
-
-
-def _flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten_keys(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 # ---- config.yaml

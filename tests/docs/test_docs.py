@@ -70,7 +70,9 @@ def test_commands_name_what_there_is():
 
 def test_yaml_blocks_are_recipes(workplace):
     """Completed with what a page about one thing leaves out."""
-    for block in (block for block in ALL if block.language == "yaml"):
+    blocks = [block for block in ALL if block.language == "yaml"]
+    assert blocks
+    for block in blocks:
         recipe = {"model": {"path": "base"}, "data": {}} | yaml.safe_load(block.code)
         recipe["data"] = {"train": "rows.jsonl"} | recipe["data"]
         (workplace / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -19,19 +19,19 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxtune.pallas.lanes import (
     SCALAR,
-    _add,
-    _address,
-    _chunk,
-    _const,
-    _i32,
-    _item,
-    _load,
-    _mul,
-    _scalar,
-    _shift_right,
-    _thread,
-    _vector,
-    _words,
+    ir_add,
+    ir_address,
+    ir_chunk,
+    ir_const,
+    ir_i32,
+    ir_item,
+    ir_load,
+    ir_mul,
+    ir_scalar,
+    ir_shift_right,
+    ir_thread,
+    ir_vector,
+    ir_words,
 )
 
 
@@ -48,7 +48,7 @@ def _elementwise(arrays, refs, layout, dtype, function):
         for place in np.ndindex(found.shape):
             registers = [array.registers[place] for array in given]
             count = ir.VectorType(registers[0].type).shape[0]
-            found[place] = _vector([function([_item(r, i) for r in registers], refs) for i in range(count)])
+            found[place] = ir_vector([function([ir_item(r, i) for r in registers], refs) for i in range(count)])
         signed = False if dtype == jnp.uint8 else None
         return mgpu.FragmentedArray(_registers=found, _layout=given[0].layout, _is_signed=signed)
 
@@ -63,16 +63,16 @@ def looked_up(codes, table_smem, layout):
     )
     def look_up(_, codes, table_smem):
         byte, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
-        column = _mul(arith.andi(_thread(), _const(31)), 4)
+        column = ir_mul(arith.andi(ir_thread(), ir_const(31)), 4)
         found = np.empty_like(codes.registers)
         for place, register in np.ndenumerate(codes.registers):
             values = []
-            for word in _words(register, ir.VectorType(register.type).shape[0] // 4):
+            for word in ir_words(register, ir.VectorType(register.type).shape[0] // 4):
                 for index in range(4):  # a row of the table is 128 bytes
-                    row = arith.shli(word, _const(7)) if index == 0 else _shift_right(word, 8 * index - 7)
-                    offset = arith.ori(arith.andi(row, _const(0x7F80)), column)
-                    values.append(llvm.load(f32, _address(table_smem, offset, byte)))
-            found[place] = _vector(values)
+                    row = arith.shli(word, ir_const(7)) if index == 0 else ir_shift_right(word, 8 * index - 7)
+                    offset = arith.ori(arith.andi(row, ir_const(0x7F80)), column)
+                    values.append(llvm.load(f32, ir_address(table_smem, offset, byte)))
+            found[place] = ir_vector(values)
         return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
 
     return look_up(codes, table_smem)
@@ -102,16 +102,16 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
     one, mask = 0x3F800000, (1 << shift) - 1
 
     def code(elements, refs):
-        bits = arith.bitcast(_i32(), elements[0])
-        magnitude = arith.andi(bits, _const(0x7FFFFFFF))
-        magnitude = arith.minui(arith.maxui(magnitude, _const(first_cell << shift)), _const(one))
-        cell = arith.subi(_shift_right(magnitude, shift), _const(first_cell))
-        place = arith.addi(_load(refs[0], cell, _i32()), arith.andi(magnitude, _const(mask)))
-        place = _shift_right(place, shift)
+        bits = arith.bitcast(ir_i32(), elements[0])
+        magnitude = arith.andi(bits, ir_const(0x7FFFFFFF))
+        magnitude = arith.minui(arith.maxui(magnitude, ir_const(first_cell << shift)), ir_const(one))
+        cell = arith.subi(ir_shift_right(magnitude, shift), ir_const(first_cell))
+        place = arith.addi(ir_load(refs[0], cell, ir_i32()), arith.andi(magnitude, ir_const(mask)))
+        place = ir_shift_right(place, shift)
         if signed:
-            below = arith.subi(_const(127), arith.minui(place, _const(127)))
-            negative = arith.cmpi(arith.CmpIPredicate.slt, bits, _const(0))
-            place = arith.select(negative, below, _add(place, _const(127)))
+            below = arith.subi(ir_const(127), arith.minui(place, ir_const(127)))
+            negative = arith.cmpi(arith.CmpIPredicate.slt, bits, ir_const(0))
+            place = arith.select(negative, below, ir_add(place, ir_const(127)))
         return arith.trunci(ir.IntegerType.get_signless(8), place)
 
     return _elementwise([x], [cells_smem], layout, jnp.uint8, code)
@@ -133,9 +133,9 @@ def store_chunk(array, ref, number, layout):
         (of_warp,), (of_lane,) = (
             [strides[d] for d in dims] for dims in (array.layout.warp_dims, array.layout.lane_dims)
         )
-        warp, lane = _shift_right(_thread(), 5), arith.andi(_thread(), _const(31))
-        pointer = _chunk(ref, _scalar(number), rows * columns, element)
-        pointer = utils.getelementptr(pointer, [_add(_mul(warp, of_warp), _mul(lane, of_lane))], element)
+        warp, lane = ir_shift_right(ir_thread(), 5), arith.andi(ir_thread(), ir_const(31))
+        pointer = ir_chunk(ref, ir_scalar(number), rows * columns, element)
+        pointer = utils.getelementptr(pointer, [ir_add(ir_mul(warp, of_warp), ir_mul(lane, of_lane))], element)
         for place, register in np.ndenumerate(array.registers):
             offset = sum(index * stride for index, stride in zip(place, strides, strict=True))
             llvm.store(register, utils.getelementptr(pointer, [offset], element))

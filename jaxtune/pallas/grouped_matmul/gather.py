@@ -26,17 +26,17 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxtune.pallas.lanes import (
     SCALAR,
-    _add,
-    _address,
-    _const,
-    _i32,
-    _item,
-    _load,
-    _mul,
-    _scalar,
-    _shift_right,
-    _thread,
-    _vector,
+    ir_add,
+    ir_address,
+    ir_const,
+    ir_i32,
+    ir_item,
+    ir_load,
+    ir_mul,
+    ir_scalar,
+    ir_shift_right,
+    ir_thread,
+    ir_vector,
 )
 
 _EVERY = 16  # a lane's rows are so far apart
@@ -60,10 +60,13 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((8 * rows,), jnp.int32, layout)
     )
     def load(_, first, tokens_ref):
-        start = _add(_scalar(first), _shift_right(_thread(), 3))
+        start = ir_add(ir_scalar(first), ir_shift_right(ir_thread(), 3))
         registers = np.empty((1,), object)
-        registers[0] = _vector(
-            [_load(tokens_ref, _add(start, _const(_EVERY * number)), _i32()) for number in range(rows // _EVERY)]
+        registers[0] = ir_vector(
+            [
+                ir_load(tokens_ref, ir_add(start, ir_const(_EVERY * number)), ir_i32())
+                for number in range(rows // _EVERY)
+            ]
         )
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
@@ -86,22 +89,22 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
     @plgpu.inline_mgpu(arg_types=(_layout(rows), SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
     def copy(_, tokens, first_column, x_ref, target):
         count, width = ir.MemRefType(x_ref.type).shape
-        first, piece = _shift_right(_thread(), 3), arith.andi(_thread(), _const(7))
-        within = arith.andi(first, _const(7))  # its tile of 8 rows, of which parts lie side by side
+        first, piece = ir_shift_right(ir_thread(), 3), arith.andi(ir_thread(), ir_const(7))
+        within = arith.andi(first, ir_const(7))  # its tile of 8 rows, of which parts lie side by side
         swizzled = arith.xori(piece, within)
-        address = arith.trunci(_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(target)))
-        tile = _mul(_shift_right(first, 3), parts * _TILE)
-        address = _add(address, tile, _mul(within, 128), _mul(swizzled, _PIECE))
-        start = _add(_shift_right(_scalar(first_column), 3), piece)  # in pieces of 8 numbers
+        address = arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(target)))
+        tile = ir_mul(ir_shift_right(first, 3), parts * _TILE)
+        address = ir_add(address, tile, ir_mul(within, 128), ir_mul(swizzled, _PIECE))
+        start = ir_add(ir_shift_right(ir_scalar(first_column), 3), piece)  # in pieces of 8 numbers
         eight = ir.VectorType.get((8,), ir.MemRefType(x_ref.type).element_type)
         for number in range(rows // _EVERY):
-            token = _item(tokens.registers.flat[0], number)
-            there = arith.cmpi(arith.CmpIPredicate.ult, token, _const(count))
-            size = arith.select(there, _const(_PIECE), _const(0))
-            place = _add(_mul(arith.select(there, token, _const(0)), width // 8), start)
+            token = ir_item(tokens.registers.flat[0], number)
+            there = arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(count))
+            size = arith.select(there, ir_const(_PIECE), ir_const(0))
+            place = ir_add(ir_mul(arith.select(there, token, ir_const(0)), width // 8), start)
             for part in range(parts):
-                source = _address(x_ref, _add(place, _const(part * _COLUMNS // 8)), eight)
-                goal = _add(address, _const((number * (_EVERY // 8) * parts + part) * _TILE))
+                source = ir_address(x_ref, ir_add(place, ir_const(part * _COLUMNS // 8)), eight)
+                goal = ir_add(address, ir_const((number * (_EVERY // 8) * parts + part) * _TILE))
                 utils.inline_ptx(
                     "cp.async.cg.shared.global [$0], [$1], 16, $2;", goal, source, size, has_side_effects=True
                 )
@@ -115,8 +118,8 @@ def barriers(slots: int):
 
 
 def _barrier(barriers_ref, slot):
-    pointer = _address(barriers_ref, slot, ir.IntegerType.get_signless(64))
-    return arith.trunci(_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
+    pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
+    return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
 
 def begin(barriers_ref, interpreted: bool):
@@ -127,9 +130,9 @@ def begin(barriers_ref, interpreted: bool):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, barriers_ref):
         (words,) = ir.MemRefType(barriers_ref.type).shape
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, _thread(), _const(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, ir_thread(), ir_const(0))):
             for slot in range(words // 2):
-                at = _barrier(barriers_ref, _const(slot))
+                at = _barrier(barriers_ref, ir_const(slot))
                 utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 128;", at, has_side_effects=True)
             utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
         utils.warpgroup_barrier()
@@ -144,7 +147,7 @@ def tell(barriers_ref, slot, interpreted: bool):
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()))
     def tell(_, slot, barriers_ref):
-        at = _barrier(barriers_ref, _scalar(slot))
+        at = _barrier(barriers_ref, ir_scalar(slot))
         utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", at, has_side_effects=True)
 
     tell(slot, barriers_ref)
@@ -161,8 +164,8 @@ def wait(barriers_ref, slot, parity, interpreted: bool):
         utils.inline_ptx(
             "{ .reg .pred there; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 there, [$0], $1; "
             "@!there bra again_${:uid}; }",
-            _barrier(barriers_ref, _scalar(slot)),
-            _scalar(parity),
+            _barrier(barriers_ref, ir_scalar(slot)),
+            ir_scalar(parity),
             has_side_effects=True,
         )
         utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)

@@ -17,28 +17,28 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 
 from jaxtune.pallas.lanes import (
     SCALAR,
-    _add,
-    _address,
-    _const,
-    _i32,
-    _item,
-    _load,
-    _mul,
-    _product,
-    _products,
-    _scalar,
-    _shift_right,
-    _thread,
-    _vector,
-    _words,
+    ir_add,
+    ir_address,
+    ir_const,
+    ir_i32,
+    ir_item,
+    ir_load,
+    ir_mul,
+    ir_product,
+    ir_products,
+    ir_scalar,
+    ir_shift_right,
+    ir_thread,
+    ir_vector,
+    ir_words,
 )
 
 
 def _fragment_row():
     """Which of eight neighbouring rows a lane's quad holds: two by two, so that four quads, a phase of an 8-byte read,
     meet different banks of a swizzled tile."""
-    group = _shift_right(arith.andi(_thread(), _const(31)), 2)
-    return arith.ori(arith.andi(_mul(group, 2), _const(7)), _shift_right(group, 2))
+    group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
+    return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
 
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
@@ -46,13 +46,13 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
-        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         for start in range(0, 256 * 8, 128 * warpgroups):
             # With three warpgroups the last rows are written twice.
-            place = arith.minui(_add(thread, _const(start)), _const(256 * 8 - 1))
-            row = _shift_right(place, 3)
-            at = _add(_mul(row, 64), _mul(arith.andi(place, _const(7)), 4), _const(first))
-            llvm.store(_vector([_load(source_ref, row, _i32())] * 4), _address(table_smem, at, _i32()))
+            place = arith.minui(ir_add(thread, ir_const(start)), ir_const(256 * 8 - 1))
+            row = ir_shift_right(place, 3)
+            at = ir_add(ir_mul(row, 64), ir_mul(arith.andi(place, ir_const(7)), 4), ir_const(first))
+            llvm.store(ir_vector([ir_load(source_ref, row, ir_i32())] * 4), ir_address(table_smem, at, ir_i32()))
 
     fill(source_ref, table_smem)
 
@@ -80,15 +80,15 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, togeth
     @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
     def load(_, first_row, first_line, absmax_ref, *nested_ref):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
-        line = arith.andi(_thread(), _const(3))
-        others = _mul(arith.andi(line, _const(4 - together)), warpgroups - 1)
-        line = arith.minui(_add(_scalar(first_line), line, others), _const(blocks // 4 - 1))
+        line = arith.andi(ir_thread(), ir_const(3))
+        others = ir_mul(arith.andi(line, ir_const(4 - together)), warpgroups - 1)
+        line = arith.minui(ir_add(ir_scalar(first_line), line, others), ir_const(blocks // 4 - 1))
         kept, factors = [], []
         for number in range(count):
-            place = arith.minui(_add(_thread(), _const(128 * number)), _const(4 * rows - 1))
-            source = _add(_mul(_add(_scalar(first_row), _shift_right(place, 2)), blocks), _mul(line, 4))
-            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), _address(absmax_ref, source, absmax_type)))
-            factors += [_vector([_load(ref, _shift_right(source, 8), ir.F32Type.get())]) for ref in nested_ref]
+            place = arith.minui(ir_add(ir_thread(), ir_const(128 * number)), ir_const(4 * rows - 1))
+            source = ir_add(ir_mul(ir_add(ir_scalar(first_row), ir_shift_right(place, 2)), blocks), ir_mul(line, 4))
+            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
+            factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), ir.F32Type.get())]) for ref in nested_ref]
         found = []
         for values, result in zip((kept, factors), results, strict=False):
             registers = np.empty((count,), object)
@@ -117,29 +117,29 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
         f32 = ir.F32Type.get()
         *nested, scales_smem, table_smem = rest
         stride = ir.MemRefType(scales_smem.type).shape[1]
-        own = _add(arith.andi(_thread(), _const(31)), _const(32))
+        own = ir_add(arith.andi(ir_thread(), ir_const(31)), ir_const(32))
         for number, four in enumerate(kept.registers.flat):
-            values = [_item(four, index) for index in range(4)]
+            values = [ir_item(four, index) for index in range(4)]
             if nested:
-                offset, factor = _scalar(nested[1]), _item(nested[0].registers.flat[number], 0)
-                places = [_add(_mul(arith.extui(_i32(), value), 64), own) for value in values]
-                values = [arith.addf(_product(_load(table_smem, at, f32), factor), offset) for at in places]
-            place = _add(_thread(), _const(128 * number))
-            row = _shift_right(place, 2)
-            eighth = arith.andi(row, _const(7))
-            group = arith.ori(_shift_right(eighth, 1), _mul(arith.andi(eighth, _const(1)), 4))
-            half = arith.andi(_shift_right(row, 3), _const(1))
-            at = _add(_mul(_shift_right(row, 4), 16), _mul(group, 2), half)
-            at = _add(at, _mul(arith.andi(place, _const(3)), 4 * stride))
+                offset, factor = ir_scalar(nested[1]), ir_item(nested[0].registers.flat[number], 0)
+                places = [ir_add(ir_mul(arith.extui(ir_i32(), value), 64), own) for value in values]
+                values = [arith.addf(ir_product(ir_load(table_smem, at, f32), factor), offset) for at in places]
+            place = ir_add(ir_thread(), ir_const(128 * number))
+            row = ir_shift_right(place, 2)
+            eighth = arith.andi(row, ir_const(7))
+            group = arith.ori(ir_shift_right(eighth, 1), ir_mul(arith.andi(eighth, ir_const(1)), 4))
+            half = arith.andi(ir_shift_right(row, 3), ir_const(1))
+            at = ir_add(ir_mul(ir_shift_right(row, 4), 16), ir_mul(group, 2), half)
+            at = ir_add(at, ir_mul(arith.andi(place, ir_const(3)), 4 * stride))
 
             def store(values=values, at=at):
                 for index, value in enumerate(values):
-                    llvm.store(value, _address(scales_smem, _add(at, _const(index * stride)), f32))
+                    llvm.store(value, ir_address(scales_smem, ir_add(at, ir_const(index * stride)), f32))
 
             if 128 * (number + 1) <= 4 * rows:
                 store()
             else:
-                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, _const(4 * rows))):
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, ir_const(4 * rows))):
                     store()
 
     keep(*arrays, scales_smem, table_smem)
@@ -169,59 +169,62 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout),
     )  # fmt: skip
     def multiply(_, acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem):
-        f32, i32, i8 = ir.F32Type.get(), _i32(), ir.IntegerType.get_signless(8)
+        f32, i32, i8 = ir.F32Type.get(), ir_i32(), ir.IntegerType.get_signless(8)
         two, four = ir.VectorType.get((2,), i32), ir.VectorType.get((4,), i32)
         eights, lines = ir.MemRefType(codes_smem.type).shape[:2]  # tiles of 8 rows by a line
         groups = eights // 2
         widths = len(acc.registers.flat) // groups
         tokens, _, elements = ir.MemRefType(x_smem.type).shape
-        lane, warp = arith.andi(_thread(), _const(31)), _shift_right(_thread(), 5)
-        group, quad = _shift_right(lane, 2), arith.andi(lane, _const(3))
+        lane, warp = arith.andi(ir_thread(), ir_const(31)), ir_shift_right(ir_thread(), 5)
+        group, quad = ir_shift_right(lane, 2), arith.andi(lane, ir_const(3))
 
-        odd = arith.andi(group, _const(1))
-        is_odd = arith.cmpi(arith.CmpIPredicate.ne, odd, _const(0))
+        odd = arith.andi(group, ir_const(1))
+        is_odd = arith.cmpi(arith.CmpIPredicate.ne, odd, ir_const(0))
         rights = []
         for width in range(widths):
-            token = arith.minui(_add(group, _const(8 * width)), _const(tokens - 1))
-            at = _add(_mul(token, lines * elements), _mul(_scalar(line), elements), _mul(warp, 64), _mul(quad, 16))
+            token = arith.minui(ir_add(group, ir_const(8 * width)), ir_const(tokens - 1))
+            at = ir_add(
+                ir_mul(token, lines * elements), ir_mul(ir_scalar(line), elements), ir_mul(warp, 64), ir_mul(quad, 16)
+            )
             # Quads next to each other take their halves in turns: their rows are in the same banks.
-            halves = [arith.xori(_mul(odd, 8), _const(8 * half)) for half in range(2)]
+            halves = [arith.xori(ir_mul(odd, 8), ir_const(8 * half)) for half in range(2)]
             found = [
-                llvm.load(four, _address(x_smem, _add(at, half), ir.IntegerType.get_signless(16))) for half in halves
+                llvm.load(four, ir_address(x_smem, ir_add(at, half), ir.IntegerType.get_signless(16)))
+                for half in halves
             ]
-            first, second = (_words(each, 4) for each in found)
+            first, second = (ir_words(each, 4) for each in found)
             low = [arith.select(is_odd, b, a) for a, b in zip(first, second, strict=True)]
             high = [arith.select(is_odd, a, b) for a, b in zip(first, second, strict=True)]
             rights.append([*low, *high])
 
         row = _fragment_row()
-        within = arith.xori(_add(_mul(warp, 32), _mul(quad, 8)), _mul(row, 16))  # the 128-byte swizzle
-        own_codes = _add(_mul(_scalar(line), 8 * 128), _mul(row, 128), within)
-        own_column = _mul(lane, 4)
+        within = arith.xori(ir_add(ir_mul(warp, 32), ir_mul(quad, 8)), ir_mul(row, 16))  # the 128-byte swizzle
+        own_codes = ir_add(ir_mul(ir_scalar(line), 8 * 128), ir_mul(row, 128), within)
+        own_column = ir_mul(lane, 4)
         stride = ir.MemRefType(scales_smem.type).shape[1]
-        own_scales = _add(_mul(_add(_scalar(first_scale), warp), stride), _mul(group, 2))
+        own_scales = ir_add(ir_mul(ir_add(ir_scalar(first_scale), warp), stride), ir_mul(group, 2))
 
         def pair(word, byte):
             """The two elements that a byte of codes stands for: its row of 256 bytes, this lane's column."""
             place = utils.inline_ptx(
-                "prmt.b32 $0, $1, $2, $3;", word, own_column, _const(0x7604 | byte << 4), result_types=i32
+                "prmt.b32 $0, $1, $2, $3;", word, own_column, ir_const(0x7604 | byte << 4), result_types=i32
             )
-            return llvm.load(i32, _address(table_smem, place, i8))
+            return llvm.load(i32, ir_address(table_smem, place, i8))
 
         registers = np.empty_like(acc.registers)
         for number in range(groups):
             words = []
             for half in range(2):
-                at = _add(own_codes, _const((2 * number + half) * lines * 8 * 128))
-                words.append(_words(llvm.load(two, _address(codes_smem, at, i8)), 2))
-            at = _add(own_scales, _const(16 * number))
-            scales = llvm.load(ir.VectorType.get((2,), f32), _address(scales_smem, at, f32))
-            scales = [_item(scales, half) for half in range(2)]
-            products = _products(words, rights, pair, name)
+                at = ir_add(own_codes, ir_const((2 * number + half) * lines * 8 * 128))
+                words.append(ir_words(llvm.load(two, ir_address(codes_smem, at, i8)), 2))
+            at = ir_add(own_scales, ir_const(16 * number))
+            scales = llvm.load(ir.VectorType.get((2,), f32), ir_address(scales_smem, at, f32))
+            scales = [ir_item(scales, half) for half in range(2)]
+            products = ir_products(words, rights, pair, name)
             for width in range(widths):
                 place = number * widths + width
-                kept = [_item(acc.registers.flat[place], index) for index in range(4)]
-                registers.flat[place] = _vector(
+                kept = [ir_item(acc.registers.flat[place], index) for index in range(4)]
+                registers.flat[place] = ir_vector(
                     [
                         utils.inline_ptx(
                             "fma.rn.f32 $0, $1, $2, $3;",
@@ -251,17 +254,17 @@ def keep_line_sums(acc, partial_smem, first):
         _, tokens, stride = ir.MemRefType(partial_smem.type).shape
         groups = (stride - 4) // 16
         widths = len(acc.registers.flat) // groups
-        warp, quad = _shift_right(_thread(), 5), arith.andi(_thread(), _const(3))
-        own = _add(_mul(_add(_scalar(first), warp), tokens * stride), _fragment_row())
+        warp, quad = ir_shift_right(ir_thread(), 5), arith.andi(ir_thread(), ir_const(3))
+        own = ir_add(ir_mul(ir_add(ir_scalar(first), warp), tokens * stride), _fragment_row())
         for width in range(widths):
             for index in range(2):
-                token = _add(_mul(quad, 2), _const(8 * width + index))
-                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _const(tokens))):
+                token = ir_add(ir_mul(quad, 2), ir_const(8 * width + index))
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(tokens))):
                     for number in range(groups):
                         register = acc.registers.flat[number * widths + width]
                         for half in range(2):
-                            at = _add(own, _mul(token, stride), _const(16 * number + 8 * half))
-                            llvm.store(_item(register, 2 * half + index), _address(partial_smem, at, f32))
+                            at = ir_add(own, ir_mul(token, stride), ir_const(16 * number + 8 * half))
+                            llvm.store(ir_item(register, 2 * half + index), ir_address(partial_smem, at, f32))
 
     keep(acc, partial_smem, first)
 
@@ -278,31 +281,31 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
         _, tokens, all_rows = out_type.shape
         warps, _, stride = ir.MemRefType(partial_smem.type).shape
         rows = stride - 4
-        thread = arith.index_castui(_i32(), gpu.thread_id(gpu.Dimension.x))
+        thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
 
         def for_places(first, count: int, limit: int, body):
             """body(place, its token, its row) of `count` places from `first` on, below `limit`."""
             for start in range(0, count, 128 * warpgroups):
-                own = _add(thread, _const(start))
-                place = own if first is None else _add(own, first)
+                own = ir_add(thread, ir_const(start))
+                place = own if first is None else ir_add(own, first)
                 within = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.ult, own, _const(count)),
-                    arith.cmpi(arith.CmpIPredicate.ult, place, _const(limit)),
+                    arith.cmpi(arith.CmpIPredicate.ult, own, ir_const(count)),
+                    arith.cmpi(arith.CmpIPredicate.ult, place, ir_const(limit)),
                 )
                 with utils.when(within):
-                    token = arith.divui(place, _const(rows))
-                    body(place, token, arith.subi(place, _mul(token, rows)))
+                    token = arith.divui(place, ir_const(rows))
+                    body(place, token, arith.subi(place, ir_mul(token, rows)))
 
         def total_of(terms):
             return functools.reduce(arith.addf, terms)
 
         def own_total(token, row):
-            at = _add(_mul(token, stride), row)
-            return total_of(_load(partial_smem, _add(at, _const(n * tokens * stride)), f32) for n in range(warps))
+            at = ir_add(ir_mul(token, stride), row)
+            return total_of(ir_load(partial_smem, ir_add(at, ir_const(n * tokens * stride)), f32) for n in range(warps))
 
         def put(token, row, total):
-            at = _add(_mul(token, all_rows), _scalar(first_row), row)
-            llvm.store(arith.truncf(out_type.element_type, total), _address(out_ref, at, out_type.element_type))
+            at = ir_add(ir_mul(token, all_rows), ir_scalar(first_row), row)
+            llvm.store(arith.truncf(out_type.element_type, total), ir_address(out_ref, at, out_type.element_type))
 
         places = tokens * rows
         if splits == 1:
@@ -310,18 +313,18 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
             return
 
         def keep_total(place, token, row):
-            llvm.store(own_total(token, row), _address(totals_smem, place, f32))
+            llvm.store(own_total(token, row), ir_address(totals_smem, place, f32))
 
         def put_all(place, token, row):
             own = utils.memref_ptr(totals_smem)
-            theirs = [utils.get_cluster_ptr(own, _const(number)) for number in range(splits)]
+            theirs = [utils.get_cluster_ptr(own, ir_const(number)) for number in range(splits)]
             put(token, row, total_of(llvm.load(f32, utils.getelementptr(there, [place], f32)) for there in theirs))
 
         for_places(None, places, places, keep_total)
         nvvm.cluster_arrive(aligned=True)
         nvvm.cluster_wait(aligned=True)
         share = -(-places // splits)
-        for_places(_mul(_scalar(split), share), share, places, put_all)
+        for_places(ir_mul(ir_scalar(split), share), share, places, put_all)
         nvvm.cluster_arrive_relaxed(aligned=True)  # nobody leaves whose sums are still read; what was stored can wait
         nvvm.cluster_wait(aligned=True)
 

@@ -15,21 +15,21 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from jaxtune.pallas.lanes import (
     SCALAR,
-    _add,
-    _address,
-    _const,
-    _i32,
-    _item,
-    _load,
-    _mul,
-    _narrow,
-    _permute,
-    _product,
-    _scalar,
-    _shift_right,
-    _thread,
-    _vector,
-    _words,
+    ir_add,
+    ir_address,
+    ir_const,
+    ir_i32,
+    ir_item,
+    ir_load,
+    ir_mul,
+    ir_narrow,
+    ir_permute,
+    ir_product,
+    ir_scalar,
+    ir_shift_right,
+    ir_thread,
+    ir_vector,
+    ir_words,
 )
 
 SLICE = 1024  # elements of a row that a warp takes: 512 bytes of codes, 16 blocks
@@ -39,19 +39,19 @@ _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
-    return _add(_mul(_scalar(wg), 4), _shift_right(_thread(), 5))
+    return ir_add(ir_mul(ir_scalar(wg), 4), ir_shift_right(ir_thread(), 5))
 
 
 def _lane():
-    return arith.andi(_thread(), _const(31))
+    return arith.andi(ir_thread(), ir_const(31))
 
 
 def _block(wg, slices: int):
     """Of a lane, and of a chunk's blocks, the number of the one whose scale it decodes: lane (row, half, quad)."""
     warp, lane = _warp(wg), _lane()
-    pair, part = arith.divui(warp, _const(slices)), arith.remui(warp, _const(slices))
-    row = _add(_mul(pair, 2), _shift_right(lane, 4))
-    return _add(_mul(row, slices * 16), _mul(part, 16), arith.andi(lane, _const(15)))
+    pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
+    row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))
+    return ir_add(ir_mul(row, slices * 16), ir_mul(part, 16), arith.andi(lane, ir_const(15)))
 
 
 def own_x(x_ref, wg, slices: int):
@@ -61,11 +61,11 @@ def own_x(x_ref, wg, slices: int):
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _X)
     )
     def load(_, wg, x_ref):
-        part = arith.remui(_warp(wg), _const(slices))
-        first = _add(_mul(part, SLICE), _mul(_lane(), 16))
-        four = ir.VectorType.get((4,), _i32())
+        part = arith.remui(_warp(wg), ir_const(slices))
+        first = ir_add(ir_mul(part, SLICE), ir_mul(_lane(), 16))
+        four = ir.VectorType.get((4,), ir_i32())
         pointers = [
-            _address(x_ref, _add(first, _const(_HALF * half + 8 * eight)), ir.IntegerType.get_signless(16))
+            ir_address(x_ref, ir_add(first, ir_const(_HALF * half + 8 * eight)), ir.IntegerType.get_signless(16))
             for half in range(2)
             for eight in range(2)
         ]
@@ -85,10 +85,10 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
     def load(_, chunk, wg, nested_ref):
         blocks = pairs * 2 * slices * 16
         # Warps without work have numbers past the chunk's.
-        own = arith.minui(_block(wg, slices), _const(blocks - 1))
-        number = arith.divui(_add(_mul(_scalar(chunk), blocks), own), _const(nested_block))
+        own = arith.minui(_block(wg, slices), ir_const(blocks - 1))
+        number = arith.divui(ir_add(ir_mul(ir_scalar(chunk), blocks), own), ir_const(nested_block))
         registers = np.empty((1,), object)
-        registers[0] = _vector([_load(nested_ref, number, ir.F32Type.get())])
+        registers[0] = ir_vector([ir_load(nested_ref, number, ir.F32Type.get())])
         return mgpu.FragmentedArray(_registers=registers, _layout=_ONE.to_mgpu(), _is_signed=None)
 
     return load(chunk, wg, nested_ref)
@@ -117,36 +117,36 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
         values, (codes, absmax, table, *maps, partial) = rest[: len(types)], rest[len(types) :]
         f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
         row_bytes = slices * SLICE // 2
-        warp, lane, slot = _warp(wg), _lane(), _scalar(slot)
-        quad = _shift_right(lane, 2)
-        pair, part = arith.divui(warp, _const(slices)), arith.remui(warp, _const(slices))
-        own_column = _mul(lane, 4)
+        warp, lane, slot = _warp(wg), _lane(), ir_scalar(slot)
+        quad = ir_shift_right(lane, 2)
+        pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
+        own_column = ir_mul(lane, 4)
 
         def entries(word, number):
             """The two elements that a byte of codes stands for: its row of the table, 256 bytes, this lane's column."""
-            offset = _permute(word, own_column, 0x5504 | number << 4)
-            return llvm.load(_i32(), _address(table, offset, byte))
+            offset = ir_permute(word, own_column, 0x5504 | number << 4)
+            return llvm.load(ir_i32(), ir_address(table, offset, byte))
 
         def from_lane(value, number):
-            return nvvm.shfl_sync(_const(-1), value, number, _const(31), nvvm.ShflKind.idx)
+            return nvvm.shfl_sync(ir_const(-1), value, number, ir_const(31), nvvm.ShflKind.idx)
 
-        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, warp, _const(pairs * slices))):
-            first = _add(_mul(slot, pairs * 2 * row_bytes), _mul(pair, 2 * row_bytes))
-            first = _add(first, _mul(part, SLICE // 2), _mul(lane, 8))
-            two = ir.VectorType.get((2,), _i32())
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, warp, ir_const(pairs * slices))):
+            first = ir_add(ir_mul(slot, pairs * 2 * row_bytes), ir_mul(pair, 2 * row_bytes))
+            first = ir_add(first, ir_mul(part, SLICE // 2), ir_mul(lane, 8))
+            two = ir.VectorType.get((2,), ir_i32())
             words = [
-                [_words(_load(codes, _add(first, _const(row * row_bytes + _HALF // 2 * half)), byte, two), 2)
+                [ir_words(ir_load(codes, ir_add(first, ir_const(row * row_bytes + _HALF // 2 * half)), byte, two), 2)
                  for row in range(2)]
                 for half in range(2)
             ]  # fmt: skip
-            own = _add(_mul(slot, pairs * 2 * slices * 16), _block(wg, slices))
+            own = ir_add(ir_mul(slot, pairs * 2 * slices * 16), _block(wg, slices))
             if values:
-                nested, offset = _item(values[0].registers.flat[0], 0), _scalar(values[1])
-                code = arith.extui(_i32(), _load(absmax, own, byte))
-                scale = arith.addf(_product(_load(maps[0], code, f32), nested), offset)
+                nested, offset = ir_item(values[0].registers.flat[0], 0), ir_scalar(values[1])
+                code = arith.extui(ir_i32(), ir_load(absmax, own, byte))
+                scale = arith.addf(ir_product(ir_load(maps[0], code, f32), nested), offset)
             else:
-                scale = _load(absmax, own, f32)
-            rights = [word for register in x.registers.flat for word in _words(register, 4)]
+                scale = ir_load(absmax, own, f32)
+            rights = [word for register in x.registers.flat for word in ir_words(register, 4)]
             zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
             products = []
             for half in range(2):
@@ -169,19 +169,19 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
                     )
                 products.append(sums)
             # A lane holds columns 2 t and 2 t + 1 of its quad's row: the diagonal lies in lane t = quad / 2.
-            odd = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(quad, _const(1)), _const(1))
+            odd = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(quad, ir_const(1)), ir_const(1))
             totals = []
             for row in range(2):
                 terms = []
                 for half in range(2):
                     here = arith.select(odd, products[half][2 * row + 1], products[half][2 * row])
-                    terms.append(_product(here, from_lane(scale, _add(_const(16 * row + 8 * half), quad))))
+                    terms.append(ir_product(here, from_lane(scale, ir_add(ir_const(16 * row + 8 * half), quad))))
                 totals.append(arith.addf(*terms))
-            diagonal = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _const(3)), _shift_right(quad, 1))
+            diagonal = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, ir_const(3)), ir_shift_right(quad, 1))
             with utils.when(diagonal):
                 (_, warps, _, _) = ir.MemRefType(partial.type).shape
-                target = _add(_mul(_add(_mul(_scalar(place), warps), warp), 16), _mul(quad, 2))
-                llvm.store(_vector(totals), _address(partial, target, f32))
+                target = ir_add(ir_mul(ir_add(ir_mul(ir_scalar(place), warps), warp), 16), ir_mul(quad, 2))
+                llvm.store(ir_vector(totals), ir_address(partial, target, f32))
 
     run(x, place, slot, wg, *values, *given)
 
@@ -197,29 +197,29 @@ def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: 
         f32 = ir.F32Type.get()
         places, warps, _, _ = ir.MemRefType(partial_smem.type).shape
         two = ir.VectorType.get((2,), f32)
-        thread = _add(_mul(_scalar(wg), 128), _thread())
-        quad = arith.andi(thread, _const(7))
+        thread = ir_add(ir_mul(ir_scalar(wg), 128), ir_thread())
+        quad = arith.andi(thread, ir_const(7))
         for start in range(0, places * pairs * 8, 128 * warpgroups):
-            number = _shift_right(_add(thread, _const(start)), 3)
-            place, pair = arith.divui(number, _const(pairs)), arith.remui(number, _const(pairs))
+            number = ir_shift_right(ir_add(thread, ir_const(start)), 3)
+            place, pair = arith.divui(number, ir_const(pairs)), arith.remui(number, ir_const(pairs))
             # All lanes add, for they exchange; those past the end over the last one's.
-            inside = arith.minui(place, _const(places - 1))
-            first = _add(_mul(_add(_mul(inside, warps), _mul(pair, slices)), 16), _mul(quad, 2))
+            inside = arith.minui(place, ir_const(places - 1))
+            first = ir_add(ir_mul(ir_add(ir_mul(inside, warps), ir_mul(pair, slices)), 16), ir_mul(quad, 2))
             sums = None
             for part in range(slices):
-                term = _load(partial_smem, _add(first, _const(16 * part)), f32, two)
-                term = [_item(term, row) for row in range(2)]
+                term = ir_load(partial_smem, ir_add(first, ir_const(16 * part)), f32, two)
+                term = [ir_item(term, row) for row in range(2)]
                 sums = term if sums is None else [arith.addf(a, b) for a, b in zip(sums, term, strict=True)]
             assert sums is not None
             for distance in (1, 2, 4):
                 sums = [arith.addf(value, utils.shfl_bfly(value, distance)) for value in sums]
             writes = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.ult, place, _scalar(count)),
-                arith.cmpi(arith.CmpIPredicate.eq, quad, _const(0)),
+                arith.cmpi(arith.CmpIPredicate.ult, place, ir_scalar(count)),
+                arith.cmpi(arith.CmpIPredicate.eq, quad, ir_const(0)),
             )
             with utils.when(writes):
-                chunk = _add(_scalar(program), arith.muli(place, _scalar(programs)))
-                target = _address(out_ref, _add(_mul(chunk, pairs), pair), _i32())
-                llvm.store(_narrow(*sums, dtype), target)
+                chunk = ir_add(ir_scalar(program), arith.muli(place, ir_scalar(programs)))
+                target = ir_address(out_ref, ir_add(ir_mul(chunk, pairs), pair), ir_i32())
+                llvm.store(ir_narrow(*sums, dtype), target)
 
     store(partial_smem, out_ref, count, program, programs, wg)

@@ -281,7 +281,7 @@ class _Here:
             self.thread = None
 
     def close(self) -> None:
-        pass
+        """Nothing: there is no process to end."""
 
     def kill(self) -> None:
         """Raises SystemExit in the thread, where its Python code goes on next: a template's loop ends so."""

@@ -39,7 +39,7 @@ class SFT:
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def check(self, model: Decoder) -> None:
-        pass
+        """Refuses none: the next token can be learnt by any decoder."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)
