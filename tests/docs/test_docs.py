@@ -15,6 +15,8 @@ from jaxtune.train.config_file import config_keys, load_config, packaged_recipes
 from tests.docs.conftest import run_command
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 DOCS = ROOT / "docs"
 RUN = ("python", "sh", "console")
 SHOWN = ("text", "json", "yaml", "mermaid")

@@ -12,6 +12,8 @@ import pytest
 from tests.docs.conftest import run_command
 from tests.docs.pages import ROOT
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 EXAMPLES = ROOT / "examples"
 MOVED = ("unsloth_quickstart.py", "trl_quickstart.py", "peft_training_arguments.py")
 # Numbers that are smaller here.
