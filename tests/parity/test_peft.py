@@ -16,6 +16,7 @@ from tiny_models import shaken
 import jaxtune
 from jaxtune.models.hf import from_pretrained, save_pretrained
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOLERANCE = 1e-4
 
 
