@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base test gpu-test parity aot lint types clean
+.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base test gpu-test parity aot llama-cpp lint types clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minu
 	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
 
 test: env  ## tests on CPU (no torch, no GPU)
-	$(PY) -m pytest tests -q -n 2 --dist worksteal -p tests.remembered --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden $(PYTEST_ARGS)
+	$(PY) -m pytest tests -q -n 2 --dist worksteal -p tests.remembered --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden --ignore=tests/llama_cpp $(PYTEST_ARGS)
 
 GPU_PY ?= python3
 gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers
@@ -48,6 +48,10 @@ parity: env-parity  ## checks against torch, transformers, peft, trl and bitsand
 aot: env-aot  ## compile the GPU programs without a GPU
 	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist loadfile -p tests.remembered $(PYTEST_ARGS)
 
+llama-cpp:  ## greedy text of exported GGUF files in llama.cpp itself (built from source once, about 20 minutes)
+	@sh scripts/setup_env.sh .venv-llama-cpp
+	.venv-llama-cpp/bin/python -m pytest tests/llama_cpp -q $(PYTEST_ARGS)
+
 lint: env  ## ruff
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -56,5 +60,5 @@ types: env  ## pyright
 	@$(PY) -m pyright
 
 clean:  ## remove environments, caches and builds
-	rm -rf .venv .venv-parity .venv-aot .venv-docs build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-parity .venv-aot .venv-docs .venv-llama-cpp build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,5 @@
 #!/bin/sh
-# setup_env.sh FOLDER: make or refresh the environment FOLDER (.venv, .venv-parity, .venv-aot or .venv-docs) with pip.
+# setup_env.sh FOLDER: make or refresh the environment FOLDER (.venv, .venv-parity, -aot, -docs or -llama-cpp) with pip.
 # Nothing happens when it is up to date: a stamp holds what it was made from.
 # With JAXTUNE_CI_CACHE=FOLDER set, what was made stays there for other checkouts, which link its files.
 set -eu
@@ -48,6 +48,10 @@ case "$folder" in
     pip --no-deps "jax-cuda13-plugin==$jax_version" "jax-cuda13-pjrt==$jax_version"
     # Triton's compiler needs no GPU either. The oldest supported pair; the other environment has the newest.
     pip --no-deps jax-triton==0.3.1 triton==3.6.0
+    ;;
+*-llama-cpp)
+    # Its published wheels are for other processors' instructions; the source package is built for this one.
+    pip --no-binary llama-cpp-python llama-cpp-python==0.3.36
     ;;
 *-docs)
     pip --constraint constraints.txt --editable '.[docs]'
