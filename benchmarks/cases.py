@@ -65,6 +65,14 @@ STEPS = {
     "8b_nf4_parts": Step(
         "llama-3.1-8b nf4, 8 x 2,048, profiled", "--shape llama-3.1-8b --load-in nf4 --profile {folder}", steps=4
     ),
+    "8b_fp8": Step(
+        "llama-3.1-8b fp8 by rows, products in fp8, 8 x 2,048, everything kept",
+        "--shape llama-3.1-8b --load-in fp8 --compute fp8",
+    ),
+    "8b_fp8_blocks": Step(
+        "llama-3.1-8b fp8 of 128 x 128, products in fp8, 8 x 2,048, everything kept",
+        "--shape llama-3.1-8b --load-in fp8 --compute fp8 --scales blocks",
+    ),
     "32b_nf4": Step(
         "qwen3-32b nf4, 4 x 2,048, everything recomputed",
         "--shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute",

@@ -78,10 +78,17 @@ def step_table(records: list[dict]) -> list[str]:
             what += " on attention and experts"
         if r.get("optimizer", "adamw") != "adamw":
             what += f", {r['optimizer']}"
-        documents = "one a row" if r["documents"] == "full" else f"packed, up to {r['max_documents']} a row"
+        if r.get("objective", "sft") != "sft":
+            what += f", {r['objective']}"
+        base = r.get("load_in") or "bf16"
+        if r.get("compute"):
+            base += f" ({'128 x 128' if r['scales'] == 'blocks' else 'rows'}, products too)"
+        documents = {"full": "one a row", "pairs": "two a row"}.get(
+            r["documents"], f"packed, up to {r['max_documents']} a row"
+        )
         mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
         lines.append(
-            f"| {r['shape']} {r.get('load_in') or 'bf16'} {what} | {r['rows']} x {r['length']:,} | {documents} "
+            f"| {r['shape']} {base} {what} | {r['rows']} x {r['length']:,} | {documents} "
             f"| {r['attention']} | {_residuals(r)} "
             f"| **{r['tokens_per_second']:,.0f}** | {mfu} | {r['peak_memory_gb']:.1f} "
             f"| {_seconds(r['compile_seconds_cold'])} / {_seconds(r['compile_seconds_cached'])} |"

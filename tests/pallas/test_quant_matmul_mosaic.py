@@ -272,9 +272,9 @@ def test_byte_permutations_find_every_entry(monkeypatch, table):
         assert (index < 8).all(), "bit 3 of a selector would repeat a sign"
         return np.take_along_axis(both, index.astype(np.int64), -1).view(np.uint32)[..., 0]
 
-    monkeypatch.setattr(lanes, "_permute", permute)
-    monkeypatch.setattr(lanes, "_const", np.uint32)
-    monkeypatch.setattr(lanes, "_shift_right", lambda value, amount: value >> np.uint32(amount))
+    monkeypatch.setattr(lanes, "ir_permute", permute)
+    monkeypatch.setattr(lanes, "ir_const", np.uint32)
+    monkeypatch.setattr(lanes, "ir_shift_right", lambda value, amount: value >> np.uint32(amount))
     arithmetic = types.SimpleNamespace(andi=np.bitwise_and, xori=np.bitwise_xor, bitcast=lambda _, value: value)
     monkeypatch.setattr(lanes, "arith", arithmetic)
     monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(F32Type=types.SimpleNamespace(get=lambda: None)))
