@@ -33,9 +33,9 @@ def run(arguments: Sequence[str]) -> int | None:
     from jaxtune.train.planning.devices import allow_pinned_memory
 
     allow_pinned_memory()
-    from jaxtune.train import app
+    from jaxtune.train.app import run as train
 
-    return app.run(config, check=options.check, plan=options.plan)
+    return train(config, check=options.check, plan=options.plan)
 
 
 def _print_help() -> None:

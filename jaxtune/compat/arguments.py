@@ -50,7 +50,9 @@ def settle(
     """
     for name, value in others.items():
         if name not in table:
-            known = inspect.signature(callee).parameters if callee is not None else ()
+            known = [*inspect.signature(callee).parameters] if callee is not None else []
+            if dataclasses.is_dataclass(callee):  # its __init__ may take fields by **
+                known += [field.name for field in dataclasses.fields(callee)]
             near = difflib.get_close_matches(name, [*known, *table], 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{where}: {name} = {value!r} is not an argument that jaxtune.compat knows{hint}")
