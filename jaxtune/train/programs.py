@@ -144,7 +144,7 @@ class Engine:
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
         """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
-        batch = self._abstract_batch(self.batches.rows)
+        batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         started = time.perf_counter()
         state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
@@ -185,7 +185,7 @@ class Engine:
             )
             return lowered.compile(compiler_options=self.options)
 
-    def _abstract_batch(self, rows: Rows) -> Batch:
+    def _abstract_batch(self, rows: Rows | Batches) -> Batch:
         """Shapes of a micro-batch of these rows; an evaluation's batches have as many."""
         empty = rows.empty(self.rows)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
