@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,23 +146,30 @@ def mean_loss(trainable, graph, frozen, tokens, answers):
     return losses(graph, trainable, frozen, tokens, answers)[0].sum() / answers[:, 1:].sum()
 
 
+def loss_of_masters(trainable, *rest):
+    """mean_loss in bfloat16 of trained weights in float32."""
+    return mean_loss(jax.tree.map(lambda a: a.astype(jnp.bfloat16), trainable), *rest)
+
+
 gradient = jax.jit(jax.grad(mean_loss), static_argnums=1)
 
 
-def optimizer(rate: float, steps: int) -> optax.GradientTransformation:
-    schedule = optax.linear_schedule(rate, 0.0, steps)
+def optimizer(rate: float, steps: int, warm_up: int = 0) -> optax.GradientTransformation:
+    falling = optax.linear_schedule(rate, 0.0, steps - warm_up)
+    schedule = optax.join_schedules([optax.linear_schedule(0.0, rate, warm_up), falling], [warm_up])
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5))
-def train(graph, rate: float, steps: int, rows: int, trainable, state, frozen, pool, key, first, last):
-    """(trainable, state of the optimizer) after the steps first to last - 1; a batch is drawn by its step's number."""
-    change = optimizer(rate, steps)
+def train(loss, change, graph, rows: int, trainable, state, frozen, pool, key, first, last):
+    """(trainable, state of the optimizer) after the steps first to last - 1; a batch is drawn by its step's number.
+
+    loss: mean_loss, or loss_of_masters. change: the optimizer."""
 
     def step(number, carry):
         trainable, state = carry
         chosen = batch_of(pool, key, number, rows)
-        updates, state = change.update(jax.grad(mean_loss)(trainable, graph, frozen, *chosen), state, trainable)
+        updates, state = change.update(jax.grad(loss)(trainable, graph, frozen, *chosen), state, trainable)
         return optax.apply_updates(trainable, updates), state
 
     return jax.lax.fori_loop(first, last, step, (trainable, state))
@@ -193,32 +202,56 @@ def cosines(one, other) -> list[float]:
 
 
 def pretrained(options, folder: Path) -> dict[str, float]:
-    """Trains the base in float32 masters and saves it in bfloat16; its scores."""
+    """Trains the base, its weights in float32 and computing in bfloat16, and saves it in bfloat16; its scores."""
     tasks = ("copy", "reverse", "add")
     model = model_from_config(config(options.hidden, options.layers), jax.random.key(0), "bfloat16")
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     trainable = jax.tree.map(lambda a: a.astype(jnp.float32), trainable)
     pool = jax.device_put(rows_of(tasks, POOL // options.scale, 1))
-    rate, steps = 2e-3, options.pretrain_steps
-    state = optimizer(rate, steps).init(trainable)
-    arguments = (graph, rate, steps, options.rows)
-    trainable, _ = train(*arguments, trainable, state, frozen, pool, jax.random.key(1), 0, steps)
-    loss, exact = scores(graph, trainable, frozen, *jax.device_put(rows_of(tasks, 256 // options.scale, 2)))
+    steps = options.pretrain_steps
+    change = optimizer(1e-3, steps, warm_up=steps // 20)
+    arguments = (loss_of_masters, change, graph, options.rows, trainable, change.init(trainable), frozen)
+    trainable, _ = train(*arguments, pool, jax.random.key(1), 0, steps)
     trainable = jax.tree.map(lambda a: a.astype(jnp.bfloat16), trainable)
+    loss, exact = scores(graph, trainable, frozen, *jax.device_put(rows_of(tasks, 256 // options.scale, 2)))
     save_pretrained(nnx.merge(graph, trainable, frozen), folder)
     return {"loss": float(loss), "exact_match": float(exact)}
 
 
-def run(options, model: Decoder, base: Decoder, seed: int, pool, held_out) -> dict[str, Any]:
-    """One fine-tuning of `model`, scored over itself and over `base`, which is in bfloat16."""
-    graph, trainable, frozen = nnx.split(get_peft_model(model, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
-    plain, _, of_plain = nnx.split(get_peft_model(base, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
-    state = optimizer(options.rate, options.steps).init(trainable)
+def adapted(model: Decoder, seed: int):
+    """(graph, trainable, frozen)"""
+    return nnx.split(get_peft_model(model, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
+
+
+def compile_ahead(options, change, models: list[Decoder], pool, held_out) -> None:
+    """The programs of `run`, side by side: one after the other they would take longer than the runs."""
+
+    def programs(model):
+        graph, trainable, frozen = adapted(model, 0)
+        batch = batch_of(pool, jax.random.key(0), 0, options.rows)
+        yield train, (mean_loss, change, graph, options.rows, trainable, change.init(trainable), frozen, pool)
+        yield gradient, (trainable, graph, frozen, *batch)
+        yield scores, (graph, trainable, frozen, *held_out)
+
+    def build(program, arguments):
+        more = (jax.random.key(0), 0, 1) if program is train else ()
+        program.lower(*arguments, *more).compile()
+
+    with ThreadPoolExecutor() as threads:
+        for done in [threads.submit(build, *each) for model in models for each in programs(model)]:
+            done.result()
+
+
+def run(options, change, model: Decoder, base: Decoder, seed: int, pool, held_out) -> dict[str, Any]:
+    """One fine-tuning of `model` by an optimizer, scored over itself and over `base`, which is in bfloat16."""
+    graph, trainable, frozen = adapted(model, seed)
+    plain, _, of_plain = adapted(base, seed)
+    state = change.init(trainable)
     key, before, found = jax.random.key(seed), 0, {}
     began = time.perf_counter()
     for stop in sorted({min(stop, options.steps) for stop in (1, 100, options.steps)}):
-        arguments = (graph, options.rate, options.steps, options.rows)
-        trainable, state = train(*arguments, trainable, state, frozen, pool, key, before, stop)
+        arguments = (mean_loss, change, graph, options.rows, trainable, state, frozen)
+        trainable, state = train(*arguments, pool, key, before, stop)
         batch = batch_of(pool, key, stop, options.rows)
         ours, theirs = gradient(trainable, graph, frozen, *batch), gradient(trainable, plain, of_plain, *batch)
         found[stop], before = cosines(ours, theirs), stop
@@ -268,6 +301,9 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide the pools of rows by this, to try the script")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp())
+    # Through which `compile_ahead` hands programs on.
+    jax.config.update("jax_compilation_cache_dir", str(work / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     record: dict[str, Any] = {"benchmark": "train/quality", **environment(), "options": vars(options), "runs": []}
     began = time.perf_counter()
     record["pretrained"] = pretrained(options, work / "plain")
@@ -276,19 +312,24 @@ def main() -> int:
     tasks = ("sort", "multiply")
     pool = jax.device_put(rows_of(tasks, POOL // options.scale, 3))
     held_out = jax.device_put(rows_of(tasks, 256 // options.scale, 4))
-    for base in options.bases.split(","):
+    change = optimizer(options.rate, options.steps)
+    bases = options.bases.split(",")
+    models: dict[tuple[str, str], Decoder] = {}
+    for base in bases:
         arms = arms_of(work / base)
-        plain = arms["bf16"]()
-        for arm in options.arms.split(","):
-            model = arms[arm]()
-            for seed in range(options.seeds):
-                found = run(options, model, plain, seed, pool, held_out)
-                record["runs"].append({"base": base, "arm": arm, "seed": seed, **found})
-                record["summary"] = summary(record["runs"])
-                record["fp8_matmul"] = dispatch.record.get("fp8_matmul")
-                write(options.output, record)
-                shown = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
-                print(base, arm, seed, shown, flush=True)
+        models |= {(base, arm): arms[arm]() for arm in dict.fromkeys(("bf16", *options.arms.split(",")))}
+    of_one = [model for (base, _), model in models.items() if base == bases[0]]  # the other's programs are the same
+    compile_ahead(options, change, of_one, pool, held_out)
+    print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
+    # Seeds first: what is there when somebody ends it is pairs.
+    for seed, base, arm in itertools.product(range(options.seeds), bases, options.arms.split(",")):
+        found = run(options, change, models[base, arm], models[base, "bf16"], seed, pool, held_out)
+        record["runs"].append({"base": base, "arm": arm, "seed": seed, **found})
+        record["summary"] = summary(record["runs"])
+        record["fp8_matmul"] = dispatch.record.get("fp8_matmul")
+        write(options.output, record)
+        shown = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
+        print(base, arm, seed, shown, flush=True)
     print(json.dumps(record["summary"], indent=1))
     print(f"{time.perf_counter() - began:.0f} s in all; products in FP8: {record['fp8_matmul']}")
     return 0
