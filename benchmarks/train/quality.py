@@ -89,7 +89,7 @@ def config(hidden: int, layers: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": hidden,
         "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
-        "num_key_value_heads": max(hidden // 128, 2), "max_position_embeddings": LENGTH, "hidden_act": "silu",
+        "num_key_value_heads": hidden // 64, "max_position_embeddings": LENGTH, "hidden_act": "silu",
         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True, "initializer_range": 0.02,
         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "torch_dtype": "bfloat16",
     }  # fmt: skip

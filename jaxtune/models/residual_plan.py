@@ -9,8 +9,9 @@ from typing import Literal, get_args
 
 from jaxtune.models.layers.segment import Residual
 
-# Kept in device memory; copied to pinned host memory and back; dropped, and made again by running segments anew.
-Placement = Literal["keep", "offload", "recompute"]
+# Kept in device memory; copied to pinned host memory and back; dropped, and made again by running segments anew; kept
+# in device memory rounded to e4m3.
+Placement = Literal["keep", "offload", "recompute", "fp8"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
@@ -18,7 +19,8 @@ class LayerPlan(Mapping[str, Placement]):
     """The placement of each residual of a layer, by name: LayerPlan(gate="offload", up="offload").
 
     Residuals that are not named have the placement `rest`; where that is recompute, those that nothing can recompute
-    are kept. As a mapping it holds what is named. Immutable and hashable: programs are compiled for it.
+    are kept, and where it is fp8, those that may not be. As a mapping it holds what is named. Immutable and hashable:
+    programs are compiled for it.
 
     Raises:
       ValueError: a placement that does not exist.
@@ -58,13 +60,18 @@ class LayerPlan(Mapping[str, Placement]):
         """The placement of a residual.
 
         Raises:
-          ValueError: it should be recomputed, and nothing can.
+          ValueError: it should be recomputed, and nothing can; or kept in FP8, and may not be.
         """
-        if residual.name in self._named or residual.recomputable or self.rest != "recompute":
-            placement = self._named.get(residual.name, self.rest)
-            if placement == "recompute" and not residual.recomputable:
-                raise ValueError(f"residual {residual.name}: it can be kept or offloaded, but nothing can recompute it")
+        placement = self._named.get(residual.name, self.rest)
+        cannot = None
+        if placement == "recompute" and not residual.recomputable:
+            cannot = "it can be kept or offloaded, but nothing can recompute it"
+        if placement == "fp8" and not residual.in_fp8:
+            cannot = "it is not kept in FP8; gate and up of an MLP are, where model.compute is fp8"
+        if cannot is None:
             return placement
+        if residual.name in self._named:
+            raise ValueError(f"residual {residual.name}: {cannot}")
         return "keep"
 
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
@@ -74,7 +81,7 @@ class LayerPlan(Mapping[str, Placement]):
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
         """The same plan of these residuals in its shortest words: equal plans are then equal values."""
         forms = []
-        for word in (KEEP, RECOMPUTE):
+        for word in (KEEP, IN_FP8, RECOMPUTE):
             other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
             forms.append(LayerPlan(word.rest, **other))
         return min(forms, key=lambda form: str(form).count(","))
@@ -86,6 +93,7 @@ class LayerPlan(Mapping[str, Placement]):
 
 
 KEEP = LayerPlan()
+IN_FP8 = LayerPlan("fp8")
 RECOMPUTE = LayerPlan("recompute")
 
 

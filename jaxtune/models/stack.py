@@ -2,7 +2,8 @@
 
 A layer is a chain of segments between named residuals, as its block declares them (models/layers). By a plan, each
 residual is kept in device memory, offloaded to pinned host memory and brought back one layer ahead of its use, or
-dropped and recomputed by running earlier segments again. The backward is written by hand (a custom_vjp around the whole
+dropped and recomputed by running earlier segments again; or it is kept rounded to e4m3, and read as that in the
+backward, where a layer says that it may be. The backward is written by hand (a custom_vjp around the whole
 stack): it calls jax.vjp on a segment at its saved inputs, where the unused product is dead code and disappears, or the
 segment's own backward with its saved outputs.
 
@@ -34,16 +35,20 @@ from jaxtune.models.partition import Shard, gather, scatter, shards, with_whole
 from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of, unknown_residual
 from jaxtune.models.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.pallas.attention import PackedLayout
+from jaxtune.pallas.formats import dense
+from jaxtune.pallas.quant_matmul import in_e4m3
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What a layer's program is specialised on: residuals that are kept and that are offloaded; names of what can leave
-    it beside its output; the tokens of each row in a tile of its tokenwise segments, or None."""
+    """What a layer's program is specialised on: residuals that are kept, that are kept in FP8 and that are offloaded;
+    names of what can leave it beside its output; the tokens of each row in a tile of its tokenwise segments, or None.
+    """
 
     graph: nnx.GraphDef
     spec: LayerSpec
     kept: tuple[str, ...]
+    in_fp8: tuple[str, ...]
     offloaded: tuple[str, ...]
     aux: tuple[str, ...]
     tile: int | None
@@ -77,7 +82,7 @@ def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Calla
     return lambda segment: Context(spec, layout, keys.get(segment.name))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="tile")
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("tile", "in_fp8"))
 def layer_forward(
     graph,
     spec: LayerSpec,
@@ -90,6 +95,7 @@ def layer_forward(
     leaving=(),
     gathers=(),
     tile=None,
+    in_fp8: tuple[str, ...] = (),
 ):
     """(layer_output, {name: value} for the wanted names, copies of `leaving` on the host, `gathers` whole) of one
     layer.
@@ -98,6 +104,7 @@ def layer_forward(
       wanted: names of residuals, and of what leaves the layer beside its output.
       gathers: Shards of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments run over at a time.
+      in_fp8: those of the wanted names whose values are rounded.
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
@@ -113,7 +120,11 @@ def layer_forward(
             outputs = collectives.finish(stage, copies.finish(stage, outputs))
             values.update(zip(segment.outputs, outputs, strict=True))
         found = {name: values[name] for name in wanted if name in values}
-        return values[LAYER_OUTPUT], found, copies.arrays, collectives.gathered
+        output = values[LAYER_OUTPUT]
+        rounded = {name: in_e4m3(found[name]) for name in in_fp8 if name in found}
+        if rounded:  # before the next layer begins: else XLA may keep what they are made of
+            rounded, output = optimization_barrier((rounded, output))
+        return output, found | rounded, copies.arrays, collectives.gathered
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="tile")
@@ -172,7 +183,7 @@ def layer_backward(
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
-                inputs = start(stage, [values[name] for name in segment.reads])
+                inputs = start(stage, [dense(values[name]) for name in segment.reads])
                 if order.derivatives_at_once and segment.differentiable and segment.backward is None:
                     outputs, pullbacks[segment.name] = pullback_of(segment, inputs)
                 else:
@@ -190,7 +201,7 @@ def layer_backward(
                     held, doutputs, total = optimization_barrier((held, doutputs, total))
                 else:
                     held, doutputs = optimization_barrier((held, doutputs))
-                inputs = start(stage, [held.get(name, values[name]) for name in segment.reads])
+                inputs = start(stage, [dense(held.get(name, values[name])) for name in segment.reads])
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
                     with jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext():
@@ -263,11 +274,13 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
     last = len(static.layers) - 1
     coming = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
-        wanted = layer.kept + layer.offloaded + static.aux
+        wanted = layer.kept + layer.in_fp8 + layer.offloaded + static.aux
         gathered, gathers = coming, _shards_of(trainables, frozens, index + 1)
         weights = with_whole((trainables[index], frozens[index]), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), leaving, gathers)
-        x, residuals, copies, coming = layer_forward(layer.graph, layer.spec, wanted, *arguments, tile=layer.tile)
+        x, residuals, copies, coming = layer_forward(
+            layer.graph, layer.spec, wanted, *arguments, tile=layer.tile, in_fp8=layer.in_fp8
+        )
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
         if index:
             hosted.append(dict(zip(names, copies, strict=True)))
@@ -402,5 +415,5 @@ def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int |
     inside = tiled_residuals(block.segments())
     dropped = plan.named("recompute", residuals)
     tiled = bool(inside) and set(inside) <= set(dropped)
-    kept, offloaded = plan.named("keep", residuals), plan.named("offload", residuals)
-    return _Layer(graph, spec, kept, offloaded, block.aux, tile if tiled else None)
+    kept, in_fp8, offloaded = (plan.named(how, residuals) for how in ("keep", "fp8", "offload"))
+    return _Layer(graph, spec, kept, in_fp8, offloaded, block.aux, tile if tiled else None)

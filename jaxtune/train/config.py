@@ -167,7 +167,8 @@ class MemoryConfig:
     budget_gb: Annotated[float | None, "Device memory for the run, in GB; default: all there is."] = None
     plan: Annotated[
         str | None,
-        "Fixed placements of residuals: keep, recompute, or gate=offload, up=recompute; null: the fastest that fits.",
+        "Fixed placements of residuals: keep, recompute, fp8, or gate=offload, up=recompute; null: the fastest that "
+        "fits.",
     ] = None
 
     def __post_init__(self) -> None:

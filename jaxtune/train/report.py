@@ -145,7 +145,12 @@ def _last_parts(names: list[str]) -> str:
 # ---- the plan
 
 # Placements in the order of the table, with what each costs.
-_PLACEMENTS: dict[Placement, str] = {"keep": "kept", "offload": "on the host", "recompute": "computed again"}
+_PLACEMENTS: dict[Placement, str] = {
+    "keep": "kept",
+    "fp8": "kept in FP8",
+    "offload": "on the host",
+    "recompute": "computed again",
+}
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
@@ -165,6 +170,7 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
         size = sum(parts.residual_bytes(name, tokens) * count for name, count in counts.items())
         cost = {
             "keep": "",
+            "fp8": " before",
             "offload": f", {forecast.wait_seconds:.2f} s a step of waiting for the link",
             "recompute": f", {forecast.recompute_seconds:.2f} s a step",
         }[placement]

@@ -21,8 +21,10 @@ from jaxtune.models.hf import from_pretrained, model_from_config, save_pretraine
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import compute_in_fp8, dequantize, quantize, stored_in
-from jaxtune.pallas.formats import FP8
+from jaxtune.models.stack import layer_backward, layer_forward
+from jaxtune.pallas.formats import FP8, dense
 from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.train.planning.plan import parse_residuals
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -207,6 +209,39 @@ def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
     assert (losses["plain"] != losses["fp8"]).all()
     np.testing.assert_allclose(losses["fp8"], losses["plain"], rtol=0.02)
     assert losses["fp8"][-1] < losses["fp8"][0]
+
+
+def test_gate_and_up_are_kept_in_fp8_where_a_plan_says_so():
+    """The forward is that of a run that keeps them whole; the backward is what it is of the rounded numbers."""
+    model = shaken(get_peft_model(compute_in_fp8(quantize(made(CONFIG), "fp8")), r=4), 1)
+    layer, spec = model.layers[0], model.config.layers[0]
+    graph, *weights = nnx.split(layer, nnx.Param, ...)
+    x = jax.random.normal(jax.random.key(2), (2, 24, CONFIG["hidden_size"]), jnp.bfloat16)
+    arguments = (*weights, x, model.layout(x.shape[:2]), None)
+    (plan,) = parse_residuals("gate=fp8, up=fp8", 1, layer.residuals()).layers
+    assert str(plan) == "fp8" and plan.named("fp8", layer.residuals()) == ("gate", "up")
+
+    names = tuple(residual.name for residual in layer.residuals())
+    out, whole, *_ = layer_forward(graph, spec, names, *arguments)
+    same, saved, *_ = layer_forward(graph, spec, names, *arguments, in_fp8=("gate", "up"))
+    np.testing.assert_array_equal(out, same)
+    assert all(isinstance(saved[name], FP8) == (name in ("gate", "up")) for name in names)
+    assert saved["gate"].nbytes == x.shape[0] * x.shape[1] * (CONFIG["intermediate_size"] + 4)
+
+    def gradients(saved):
+        trainable, dx, *_ = layer_backward(graph, spec, *weights, saved, jnp.cos(out), arguments[3], None)
+        return jnp.concatenate([leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves((trainable, dx))])
+
+    of_whole, of_saved, of_decoded = map(gradients, (whole, saved, {n: dense(v) for n, v in saved.items()}))
+    np.testing.assert_array_equal(of_saved, of_decoded)
+    assert 0.998 < of_whole @ of_saved / jnp.linalg.norm(of_whole) / jnp.linalg.norm(of_saved) < 1
+
+
+def test_a_plan_in_fp8_needs_products_in_fp8():
+    residuals = made(CONFIG).layers[0].residuals()
+    for text in ("fp8", "gate=fp8"):
+        with pytest.raises(ValueError, match=f"memory.plan = '{text}': .*kept in FP8.* where model.compute is fp8"):
+            parse_residuals(text, 1, residuals)
 
 
 def test_products_in_fp8_need_weights_in_fp8():

@@ -253,6 +253,19 @@ def test_pinned_memory_is_bounded(parts_8b):
         assert best.host_bytes <= host
 
 
+def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
+    config = config_8b(model=ModelConfig(path="a shape", load_in="fp8", compute="fp8"), micro_batches=1)
+    parts = step_cost(abstract_model(SHAPE, config), config)
+    wide = parts.rows * parts.length * 14336 * parts.num_layers
+    keep, in_fp8 = (
+        forecast(parts, StepPlan(parse_residuals(text, 32, parts.known), 1, 1024), H200) for text in ("keep", "fp8")
+    )
+    assert keep.parts["kept residuals"] - in_fp8.parts["kept residuals"] == 2 * wide
+    assert keep.step_seconds < in_fp8.step_seconds < 1.06 * keep.step_seconds
+    best = choose(parts, config, H200, (keep.peak_bytes + in_fp8.peak_bytes) / 2)
+    assert "gate=fp8" in residuals_text(best.plan.residuals) and best.step_seconds < in_fp8.step_seconds
+
+
 def test_what_the_config_fixes_stays(parts_8b):
     best = choose(parts_8b, config_8b(memory=MemoryConfig(plan="gate=offload, up=offload")), H200, 60e9)
     assert residuals_text(best.plan.residuals) == "gate=offload, up=offload"

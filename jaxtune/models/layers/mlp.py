@@ -62,11 +62,12 @@ class MLP(nnx.Module):
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
 
     def segments(self) -> tuple[Segment, ...]:
+        in_fp8 = self.down_proj.fp8  # what is made of them is rounded to e4m3, and so are their gradients
         return (
             Segment(
                 "expand",
                 (INPUT,),
-                (Residual("gate"), Residual("up")),
+                (Residual("gate", in_fp8=in_fp8), Residual("up", in_fp8=in_fp8)),
                 lambda mlp, context, x: mlp.gate_up(x, context.key),
                 matrices=("gate_up_proj",) if self.config.fused else ("gate_proj", "up_proj"),
                 separable=True,

@@ -34,12 +34,15 @@ class Residual:
         is won by treating them differently.
       recomputable: whether running earlier segments again may make it anew.
       small: it is so few bytes that no plan is looked for in which it is not kept.
+      in_fp8: whether it may be kept in e4m3, each token's numbers by their largest, as a product in FP8 rounds what it
+        multiplies: where the segments that read it lose no more by that than by their own rounding.
     """
 
     name: str
     decided_with: str | None = None
     recomputable: bool = True
     small: bool = False
+    in_fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

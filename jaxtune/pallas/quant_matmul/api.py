@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.formats import FP8, Stored
-from jaxtune.pallas.quant_matmul import mosaic, reference, triton
+from jaxtune.pallas.formats.fp8 import ROW
+from jaxtune.pallas.quant_matmul import fp8_product, mosaic, reference, triton
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
@@ -111,6 +112,20 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
         return weight, x
     name = dispatch.choose("quant_matmul", implementations([weight], x.dtype), None)
     return reference.decoded(weight, x, IMPLEMENTATIONS[name])
+
+
+@meshes.on_any_mesh
+def in_e4m3(x: jax.Array) -> FP8:
+    """x [..., width], bfloat16, float16 or float32, rounded as a product in FP8 rounds it, to be read in its place.
+
+    A row that is not finite makes one, and no other, that is not. Rounding what has been read gives the same codes.
+
+    Raises:
+      TypeError, ValueError: x is not as described here.
+    """
+    Arguments("in_e4m3").array("x", x, "... rows width", FLOATS)
+    codes, scales = fp8_product.operand(x.reshape(-1, x.shape[-1]), False)
+    return FP8(codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1), ROW, x.dtype.name)
 
 
 def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation: str | None = None) -> dispatch.Table:

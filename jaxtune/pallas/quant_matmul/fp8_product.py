@@ -141,7 +141,7 @@ def multiply(
     rank = more[0].shape[1] if more is not None else 0
 
     def refusal():
-        return fp8_mosaic.refusal(*sizes, rank, dtype) or _first_use(blocks, dtype)
+        return fp8_mosaic.refusal(*sizes, rank, dtype) or _first_use(blocks, dtype, rank)
 
     table = {"mosaic": refusal, "reference": lambda: None}
     if dispatch.choose("fp8_matmul", table, implementation) == "reference":
@@ -200,23 +200,30 @@ def _by_mosaic(codes, scale, u, add, side, side_scale, dtype, blocks):
     return fp8_mosaic.product(codes, side, scale, side_scale, extra, dtype=dtype, in_blocks=blocks)
 
 
-def _first_use(blocks: bool, dtype) -> str | None:
-    """Why this GPU must not run the kernel, by a small case with an adapter and rows that overlap."""
+def _first_use(blocks: bool, dtype, rank: int) -> str | None:
+    """Why this GPU must not run the kernel, by a small case whose rows overlap, with an adapter that fills as many
+    columns as this rank does: another width is another swizzle."""
+    filled = fp8_mosaic.filled_rank(rank) if rank else 0
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
         x, weight = (jax.random.normal(key, shape) for key, shape in zip(keys, ((296, 1024), (512, 1024))))
-        u, add = (jax.random.normal(key, shape, dtype) * 8 for key, shape in zip(keys[2:], ((296, 48), (512, 48))))
+        u = add = None
+        if filled:
+            u, add = (jax.random.normal(key, (n, filled), dtype) * 8 for key, n in zip(keys[2:], (296, 512)))
         stored, (codes, scale) = FP8.encode(weight, TILE if blocks else ROW), rounded(x, blocks)
         side_scale = stored.scales if blocks else stored.scales[:, 0]
         run = jax.jit(_by_mosaic, static_argnums=(6, 7))
         got = run(codes, scale, u, add, stored.codes, side_scale, dtype, blocks)
         wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
         with jax.default_matmul_precision("highest"):
-            want = wide @ stored.decode(jnp.float32).T + u.astype(jnp.float32) @ add.astype(jnp.float32).T
+            want = wide @ stored.decode(jnp.float32).T
+            if u is not None and add is not None:
+                want += u.astype(jnp.float32) @ add.astype(jnp.float32).T
         return [got], [want]
 
-    return dispatch.first_use("fp8_matmul", "mosaic", f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}", compare)
+    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter"
+    return dispatch.first_use("fp8_matmul", "mosaic", call, compare)
 
 
 def _first_rounding(dtype) -> str | None:

@@ -60,13 +60,19 @@ def layer_plans(parts: StepCost, offload: bool) -> tuple[LayerPlan, ...]:
 def _placed(
     known: tuple[Residual, ...], groups: tuple[tuple[Residual, ...], ...], offload: bool
 ) -> tuple[LayerPlan, ...]:
-    placements: tuple[Placement, ...] = ("keep", "offload", "recompute") if offload else ("keep", "recompute")
+    def placements(group: tuple[Residual, ...]) -> list[Placement]:
+        possible: dict[Placement, bool] = {
+            "keep": True,
+            "fp8": all(r.in_fp8 for r in group),
+            "offload": offload,
+            "recompute": all(r.recomputable for r in group),
+        }
+        return [how for how, can in possible.items() if can]
+
     plans = []
-    for chosen in itertools.product(placements, repeat=len(groups)):
-        pairs = list(zip(groups, chosen, strict=True))
-        if all(how != "recompute" or all(r.recomputable for r in group) for group, how in pairs):
-            named: dict[str, Placement] = {r.name: how for group, how in pairs for r in group}
-            plans.append(LayerPlan(**named).resolved(known))
+    for chosen in itertools.product(*map(placements, groups)):
+        named: dict[str, Placement] = {r.name: how for group, how in zip(groups, chosen, strict=True) for r in group}
+        plans.append(LayerPlan(**named).resolved(known))
     return tuple(plans)
 
 

@@ -136,6 +136,8 @@ def layer_forecasts(
 def _layer_forecast(parts: StepCost, placements, whole, of_kinds, seconds, device, tiles) -> LayerForecast:
     """whole: {residual: bytes}, of_kinds: the same of each kind of layer; seconds: (forward, backward) by segment."""
     kept, hosted = (sum(whole[n] for n, placed in placements.items() if placed == how) for how in ("keep", "offload"))
+    rounded = sum(whole[n] for n, placed in placements.items() if placed == "fp8")
+    kept += rounded / parts.dtype.itemsize  # a scale a token beside it is nothing
     dropped = frozenset(name for name, placed in placements.items() if placed == "recompute")
 
     def in_tiles(sizes):
@@ -150,8 +152,9 @@ def _layer_forecast(parts: StepCost, placements, whole, of_kinds, seconds, devic
             recompute += share * once
             if segment.decodes_once:
                 recompute -= _decode_seconds(segment.work, device)
-    forward = sum(f for f, _ in seconds) + _LAYER_PASS_SECONDS
-    backward = sum(b for _, b in seconds) + recompute + 2 * _LAYER_PASS_SECONDS
+    rounding = rounded * (1 + 1 / parts.dtype.itemsize) / (device.copy * _DECODE_SHARE)  # or reading it again
+    forward = sum(f for f, _ in seconds) + rounding + _LAYER_PASS_SECONDS
+    backward = sum(b for _, b in seconds) + recompute + rounding + 2 * _LAYER_PASS_SECONDS
     link = hosted / (device.link or device.copy)
     waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
     leaving, arriving = _travelling(parts, placements, whole, hosted, seconds, device)
@@ -159,7 +162,8 @@ def _layer_forecast(parts: StepCost, placements, whole, of_kinds, seconds, devic
     for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
         facts = Sizes(
             residuals=in_tiles(sizes),
-            recomputed=dropped,
+            # What is kept in FP8 is there anew in the backward, too.
+            recomputed=dropped | {name for name, placed in placements.items() if placed == "fp8"},
             tiles=tiles,
             dtype=parts.dtype,
             length=parts.length,

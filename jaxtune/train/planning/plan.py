@@ -4,6 +4,7 @@
 - `recompute`: only each layer's input stays;
 - `offload`: everything goes to the host;
 - `gate=offload, up=offload`: what is not named is kept;
+- `gate=fp8, up=fp8`: kept, rounded to e4m3, in layers that compute in FP8;
 - `recompute, layer_input=offload`: a word for all, then exceptions;
 - `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layers, all of them named;
 - `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row.
@@ -113,10 +114,12 @@ def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
             near = difflib.get_close_matches(name, [*known, *PLACEMENTS], 1)
             hint = f" (nearest: {near[0]})" if near else ""
             raise ValueError(
-                f"cannot read {item.strip()!r}{hint}; write keep, offload, recompute, or residual=placement"
+                f"cannot read {item.strip()!r}{hint}; write {', '.join(PLACEMENTS)}, or residual=placement"
             )
         elif name not in known:
             raise ValueError(f"cannot read {item.strip()!r}: {unknown_residual(name, known)}")
         else:
             named[name] = placement  # type: ignore[assignment]
+    if rest == "fp8" and not any(residual.in_fp8 for residual in residuals):
+        raise ValueError("no residual of this model is kept in FP8; those of an MLP are, where model.compute is fp8")
     return LayerPlan(rest, **named).resolved(residuals)

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import quantize
+from jaxtune.models.quant import compute_in_fp8, quantize
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
@@ -230,6 +230,19 @@ def test_the_sum_of_input_gradients_is_in_epilogues_too():
 def test_nothing_falls_to_triton():
     text = compiled("keep").as_text()
     assert "__triton_gemm" not in text and "triton" not in "".join(re.findall(r'custom_call_target="[^"]*"', text))
+
+
+def test_gate_and_up_in_fp8_take_half_the_bytes(monkeypatch):
+    """Two layers; those whose codes are kept are not."""
+
+    def make(layers, four_bit):
+        model = Decoder(make_config(layers), jax.random.key(0), "bfloat16")
+        return get_peft_model(compute_in_fp8(quantize(model, "fp8")), r=16)
+
+    monkeypatch.setitem(globals(), "make_model", lambda *arguments: nnx.eval_shape(lambda: make(*arguments)))
+    monkeypatch.setitem(PLANS, "fp8", LayerPlan("fp8"))
+    needed = 2 * (RESIDUALS - WIDE) + FP8_SCRATCH
+    assert memory("fp8", 2).temp_size_in_bytes < needed
 
 
 def test_update_compiles_and_needs_little():
