@@ -1,12 +1,14 @@
 """What frozen weights and products in few bits cost a fine-tuned model: pairs of equal seeds from one base.
 
-    python benchmarks/train/quality.py --output FILE.json [--arms bf16,fp8,fp8_blocks,nf4] [--seeds 3] [--steps 1000]
+    python benchmarks/train/quality.py --output FILE.json [--arms bf16,fp8,fp8_residuals,fp8_blocks,nf4] [--seeds 3]
+                                       [--steps 1000]
 
 A small decoder (its widths are multiples of 128, so our FP8 kernel runs on Hopper) is pretrained here, on copying,
 reversing and adding, and saved to a folder. Each arm loads that folder, or what was made of it in its own format, and
 trains LoRA on all linears for another task: sorting letters and multiplying numbers, where neither loss nor exact match
-ends at its limit. Then the same from a folder with made outliers: the weights of 0.5 % of each norm's channels times
-2^k, the columns of the next matrices divided by it, which changes no number that the model computes in 16 bits.
+ends at its limit. fp8_residuals is fp8 with gate and up kept in FP8 for the backward. Then the same from a folder with
+made outliers: the weights of 0.5 % of each norm's channels times 2^k, the columns of the next matrices divided by it,
+which changes no number that the model computes in 16 bits.
 
 Of each run: held-out loss over the answers' characters (nats), exact match of answers (greedy: every character is the
 likeliest after those before it), the adapter scored over the bf16 base too, and at steps 1, 100 and the last the cosine
@@ -42,6 +44,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import copy_structure, get_peft_model
 from jaxtune.models.quant import compute_in_fp8
+from jaxtune.models.residual_plan import IN_FP8, KEEP, ResidualPlan
 from jaxtune.pallas import dispatch
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -49,6 +52,7 @@ CHARACTERS = " \n=+*:0123456789" + LETTERS  # a space is padding
 WIDTH, LENGTH = 32, 256  # of an example, and of a row
 POOL = 4096  # rows of each task, for training
 RANK = 16
+ARMS = "bf16,fp8,fp8_residuals,fp8_blocks,nf4"
 
 
 # ---- tasks
@@ -125,6 +129,7 @@ def arms_of(folder: Path) -> dict[str, Any]:
     return {
         "bf16": lambda: load(folder)[0],
         "fp8": lambda: compute_in_fp8(load(folder, load_in="fp8")[0]),
+        "fp8_residuals": lambda: compute_in_fp8(load(folder, load_in="fp8")[0]),
         "fp8_blocks": official,
         "fp8_decoded": lambda: load(folder, load_in="fp8")[0],
         "nf4": lambda: load(folder, load_in="nf4")[0],
@@ -134,16 +139,21 @@ def arms_of(folder: Path) -> dict[str, Any]:
 # ---- training
 
 
-def losses(graph, trainable, frozen, tokens, answers):
-    """(float32[B, T - 1] of each character of an answer, 0 elsewhere; whether the likeliest is right)"""
-    logits = nnx.merge(graph, trainable, frozen)(tokens)[:, :-1]
+def losses(program, trainable, frozen, tokens, answers):
+    """(float32[B, T - 1] of each character of an answer, 0 elsewhere; whether the likeliest is right)
+
+    program: (graph, LayerPlan)."""
+    graph, plan = program
+    model = nnx.merge(graph, trainable, frozen)
+    plan = ResidualPlan.uniform(plan, len(model.layers))
+    logits = model.logits(model.hidden_states(tokens, plan=plan))[:, :-1]
     targets, counted = tokens[:, 1:], answers[:, 1:]
     each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.where(counted, each, 0.0), logits.argmax(-1) == targets
 
 
-def mean_loss(trainable, graph, frozen, tokens, answers):
-    return losses(graph, trainable, frozen, tokens, answers)[0].sum() / answers[:, 1:].sum()
+def mean_loss(trainable, program, frozen, tokens, answers):
+    return losses(program, trainable, frozen, tokens, answers)[0].sum() / answers[:, 1:].sum()
 
 
 def loss_of_masters(trainable, *rest):
@@ -161,7 +171,7 @@ def optimizer(rate: float, steps: int, warm_up: int = 0) -> optax.GradientTransf
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5))
-def train(loss, change, graph, rows: int, trainable, state, frozen, pool, key, first, last):
+def train(loss, change, program, rows: int, trainable, state, frozen, pool, key, first, last):
     """(trainable, state of the optimizer) after the steps first to last - 1; a batch is drawn by its step's number.
 
     loss: mean_loss, or loss_of_masters. change: the optimizer."""
@@ -169,7 +179,7 @@ def train(loss, change, graph, rows: int, trainable, state, frozen, pool, key, f
     def step(number, carry):
         trainable, state = carry
         chosen = batch_of(pool, key, number, rows)
-        updates, state = change.update(jax.grad(loss)(trainable, graph, frozen, *chosen), state, trainable)
+        updates, state = change.update(jax.grad(loss)(trainable, program, frozen, *chosen), state, trainable)
         return optax.apply_updates(trainable, updates), state
 
     return jax.lax.fori_loop(first, last, step, (trainable, state))
@@ -181,9 +191,9 @@ def batch_of(pool, key, number, rows: int):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scores(graph, trainable, frozen, tokens, answers):
+def scores(program, trainable, frozen, tokens, answers):
     """(mean loss, exact match)"""
-    each, right = losses(graph, trainable, frozen, tokens, answers)
+    each, right = losses(program, trainable, frozen, tokens, answers)
     wrong = (answers[:, 1:] & ~right).astype(jnp.int32)
     wrong = jnp.pad(wrong, ((0, 0), (1, 0))).reshape(-1, WIDTH).max(-1)
     return each.sum() / answers[:, 1:].sum(), 1.0 - wrong.mean()
@@ -210,52 +220,54 @@ def pretrained(options, folder: Path) -> dict[str, float]:
     pool = jax.device_put(rows_of(tasks, POOL // options.scale, 1))
     steps = options.pretrain_steps
     change = optimizer(1e-3, steps, warm_up=steps // 20)
-    arguments = (loss_of_masters, change, graph, options.rows, trainable, change.init(trainable), frozen)
+    program = (graph, KEEP)
+    arguments = (loss_of_masters, change, program, options.rows, trainable, change.init(trainable), frozen)
     trainable, _ = train(*arguments, pool, jax.random.key(1), 0, steps)
     trainable = jax.tree.map(lambda a: a.astype(jnp.bfloat16), trainable)
-    loss, exact = scores(graph, trainable, frozen, *jax.device_put(rows_of(tasks, 256 // options.scale, 2)))
+    loss, exact = scores(program, trainable, frozen, *jax.device_put(rows_of(tasks, 256 // options.scale, 2)))
     save_pretrained(nnx.merge(graph, trainable, frozen), folder)
     return {"loss": float(loss), "exact_match": float(exact)}
 
 
-def adapted(model: Decoder, seed: int):
-    """(graph, trainable, frozen)"""
-    return nnx.split(get_peft_model(model, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
+def adapted(arm: str, model: Decoder, seed: int):
+    """((graph, LayerPlan), trainable, frozen)"""
+    graph, trainable, frozen = nnx.split(get_peft_model(model, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
+    return (graph, IN_FP8 if arm == "fp8_residuals" else KEEP), trainable, frozen
 
 
-def compile_ahead(options, change, models: list[Decoder], pool, held_out) -> None:
+def compile_ahead(options, change, models: dict[str, Decoder], pool, held_out) -> None:
     """The programs of `run`, side by side: one after the other they would take longer than the runs."""
 
-    def programs(model):
-        graph, trainable, frozen = adapted(model, 0)
+    def programs(arm, model):
+        program, trainable, frozen = adapted(arm, model, 0)
         batch = batch_of(pool, jax.random.key(0), 0, options.rows)
-        yield train, (mean_loss, change, graph, options.rows, trainable, change.init(trainable), frozen, pool)
-        yield gradient, (trainable, graph, frozen, *batch)
-        yield scores, (graph, trainable, frozen, *held_out)
+        yield train, (mean_loss, change, program, options.rows, trainable, change.init(trainable), frozen, pool)
+        yield gradient, (trainable, program, frozen, *batch)
+        yield scores, (program, trainable, frozen, *held_out)
 
-    def build(program, arguments):
-        more = (jax.random.key(0), 0, 1) if program is train else ()
-        program.lower(*arguments, *more).compile()
+    def build(function, arguments):
+        more = (jax.random.key(0), 0, 1) if function is train else ()
+        function.lower(*arguments, *more).compile()
 
     with ThreadPoolExecutor() as threads:
-        for done in [threads.submit(build, *each) for model in models for each in programs(model)]:
+        for done in [threads.submit(build, *each) for item in models.items() for each in programs(*item)]:
             done.result()
 
 
-def run(options, change, model: Decoder, base: Decoder, seed: int, pool, held_out) -> dict[str, Any]:
-    """One fine-tuning of `model` by an optimizer, scored over itself and over `base`, which is in bfloat16."""
-    graph, trainable, frozen = adapted(model, seed)
-    plain, _, of_plain = adapted(base, seed)
+def run(options, change, arm: str, model: Decoder, base: Decoder, seed: int, pool, held_out) -> dict[str, Any]:
+    """One fine-tuning of an arm's model by an optimizer, scored over itself and over `base`, which is in bfloat16."""
+    program, trainable, frozen = adapted(arm, model, seed)
+    plain, _, of_plain = adapted("bf16", base, seed)
     state = change.init(trainable)
     key, before, found = jax.random.key(seed), 0, {}
     began = time.perf_counter()
     for stop in sorted({min(stop, options.steps) for stop in (1, 100, options.steps)}):
-        arguments = (mean_loss, change, graph, options.rows, trainable, state, frozen)
+        arguments = (mean_loss, change, program, options.rows, trainable, state, frozen)
         trainable, state = train(*arguments, pool, key, before, stop)
         batch = batch_of(pool, key, stop, options.rows)
-        ours, theirs = gradient(trainable, graph, frozen, *batch), gradient(trainable, plain, of_plain, *batch)
+        ours, theirs = gradient(trainable, program, frozen, *batch), gradient(trainable, plain, of_plain, *batch)
         found[stop], before = cosines(ours, theirs), stop
-    loss, exact = scores(graph, trainable, frozen, *held_out)
+    loss, exact = scores(program, trainable, frozen, *held_out)
     other_loss, other_exact = scores(plain, trainable, of_plain, *held_out)
     return {
         "loss": float(loss), "exact_match": float(exact), "loss_over_bf16_base": float(other_loss),
@@ -288,7 +300,9 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--arms", default="bf16,fp8,fp8_blocks,nf4", help="by commas; fp8_decoded: no product in FP8")
+    parser.add_argument(
+        "--arms", default="bf16,fp8,fp8_residuals,fp8_blocks,nf4", help="by commas; fp8_decoded: no product in FP8"
+    )
     parser.add_argument("--bases", default="plain,outliers", help="by commas")
     parser.add_argument("--outliers", type=int, default=6, help="k: made outliers are 2^k times larger")
     parser.add_argument("--seeds", type=int, default=3)
@@ -318,12 +332,12 @@ def main() -> int:
     for base in bases:
         arms = arms_of(work / base)
         models |= {(base, arm): arms[arm]() for arm in dict.fromkeys(("bf16", *options.arms.split(",")))}
-    of_one = [model for (base, _), model in models.items() if base == bases[0]]  # the other's programs are the same
+    of_one = {arm: model for (base, arm), model in models.items() if base == bases[0]}  # the other's are the same
     compile_ahead(options, change, of_one, pool, held_out)
     print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
     # Seeds first: what is there when somebody ends it is pairs.
     for seed, base, arm in itertools.product(range(options.seeds), bases, options.arms.split(",")):
-        found = run(options, change, models[base, arm], models[base, "bf16"], seed, pool, held_out)
+        found = run(options, change, arm, models[base, arm], models[base, "bf16"], seed, pool, held_out)
         record["runs"].append({"base": base, "arm": arm, "seed": seed, **found})
         record["summary"] = summary(record["runs"])
         record["fp8_matmul"] = dispatch.record.get("fp8_matmul")
