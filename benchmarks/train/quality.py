@@ -315,9 +315,9 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide the pools of rows by this, to try the script")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp())
-    # Through which `compile_ahead` hands programs on.
-    jax.config.update("jax_compilation_cache_dir", str(work / "programs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if not jax.config.jax_compilation_cache_dir:  # through which `compile_ahead` hands programs on
+        jax.config.update("jax_compilation_cache_dir", str(work / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     record: dict[str, Any] = {"benchmark": "train/quality", **environment(), "options": vars(options), "runs": []}
     began = time.perf_counter()
     record["pretrained"] = pretrained(options, work / "plain")
