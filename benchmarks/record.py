@@ -49,7 +49,7 @@ def _text(value: Any, indent: int = 0) -> str:
     line = json.dumps(value)
     if len(line) + indent <= _COLUMNS or not isinstance(value, dict | list) or not value:
         return line
-    keys = [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    keys = [f"{json.dumps(str(key))}: " for key in value] if isinstance(value, dict) else [""] * len(value)
     inside = value.values() if isinstance(value, dict) else value
     lines: list[str] = []
     for item in [key + _text(one, indent + 1) for key, one in zip(keys, inside, strict=True)]:

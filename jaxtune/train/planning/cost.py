@@ -21,13 +21,15 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
+from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import compute_in_fp8, quantize
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.formats import FourBit, Stored
+from jaxtune.pallas.formats import FP8, FourBit, Stored
+from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.train import optimizer_offload
 from jaxtune.train.config import TrainConfig
@@ -37,12 +39,16 @@ from jaxtune.train.schedule import learning_rate_schedule
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 _PROBE_TOKENS = 128
 _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
+# Of a product in FP8, what is rounded for it included, against one in 16 bits: scales by rows, and of 128 x 128. By two
+# steps of the 8B shape on an H200.
+_FP8_TIME = (0.56, 0.72)
 _PACKED_SLACK = 0.09  # of four-bit weights: what the allocator loses on them (0.36 GB for 8B on an H200)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One segment's forward, for one token: FLOPs of products and of attention, bytes moved by everything else.
+    """One segment's forward, for one token: FLOPs of products (of one in FP8, as many as take its time in 16 bits) and
+    of attention, bytes moved by everything else.
 
     weight_flops: of the weights' own gradients. Once a pass, whatever the tokens: weight_bytes read, elements decoded,
     and empty_flops, products with the rows that fill up the experts' last tiles.
@@ -337,9 +343,10 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # To and from the rows sorted by expert.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
-        sums["flops"] += 2.0 * used
+        in_fp8 = isinstance(matrix, Linear) and matrix.fp8 and isinstance(weight, FP8)
+        sums["flops"] += 2.0 * used * (_FP8_TIME[weight.block == TILE] if in_fp8 else 1.0)
         sums["weight_bytes"] += nbytes(weight)
-        sums["decoded"] += size if _is_stored(weight) else 0.0
+        sums["decoded"] += size if _is_stored(weight) and not in_fp8 else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
     if segment.attention_width:

@@ -200,30 +200,33 @@ def test_transfers_run_under_the_whole_layer():
         assert len(covered) > 0.9 * 3 * (19 if direction == "to host" else 34), direction
 
 
-def products(plan: str, where: str) -> list[tuple[str, float]]:
-    """(operation's name, beta) of the GEMMs of cuBLASLt whose name holds `where`."""
-    found = []
-    for line in compiled(plan).as_text().splitlines():
+def products(plan: str, where: str) -> list[tuple[str, float, int]]:
+    """(operation's name, beta, the last axis of the left side) of the GEMMs of cuBLASLt whose name holds `where`."""
+    text, found = compiled(plan).as_text(), []
+    last_axis = dict(re.findall(r"%?([\w.-]+) = bf16\[\d+,(\d+)\]", text))
+    for line in text.splitlines():
         if 'custom_call_target="__cublas$lt$matmul"' not in line:
             continue
-        name = re.search(r'op_name="([^"]*)"', line)
+        name, left = re.search(r'op_name="([^"]*)"', line), re.search(r" custom-call\(%?([\w.-]+)", line)
         config = json.loads(line[line.index("backend_config=") + len("backend_config=") :])
-        if name and where in name[1]:
-            found.append((name[1], float(config["gemm_backend_config"]["beta"])))
+        if name and left and where in name[1]:
+            found.append((name[1], float(config["gemm_backend_config"]["beta"]), int(last_axis.get(left[1], 0))))
     return found
 
 
 def test_the_adapter_s_product_is_added_in_a_gemm_s_epilogue():
-    """Seven linears a layer: one of each one's two large products has beta = 1. Else a pass over memory adds them."""
+    """Seven linears a layer: the base product has beta = 1. Else a pass over memory adds them; and if the adapter's had,
+    it would be added to numbers that are rounded already, and what is below half a unit of these be lost."""
     forward = products("keep", "jit(layer_forward)")
-    assert sum(beta == 1.0 for _, beta in forward) == 7 * 4
+    assert sum(beta == 1.0 for _, beta, _ in forward) == 7 * 4
+    assert all(width in (HIDDEN, INNER) for _, beta, width in forward if beta)
     # Seven base products (XLA may join k and v) and seven with B; one with all A's for each of the four inputs.
     assert (6 + 7 + 4) * 4 <= len(forward) <= (7 + 7 + 4) * 4
 
 
 def test_the_sum_of_input_gradients_is_in_epilogues_too():
     """dx of q, k, v: one product with A, then one a weight onto it; so for gate and up, o, down."""
-    backward = [beta for name, beta in products("keep", "jit(layer_backward)") if "transpose(layer)" in name]
+    backward = [beta for name, beta, _ in products("keep", "jit(layer_backward)") if "transpose(layer)" in name]
     assert sum(beta == 1.0 for beta in backward) >= 7 * 4
 
 
@@ -233,7 +236,7 @@ def test_nothing_falls_to_triton():
 
 
 def test_gate_and_up_in_fp8_take_half_the_bytes(monkeypatch):
-    """Two layers; those whose codes are kept are not."""
+    """Of two layers. Beside residuals: gate and up of the layer at work, as they were and their gradients."""
 
     def make(layers, four_bit):
         model = Decoder(make_config(layers), jax.random.key(0), "bfloat16")
@@ -241,8 +244,7 @@ def test_gate_and_up_in_fp8_take_half_the_bytes(monkeypatch):
 
     monkeypatch.setitem(globals(), "make_model", lambda *arguments: nnx.eval_shape(lambda: make(*arguments)))
     monkeypatch.setitem(PLANS, "fp8", LayerPlan("fp8"))
-    needed = 2 * (RESIDUALS - WIDE) + FP8_SCRATCH
-    assert memory("fp8", 2).temp_size_in_bytes < needed
+    assert memory("fp8", 2).temp_size_in_bytes < 2 * (RESIDUALS - WIDE) + 3.3 * WIDE
 
 
 def test_update_compiles_and_needs_little():
