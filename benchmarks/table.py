@@ -239,6 +239,29 @@ def mesh_table(record: dict) -> list[str]:
     return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
 
 
+def quality_table(record: dict) -> list[str]:
+    """What frozen weights in few bits cost a fine-tuned model."""
+    options = record["options"]
+    lines = [
+        f"Fine-tuned for {options['steps']:,} steps over a base pretrained here ({options['layers']} layers of "
+        f"{options['hidden']}; {_versions(record)}). {record.get('note', '')}".rstrip(),
+        "",
+        "| base | frozen weights | seeds | held-out loss | beside bf16 | exact match | least cosine of a layer's "
+        "gradient at steps 1, 100, last |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in record["summary"].items():
+        base, arm = name.split(", ")
+        runs = [run for run in record["runs"] if (run["base"], run["arm"]) == (base, arm)]
+        steps = sorted(runs[0]["gradient_cosines"], key=int)
+        least = (min(min(run["gradient_cosines"][step]) for run in runs) for step in steps)
+        lines.append(
+            f"| {base} | {arm} | {len(runs)} | {row['loss']:.4f} | {row['loss_over_bf16']:+.1%} | "
+            f"{row['exact_match']:.1%} | {', '.join(f'{cosine:.3f}' for cosine in least)} |"
+        )
+    return lines
+
+
 def plot_trajectory(record: dict, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -276,6 +299,7 @@ def measured(records: list[dict]) -> str:
         "train/startup": startup_table,
         "train/trajectory": trajectory_text,
         "train/memory": memory_table,
+        "train/quality": quality_table,
     }
     for kind, text in texts.items():
         for r in records:
