@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
@@ -133,24 +134,29 @@ def _prepare(layout, window):
 def _table(starts, first, count, falling: bool | None):
     """The work of a kernel, int32[B * tiles, 4]: row, first token, first block of the other side, number of blocks.
 
-    starts int32[tiles]; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling says whether
+    starts np.int32[tiles]; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling says whether
     every row of it falls already (or rises) and rows are equal, which spares the sort, or is None.
     """
     rows, tiles = count.shape
-    row = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], count.shape)
-    lines = jnp.stack([row, jnp.broadcast_to(starts, count.shape), first, count], -1)
+    row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], count.shape)
+    lines = jnp.stack([row, np.broadcast_to(starts, count.shape), first, count], -1)
     if falling is None:
         return lines.reshape(rows * tiles, -1)[jnp.argsort(-count.reshape(-1), stable=True)]
     lines = jnp.swapaxes(lines, 0, 1).reshape(rows * tiles, -1)
     return lines if falling else lines[::-1]
 
 
+def _whole_blocks(tokens, blocks: Blocks):
+    """How many blocks of the other side lie before these tokens. Not `//`, which asks for every number's sign."""
+    return jax.lax.div(tokens, jnp.int32(blocks.step))
+
+
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     """See mosaic_parts.QuerySide. full: whether every row is one document without padding."""
     size = blocks.own * (1 if pairs else WARPGROUPS)
-    starts = jnp.arange(0, lower.shape[1], size, dtype=jnp.int32)
-    first = lower[:, ::size] // blocks.step
-    end = (jnp.minimum(starts + size, lower.shape[1]) + blocks.step - 1) // blocks.step
+    starts = np.arange(0, lower.shape[1], size, dtype=np.int32)
+    first = _whole_blocks(lower[:, ::size], blocks)
+    end = (np.minimum(starts + size, lower.shape[1]) + blocks.step - 1) // blocks.step
     # A tile of padding may have its bound past its end.
     count = jnp.maximum(end - first, 1)
     first = jnp.minimum(first, lower.shape[1] // blocks.step - 1)
@@ -160,9 +166,9 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 def _key_table(upper, blocks: Blocks, full: bool):
     """See mosaic_backward.key_kernel, and _query_table."""
     size = blocks.own * WARPGROUPS
-    starts = jnp.arange(0, upper.shape[1], size, dtype=jnp.int32)
-    first = jnp.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
-    count = jnp.maximum((upper[:, size - 1 :: size] + blocks.step - 1) // blocks.step - first, 1)
+    starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
+    first = np.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
+    count = jnp.maximum(_whole_blocks(upper[:, size - 1 :: size] + (blocks.step - 1), blocks) - first, 1)
     return _table(starts, first, count, True if full else None)
 
 
