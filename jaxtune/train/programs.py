@@ -41,17 +41,15 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
     """XLA options of the step.
 
     Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
-    8B LoRA step on an H200 (benchmarks/results). Products that share x are not merged: of few tokens XLA would put the
-    weights of query, key and value side by side in every step, and add the adapters' products to what is rounded to 16
-    bits already, where what is below half a unit is lost. 16-bit values are rounded wherever they are made, not only
-    where a fusion ends, so that another plan of residuals gives the same bits; the programs have as many kernels either
-    way. Under `deterministic` the vendor libraries' first algorithm is taken instead of the fastest timed one, so that
+    8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made, not only where a
+    fusion ends, so that another plan of residuals gives the same bits; the programs have as many kernels either way.
+    Under `deterministic` the vendor libraries' first algorithm is taken instead of the fastest timed one, so that
     another process makes the same choice. divides: tensors are divided over devices.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
         return options
-    options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0, **IN_FLIGHT}
+    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}
     if divides:
         options |= collectives.compiler_options()
     if deterministic:

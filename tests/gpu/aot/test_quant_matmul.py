@@ -13,7 +13,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.adam8 import api as adam8
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
-from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import fp8_product, line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.programs import compiler_options
 from tests.gpu.aot.target import H200
@@ -140,7 +140,7 @@ def test_rounding_rows_to_fp8(widths, scaled, ptxas):
 
 @pytest.mark.parametrize(("implementation", "block"), [("mosaic", ROW), ("mosaic", TILE), ("reference", ROW)])
 def test_products_in_fp8_take_the_codes_as_they_are(implementation, block):
-    """Over e4m3, by our kernel or by cuBLASLt; no weight is decoded."""
+    """Over e4m3, by our kernel or by cuBLASLt (XLA joins the forwards, too); no weight is decoded."""
 
     def step(x, weights, douts):
         run = functools.partial(quant_matmul, fp8=True, implementation=implementation)
@@ -152,17 +152,8 @@ def test_products_in_fp8_take_the_codes_as_they_are(implementation, block):
     where = array(512, 1024), weights, (array(512, 4096), array(512, 1024))
     text = compiled(step, *where, compiler_options=options).as_text()
     ours = {ROW: 5, TILE: 3}[block]  # two forwards, a backward for both; rows are rounded once for each direction
-    assert (text.count(KERNEL), text.count("matmul$f8")) == ((ours, 0) if implementation == "mosaic" else (0, 3))
+    assert (text.count(KERNEL), text.count("matmul$f8")) == ((ours, 0) if implementation == "mosaic" else (0, 2))
     assert not re.search(r"(bf16|f32)\[(4096|5120),1024\]|(bf16|f32)\[1024,5120\]", text)
-
-
-def test_of_few_tokens_no_weights_are_put_side_by_side_and_sums_are_rounded_once():
-    """Query, key and value of 256 tokens: each base product adds itself onto its adapter's in float32 (beta = 1)."""
-    sizes = (1024, 256, 256)
-    loras = [LoraWeights(array(16, 1024, dtype=jnp.float32), array(size, 16, dtype=jnp.float32)) for size in sizes]
-    arguments = array(256, 1024), [array(size, 1024) for size in sizes], loras
-    text = compiled(quant_matmul, *arguments, compiler_options=compiler_options("gpu", deterministic=False)).as_text()
-    assert text.count('"beta":1') == 3 and "bf16[1536,1024]" not in text
 
 
 @pytest.mark.parametrize(
