@@ -215,8 +215,8 @@ def products(plan: str, where: str) -> list[tuple[str, float, int]]:
 
 
 def test_the_adapter_s_product_is_added_in_a_gemm_s_epilogue():
-    """Seven linears a layer: one of each one's two large products has beta = 1. Else a pass over memory adds them. It is
-    the base product, but of key and value, which XLA merges: an adapter's would be added to numbers that are rounded
+    """Seven linears a layer: one of each one's two large products has beta = 1. Else a pass over memory adds them. It
+    is the base product, but of key and value, which XLA merges: an adapter's would be added to numbers that are rounded
     already, and what is below half a unit of these be lost."""
     forward = products("keep", "jit(layer_forward)")
     assert sum(beta == 1.0 for _, beta, _ in forward) == 7 * 4
