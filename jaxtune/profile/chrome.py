@@ -3,7 +3,8 @@
 Kernels hang on the CPU call that launched them (by correlation id), and that on the operators and ranges around it.
 Scopes are the ranges that a program marks (torch.profiler.record_function) and the modules of a profile taken with
 with_stack=True; a backward operator has the scope of the forward operator with its sequence number. Without either the
-scope is the outermost aten operator. Shapes need record_shapes=True.
+scope is the outermost aten operator. Shapes need record_shapes=True. On a machine without a GPU the innermost
+operators are the kernels.
 """
 
 from __future__ import annotations
@@ -97,13 +98,16 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
             calls[row.get("tid")].append(call)
             if category in ("cuda_runtime", "cuda_driver") and "correlation" in args:
                 launches[args["correlation"]] = call
+    for thread in calls.values():
+        _nest(thread)
+    on_cpu = not device_rows and not head.get("deviceProperties")  # which has the GPUs
+    if on_cpu:
+        device_rows, launches = _innermost_operators(calls)
     if not device_rows:
         raise TraceError(
             f"{path}: no GPU kernels in it (event categories kernel, gpu_memcpy, gpu_memset); profile with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or give JAX's .xplane.pb"
         )
-    for thread in calls.values():
-        _nest(thread)
     device_rows, num_devices = _busiest_device(device_rows)
     forward = _Forward(calls)
     marks = sorted(
@@ -119,7 +123,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         event.step = step_of(call.start if call is not None else None)
         events.append(event)
     steps = _steps(events)
-    notes = []
+    notes = ["no GPU in it: the innermost operators stand for kernels"] if on_cpu else []
     if not marks:
         notes.append(
             "no ProfilerStep ranges: " + ("steps end with the optimizer" if optimizer_ends else "taken as one step")
@@ -136,7 +140,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         path=path,
         framework="torch",
         meta=meta,
-        device=str(properties.get("name", "")),
+        device="CPU" if on_cpu else str(properties.get("name", "")),
         events=events,
         steps=steps,
         num_devices=num_devices,
@@ -155,6 +159,19 @@ def _nest(thread: list[_Call]) -> None:
             stack.pop()
         call.parent = stack[-1] if stack else None
         stack.append(call)
+
+
+def _innermost_operators(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
+    """Rows as of kernels, and the call of each by its correlation: of a program that ran on the CPU."""
+    operators = [(tid, call) for tid, calls in threads.items() for call in calls if call.category == "cpu_op"]
+    outer = {id(around) for _, call in operators for around in call.up() if around is not call}
+    inner = {number: (tid, call) for number, (tid, call) in enumerate(operators) if id(call) not in outer}
+    rows = [
+        {"ts": call.start, "dur": call.end - call.start, "name": call.name, "cat": "kernel", "tid": tid,
+         "args": {"correlation": number}}
+        for number, (tid, call) in inner.items()
+    ]  # fmt: skip
+    return rows, {number: call for number, (_, call) in inner.items()}
 
 
 def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
