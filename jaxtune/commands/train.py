@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int | None:
         from jaxtune.train.config_file import packaged_recipes
 
         raise ValueError(
-            f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}\n"
+            f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}; "
             "'jaxtune train --help' says what each is for"
         )
     from jaxtune.train.config_file import load_config

@@ -3,8 +3,8 @@
 Kernels hang on the CPU call that launched them (by correlation id), and that on the operators and ranges around it.
 Scopes are the ranges that a program marks (torch.profiler.record_function) and the modules of a profile taken with
 with_stack=True; a backward operator has the scope of the forward operator with its sequence number. Without either the
-scope is the outermost aten operator. Shapes need record_shapes=True. On a machine without a GPU the innermost
-operators are the kernels.
+scope is the outermost aten operator. Shapes need record_shapes=True. On a machine without a GPU operators stand
+for kernels.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         _nest(thread)
     on_cpu = not device_rows and not head.get("deviceProperties")  # which has the GPUs
     if on_cpu:
-        device_rows, launches = _innermost_operators(calls)
+        device_rows, launches = _operators_as_kernels(calls)
     if not device_rows:
         raise TraceError(
             f"{path}: no GPU kernels in it (event categories kernel, gpu_memcpy, gpu_memset); profile with "
@@ -123,7 +123,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         event.step = step_of(call.start if call is not None else None)
         events.append(event)
     steps = _steps(events)
-    notes = ["no GPU in it: the innermost operators stand for kernels"] if on_cpu else []
+    notes = ["no GPU in it: operators of the CPU stand for kernels"] if on_cpu else []
     if not marks:
         notes.append(
             "no ProfilerStep ranges: " + ("steps end with the optimizer" if optimizer_ends else "taken as one step")
@@ -161,17 +161,28 @@ def _nest(thread: list[_Call]) -> None:
         stack.append(call)
 
 
-def _innermost_operators(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
-    """Rows as of kernels, and the call of each by its correlation: of a program that ran on the CPU."""
-    operators = [(tid, call) for tid, calls in threads.items() for call in calls if call.category == "cpu_op"]
-    outer = {id(around) for _, call in operators for around in call.up() if around is not call}
-    inner = {number: (tid, call) for number, (tid, call) in enumerate(operators) if id(call) not in outer}
-    rows = [
-        {"ts": call.start, "dur": call.end - call.start, "name": call.name, "cat": "kernel", "tid": tid,
-         "args": {"correlation": number}}
-        for number, (tid, call) in inner.items()
-    ]  # fmt: skip
-    return rows, {number: call for number, (_, call) in inner.items()}
+def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
+    """Rows as of kernels, and the call of each by its correlation, of a program that ran on the CPU: an operator is
+    the longest stretch of it in which no other runs inside it."""
+    rows, calls = [], {}
+    for thread, all_calls in threads.items():
+        operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
+        inside = collections.defaultdict(list)
+        for call in operators:
+            around = next((one for one in call.up() if one is not call and one.category == "cpu_op"), None)
+            inside[id(around)].append(call)
+        for call in operators:
+            if call.name.startswith("autograd::"):
+                continue
+            ends = [call.start, *(one.end for one in inside[id(call)])]
+            starts = [*(one.start for one in inside[id(call)]), call.end]
+            lasts, start = max((start - end, end) for start, end in zip(starts, ends, strict=True))
+            if lasts > 0:
+                number = len(rows)
+                calls[number] = call
+                rows.append({"ts": start, "dur": lasts, "name": call.name, "cat": "kernel", "tid": thread,
+                             "args": {"correlation": number}})  # fmt: skip
+    return rows, calls
 
 
 def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
