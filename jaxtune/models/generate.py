@@ -322,6 +322,8 @@ def _decode(graph, kind: Kind, trainable, frozen, carry: _Carry, request: _Reque
             states = []
             for (layer_graph, *state), spec, kept in zip(splits, config.layers, carry.states, strict=True):
                 x, kept = _layer_step(layer_graph, spec, *state, x, tables, kept, at)
+                # Else what reads the residual stream adds up all the layers below it again.
+                x = jax.lax.optimization_barrier(x)
                 states.append(kept)
             return step + 1, _append(model, kind, request, carry._replace(states=states), x)
 
