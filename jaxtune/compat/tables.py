@@ -46,7 +46,6 @@ LOAD: dict[str, Argument] = {
     "fast_inference": refused("vLLM on the folder of save_pretrained_merged", False),
     "float8_kv_cache": refused("vLLM on the folder of save_pretrained_merged", False),
     "qat_scheme": refused("qat of jaxtune.train.TrainConfig", None),
-    "num_labels": refused("a language model; classifiers are not supported", None),
     "model_patcher": refused("a change of model.module, a Flax module", None),
     "on_model_resolved": refused("code after from_pretrained returned", None),
 }

@@ -118,7 +118,7 @@ class TrainingArguments(SFTConfig):
         super().__init__(output_dir, **(_TRANSFORMERS | arguments))
 
 
-def _arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
+def arguments_of(args: Any, kind: type[SFTConfig]) -> SFTConfig:
     """Ours (of a kind) of what a script gives: ours, or an object of transformers' or TRL's own class.
 
     Raises:
@@ -190,7 +190,7 @@ class SFTTrainer:
         if train_dataset is None:
             raise ValueError("SFTTrainer: train_dataset is missing")
         moved = {"dataset_text_field", "max_seq_length", "packing", "dataset_num_proc"} & others.keys()
-        found = _arguments(args, self.config_type)
+        found = arguments_of(args, self.config_type)
         if not isinstance(found, self.config_type) and type(found) not in (SFTConfig, TrainingArguments):
             name, wanted = type(self).__name__, self.config_type.__name__
             raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
@@ -200,7 +200,7 @@ class SFTTrainer:
             others.pop("data_collator")  # it pads, which rows here need not
         settle(type(self).__name__, others, self.table, SFTTrainer)
         if isinstance(model, str | os.PathLike):
-            model = _loaded(os.fspath(model), self.args, full=peft_config is None)
+            model = loaded(os.fspath(model), self.args, full=peft_config is None)
         if not isinstance(model, CompatModel):
             raise ValueError(
                 f"SFTTrainer: model is a {type(model).__name__}; give a name or folder, or load it with "
@@ -428,7 +428,7 @@ def _value(setting: Any) -> Any:
     return getattr(setting, "value", setting)
 
 
-def _loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
+def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
     """A model that a script names, as TRL loads it: in 16 bits, with room for max_length tokens (1,024)."""
     given = dict(args.model_init_kwargs or {})
     dtype = given.pop("dtype", given.pop("torch_dtype", None))

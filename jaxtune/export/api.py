@@ -62,6 +62,8 @@ def export_model(
     if outtype is not None and outtype not in gguf_file.OUTTYPES:
         raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(gguf_file.OUTTYPES)}")
     job = _Job(require_new(path, "export"), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
+    if to.startswith("gguf") and model.config.num_labels is not None:
+        raise ValueError(f"export: to = {to!r}: GGUF has no model that scores texts (a reward model); take merged")
     return FORMATS[to](model, job)
 
 

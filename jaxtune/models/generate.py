@@ -82,10 +82,13 @@ def generate(
       for each prompt its new tokens, up to and with the one that ended it; with output_logprobs (those, logarithms).
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions; a
-        setting out of its range; stop_strings without a tokenizer; weights that are divided over devices.
+        setting out of its range; stop_strings without a tokenizer; weights that are divided over devices; a model that
+        scores texts.
     """
     config = model.config
     partition.require_undivided(model, "generate")
+    if config.num_labels is not None:
+        raise ValueError("generate: this model scores texts (a reward model) and cannot continue them")
     rows = _checked(prompts, max_new_tokens, config.vocab_size, config.max_position_embeddings)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)

@@ -102,6 +102,13 @@ def total(sums: Any) -> Any:
     return _total(sums) if _row_axes() else sums
 
 
+def largest(value: jax.Array) -> jax.Array:
+    """Of a value that is the largest of this device's rows, that of all rows. Without a gradient."""
+    axes = _row_axes()
+    value = jax.lax.stop_gradient(value)
+    return jax.lax.pmax(value, axes) if axes else value
+
+
 @jax.custom_vjp
 def _total(sums):
     axes = _row_axes()

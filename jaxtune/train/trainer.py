@@ -36,6 +36,7 @@ from jaxtune.train.objectives import references
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
+from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.own_parts import (
@@ -69,7 +70,7 @@ from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.trained_model import TrainedModel
 
 CHECKPOINTS = "checkpoints"
-PREFERENCES = {kind.name: kind for kind in (DPO, ORPO, KTO, SimPO)}  # by objective.name
+PREFERENCES: dict[str, Any] = {kind.name: kind for kind in (DPO, ORPO, KTO, SimPO, Reward)}  # by objective.name
 
 
 class Trainer:

@@ -24,6 +24,7 @@ from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import compute_in_fp8, quantize
 from jaxtune.models.residual_plan import residuals_of
+from jaxtune.models.reward import reward_model
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
@@ -280,6 +281,8 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 
     def make():
         model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
+        if config.objective.name == "reward":
+            model = reward_model(model)
         if config.model.load_in is not None:
             model = quantize(model, config.model.load_in)
             if config.model.compute == "fp8":
