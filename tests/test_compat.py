@@ -397,7 +397,7 @@ def test_reward_trainer(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     args = RewardConfig(
         output_dir=str(tmp_path / "run"), save_strategy="no", max_steps=6, learning_rate=1e-2,
-        center_rewards_coefficient=0.01, eval_strategy="steps", eval_steps=6,
+        center_rewards_coefficient=0.01, eval_strategy="steps", eval_steps=6, max_length=128,
     )  # fmt: skip
     made = RewardTrainer(
         str(folder), args=args, train_dataset=PREFERENCES, eval_dataset=PREFERENCES[:4], peft_config=LoraConfig(r=2)

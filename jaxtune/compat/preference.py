@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
-from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, TRAINER
+from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
 from jaxtune.compat.trainer import SFTConfig, SFTFields, SFTTrainer, arguments_of, loaded
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
@@ -63,7 +63,7 @@ class RewardFields(SFTFields):
 class RewardConfig(SFTConfig, RewardFields):
     """TRL's RewardConfig."""
 
-    table = ORPO
+    table = REWARD
 
 
 class PreferenceTrainer(SFTTrainer):

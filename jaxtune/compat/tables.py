@@ -222,6 +222,9 @@ DPO: dict[str, Argument] = ORPO | {
     "discopop_tau": idle("it belongs to loss_type='discopop'", 0.05),
 }
 KTO: dict[str, Argument] = ORPO | {"loss_type": refused("jaxtune.train.Trainer(objective=...)", "kto")}
+REWARD: dict[str, Argument] = SFT | {
+    name: _PREFERENCE[name] for name in ("disable_dropout", "pad_to_multiple_of", "train_sampling_strategy")
+}
 REFERENCE_MODEL: dict[str, Argument] = {
     "ref_model": refused("an adapter: the reference is the model with its adapter off", None),
 }

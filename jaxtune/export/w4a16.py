@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxtune.export import folders
 from jaxtune.models import hf, shards
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fake_quant import int4_codes
+from jaxtune.models.fake_quant import int4_codes, int4_scales
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.model_folder import weight_entries
 from jaxtune.models.quant import dequantize, is_quantized
@@ -90,7 +91,7 @@ def _tensors(name: str, shape: tuple[int, int], group: int, dtype: str, fetch) -
 
     @functools.cache
     def encoded() -> tuple[np.ndarray, np.ndarray]:
-        codes, scales = int4_codes(jnp.asarray(fetch()), group, dtype)
+        codes, scales = _encode(jnp.asarray(fetch()), group, dtype)
         return _pack(np.asarray(codes)), np.asarray(scales)
 
     def part(index: int) -> np.ndarray:
@@ -109,9 +110,36 @@ def _tensors(name: str, shape: tuple[int, int], group: int, dtype: str, fetch) -
     }  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """(codes int8[out, in], scales [out, in / group] in dtype).
+
+    Of weights that lie on such a grid, 7 times a scale is rounded, and a seventh of it may be the scale's neighbour: of
+    a scale and its neighbours the one with the least error is taken.
+    """
+    groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
+    first = int4_scales(groups, dtype)
+    bits = {2: jnp.int16, 4: jnp.int32}[first.dtype.itemsize]
+    chosen = None
+    for step in (0, 1, -1):
+        scale = lax.bitcast_convert_type(lax.bitcast_convert_type(first, bits) + bits(step), first.dtype)
+        scale = jnp.where(first == 0, first, scale)
+        wide = scale.astype(jnp.float32)
+        codes = int4_codes(groups, wide)
+        error = jnp.square((codes * wide).astype(dtype).astype(jnp.float32) - groups).sum(-1, keepdims=True)
+        if chosen is None:
+            chosen = codes, scale, error
+        else:
+            better = error < chosen[2]
+            chosen = tuple(jnp.where(better, new, old) for new, old in zip((codes, scale, error), chosen, strict=True))
+    assert chosen is not None
+    codes, scale, _ = chosen
+    return codes.astype(jnp.int8).reshape(weight.shape), scale[..., 0]
+
+
 def _pack(codes: np.ndarray) -> np.ndarray:
     """int8[out, in] of -8..7 -> int32[out, in / 8]."""
-    places = (codes + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
+    places = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
     return (places << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
 
 

@@ -24,20 +24,22 @@ def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
     compressed-tensors, symmetric; torchao's SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in
     `dtype` gets these very values.
     """
-    codes, scales = int4_codes(weight, group_size, dtype)
-    groups = codes.reshape(len(codes), -1, group_size) * scales.astype(jnp.float32)[..., None]
-    return groups.astype(dtype).reshape(weight.shape)
-
-
-def int4_codes(weight: jax.Array, group_size: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """(codes -8..7 float32[out, in], scales [out, in / group_size] in dtype) of `int4`."""
     groups = weight.astype(jnp.float32).reshape(weight.shape[0], -1, group_size)
+    scale = int4_scales(groups, dtype).astype(jnp.float32)
+    return (int4_codes(groups, scale) * scale).astype(dtype).reshape(weight.shape)
+
+
+def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
+    """[out, n, 1] in dtype: the scales of groups float32[out, n, group]."""
     # XLA may make a product of a division by a constant, or not: a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
-    scale = scale.astype(dtype).astype(jnp.float32)
-    codes = jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
-    return codes.reshape(weight.shape), scale[..., 0].astype(dtype)
+    return scale.astype(dtype)
+
+
+def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
+    """float32, whole numbers from -8 to 7: the codes of groups with scales float32[out, n, 1]."""
+    return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -81,8 +82,8 @@ def test_margins_are_those_of_the_rows(tmp_path):
     def row(margin):
         return {"prompt": "Add 1: ", "chosen": "It is 4.", "rejected": "I am a bot.", "margin": margin}
 
-    def prepare(rows, **options):
-        data = make_config("x", **options).data
+    def prepare(rows):
+        data = dataclasses.replace(make_config("x").data, length=96)
         return Reward().prepare(rows, make_tokenizer(), data, vocab_size=400, max_rows=None)
 
     file = tmp_path / "rows.jsonl"
@@ -90,6 +91,12 @@ def test_margins_are_those_of_the_rows(tmp_path):
     for rows in ([row(0.5), row(2)], str(file)):
         np.testing.assert_array_equal(prepare(rows).labels, [0.5, 2.0])
     assert prepare([row(None), row(None)]).labels is None
+    # What does not fit has no end to be scored at, and is left out.
+    long = row(0.0) | {"chosen": "It is 4. " * 40}
+    made = prepare([row(0.5), long, row(2)])
+    assert made.rows.report.dropped == 2 and made.rows.report.truncated == 0
+    batch = made.batches(2, shuffle=False).batch_at(0)
+    assert sorted(batch.extra["labels"][batch.extra["pairs"] > 0].tolist()) == [0.5, 2.0]
     with pytest.raises(ValueError, match="no margin, and 1 rows have one"):
         prepare([row(0.5), row(None)])
     with pytest.raises(ValueError, match="margin = 'much': must be a finite number"):

@@ -65,7 +65,8 @@ class Reward(Pairs):
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return made
-        return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows))
+        # A text that is cut has no end to be scored at.
+        return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows), whole=True)
 
     def check(self, model: Decoder) -> None:
         if model.config.num_labels is None:
