@@ -27,8 +27,9 @@ from jaxtune.compat.preference import (
     RewardConfig,
     RewardTrainer,
 )
+from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, standardize_data_formats, standardize_sharegpt
-from jaxtune.compat.trainer import SFTConfig, SFTTrainer, TrainingArguments, train_on_responses_only
+from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
 
 __all__ = [
     "CompatModel",

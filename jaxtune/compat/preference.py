@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
+from jaxtune.compat.settings import SFTConfig, SFTFields, given_arguments
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
-from jaxtune.compat.trainer import SFTConfig, SFTFields, SFTTrainer, arguments_of, loaded
+from jaxtune.compat.trainer import SFTTrainer, loaded
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
@@ -148,7 +149,7 @@ class RewardTrainer(PreferenceTrainer):
 
     def __init__(self, model: CompatModel | str | os.PathLike, args: Any = None, *others: Any, **arguments: Any):
         if isinstance(model, str | os.PathLike):
-            model = loaded(os.fspath(model), arguments_of(args, RewardConfig), arguments.get("peft_config") is None)
+            model = loaded(os.fspath(model), given_arguments(args, RewardConfig), arguments.get("peft_config") is None)
         if isinstance(model, CompatModel) and model.module.config.num_labels is None:
             if model.has_adapter:
                 raise ValueError(
