@@ -86,7 +86,6 @@ def generate(
         scores texts.
     """
     config = model.config
-    partition.require_undivided(model, "generate")
     if config.num_labels is not None:
         raise ValueError("generate: this model scores texts (a reward model) and cannot continue them")
     rows = _checked(prompts, max_new_tokens, config.vocab_size, config.max_position_embeddings)
@@ -107,7 +106,9 @@ def generate(
         tokens[index, : len(row)] = row
     logprobs = np.zeros(tokens.shape, np.float32)
     ended = np.arange(batch) >= count  # rows that only fill the bucket
+    # Once: walking over a model of 32 layers takes the host as long as the device takes for a thousand tokens.
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    partition.require_undivided((trainable, frozen), "generate")
     switch = min(
         (
             rope.original_max_position_embeddings or config.max_position_embeddings

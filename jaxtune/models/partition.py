@@ -238,9 +238,9 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
-def require_undivided(module: nnx.Module, what: str) -> None:
-    """Raises ValueError for a module of which a device holds a part only."""
-    for leaf in jax.tree.leaves(nnx.state(module)):
+def require_undivided(states: Any, what: str) -> None:
+    """Raises ValueError for states of a module of which a device holds a part only."""
+    for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
                 f"{what}: the model's weights are divided over {len(leaf.devices())} devices, as a run with mesh.fsdp "
