@@ -12,7 +12,7 @@ import transformers
 from lm_eval.models.huggingface import HFLM
 from tiny import CONFIGS
 
-from jaxtune.lm_eval import JaxtuneLM
+from jaxtune.harness import JaxtuneLM
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.reward import reward_model
 from tests.train.data.conftest import make_tokenizer

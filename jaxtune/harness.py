@@ -1,7 +1,7 @@
 """EleutherAI's lm-eval over a model of jaxtune; its package is an optional extra, `pip install 'jaxtune[lm-eval]'`.
 
     import lm_eval
-    from jaxtune.lm_eval import JaxtuneLM
+    from jaxtune.harness import JaxtuneLM
 
     results = lm_eval.simple_evaluate(JaxtuneLM(model, tokenizer), tasks=["arc_easy"])
 
@@ -28,7 +28,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
-    raise ImportError("jaxtune.lm_eval needs lm-eval: pip install 'jaxtune[lm-eval]'") from error
+    raise ImportError("jaxtune.harness needs lm-eval: pip install 'jaxtune[lm-eval]'") from error
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generate import end_token_ids, generate
