@@ -164,8 +164,9 @@ class JaxtuneLM(TemplateLM):
         for indices in groups.values():
             settings = normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks)
             until = [stop for stop in settings.pop("until") if stop]
-            new, sampled = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
-            temperature = settings.pop("temperature", 0.0) if sampled else 0.0
+            new, temperature = settings.pop("max_gen_toks"), settings.pop("temperature", 0.0)
+            if not settings.pop("do_sample", temperature > 0):
+                temperature = 0.0
             options = {name: settings.pop(name, default) for name, default in _SAMPLING.items()}
             if settings:
                 raise ValueError(f"JaxtuneLM: {', '.join(sorted(settings))} of generation_kwargs is not supported")
