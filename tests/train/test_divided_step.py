@@ -223,7 +223,8 @@ def test_gradients_and_weights_are_those_of_one_device(name, mesh):
     for tensor in want.gradients:
         for ours, theirs in ((got.gradients, want.gradients), (got.weights, want.weights)):
             assert np.linalg.norm(ours[tensor] - theirs[tensor]) <= 1e-5 * np.linalg.norm(theirs[tensor]), tensor
-    np.testing.assert_allclose(got.evaluated, want.evaluated, rtol=1e-6)
+    np.testing.assert_allclose(got.evaluated[:2], want.evaluated[:2], rtol=1e-6)  # loss and count
+    np.testing.assert_allclose(got.evaluated, want.evaluated, rtol=1e-5)  # an objective's metrics, some a difference
     for step, (ours, theirs) in enumerate(zip(got.metrics, want.metrics, strict=True)):
         for key in theirs if step == 0 else ("loss", "count"):
             np.testing.assert_allclose(*(jax.tree.leaves(each[key]) for each in (ours, theirs)), rtol=1e-5, err_msg=key)
