@@ -23,6 +23,7 @@ def base(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("lm_eval") / "base", make_tokenizer()
     shape = dict(vocab_size=len(tokenizer), max_position_embeddings=96)
     reference.make_checkpoint(folder, CONFIGS["qwen2"] | shape)
+    tokenizer.pad_token = tokenizer.eos_token  # lm-eval would add one, past the end of the vocabulary
     tokenizer.save_pretrained(folder)
     return folder
 
