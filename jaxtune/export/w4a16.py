@@ -114,8 +114,8 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
     """(codes int8[out, in], scales [out, in / group] in dtype).
 
     Of weights that lie on such a grid, 7 times a scale is rounded, and a seventh of that may be the scale's neighbour:
-    where a neighbour gives the very weights, it is taken. Not jitted: in one program XLA would leave out the rounding to
-    16 bits that this is about.
+    where a neighbour gives the very weights, it is taken. Not jitted: in one program XLA would leave out the rounding
+    to 16 bits that this is about.
     """
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)
