@@ -265,7 +265,7 @@ def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     # Beside a host that is fast enough, gate and up stay as they are and others go there.
     unified = dataclasses.replace(H200, link=0.0)
     best = choose(parts, config, unified, (keep.peak_bytes + in_fp8.peak_bytes) / 2)
-    assert "gate=fp8" in residuals_text(best.plan.residuals) and best.step_seconds < in_fp8.step_seconds
+    assert "up=fp8" in residuals_text(best.plan.residuals) and best.step_seconds < in_fp8.step_seconds
 
 
 def test_what_the_config_fixes_stays(parts_8b):
