@@ -34,8 +34,16 @@ FORWARD = {
     128: Blocks(64, 128, 2, True),
     256: Blocks(64, 64, 2, True, lean=True, buffers=1),  # packed rows and soft caps; whole rows are cuDNN's
 }
-BACKWARD_QUERY = {64: Blocks(64, 64, 4, False), 128: Blocks(64, 64, 3, False)}
-BACKWARD_KEY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 2, False)}
+BACKWARD_QUERY = {
+    64: Blocks(64, 64, 4, False),
+    128: Blocks(64, 64, 3, False),
+    256: Blocks(64, 64, 1, False, lean=True, buffers=1),
+}
+BACKWARD_KEY = {
+    64: Blocks(64, 128, 2, False),
+    128: Blocks(64, 64, 2, False),
+    256: Blocks(64, 64, 2, False, lean=True, buffers=1, divided=True),
+}
 
 
 HEURISTIC = {"forward": FORWARD, "dquery": BACKWARD_QUERY, "dkey": BACKWARD_KEY}
@@ -81,9 +89,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks, backward: b
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    most = max(BACKWARD_KEY if backward else FORWARD)
-    if query.shape[-1] > most:
-        return f"head dim {query.shape[-1]}; at most {most}" + (" in the backward" if backward else "")
+    if query.shape[-1] > max(FORWARD):
+        return f"head dim {query.shape[-1]}; at most {max(FORWARD)}"
     return None
 
 
@@ -159,7 +166,7 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 def _key_table(upper, blocks: Blocks, full: bool):
     """See mosaic_backward.key_kernel, and _query_table."""
-    size = blocks.own * WARPGROUPS
+    size = blocks.own * (1 if blocks.divided else WARPGROUPS)
     starts = jnp.arange(0, upper.shape[1], size, dtype=jnp.int32)
     first = jnp.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
     count = jnp.maximum((upper[:, size - 1 :: size] + blocks.step - 1) // blocks.step - first, 1)
@@ -242,13 +249,13 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     dim = query.shape[-1]
 
     blocks = _blocks("dquery", query, layout, window)
-    own, pairs, count = blocks.own, _pairs(query, key, blocks), 2 * WARPGROUPS
+    own, pairs, count = blocks.own, _pairs(query, key, blocks), blocks.buffers * WARPGROUPS
     both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dquery = _call(
         mosaic_backward.query_kernel,
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         5,
-        [both, both, _numbers(count, own, jnp.float32), _numbers(count, own, jnp.int32)],
+        [both, both, _numbers(2 * WARPGROUPS, own, jnp.float32), _numbers(count, own, jnp.int32)],
         [block, block],
         1,
         blocks,
@@ -259,14 +266,23 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     blocks = _blocks("dkey", query, layout, window)
     own = blocks.own
-    count = 2 * WARPGROUPS
-    both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
+    block = smem((blocks.stages, blocks.step, dim), query.dtype)
+    brought = [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)]
+    if blocks.divided:
+        kernel, copies = mosaic_backward.divided_key_kernel, 2
+        mine = [smem((WARPGROUPS, own, dim), query.dtype), _numbers(WARPGROUPS, own, jnp.int32)]
+        ready = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+        brought += [smem((2, own, blocks.step), query.dtype), ready, ready]
+    else:
+        kernel, copies, count = mosaic_backward.key_kernel, 3, 2 * WARPGROUPS
+        both = smem((count, own, dim), query.dtype)
+        mine = [both, both, _numbers(count, own, jnp.int32)]
     dkey, dvalue = _call(
-        mosaic_backward.key_kernel,
+        kernel,
         [jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
-        3,
-        [both, both, _numbers(count, own, jnp.int32)],
-        [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)],
+        copies,
+        mine,
+        brought,
         2,
         blocks,
         scale=scale,
