@@ -31,9 +31,20 @@ from jaxtune.pallas.attention.mosaic_parts import (
 )
 
 
-def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap):
+def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap, narrow):
     """(weights, slope of the soft cap or None, dweights) from the products (left, right) that give the raw scores and
-    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights."""
+    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights.
+
+    narrow: None, or the dtype in which the weights, times the slope, wait for dweights, which are made after them: for
+    a sum that leaves no registers for both.
+    """
+    if narrow is not None:
+        (raw,) = products(scores, shape=shape, issued=issued)
+        raw, slope = capped(raw, scale, soft_cap)
+        weights = seen(jnp.exp2(raw - stat))
+        weights = (weights if slope is None else weights * slope).astype(narrow)
+        (dweights,) = products(dweights, shape=shape, issued=lambda: None)
+        return weights.astype(jnp.float32), None, dweights
 
     def compute(score_acc, dweight_acc):
         plgpu.wgmma(score_acc, *scores)
@@ -133,6 +144,7 @@ def query_kernel(
                     turns.swap,
                     scale,
                     soft_cap,
+                    k_ref.dtype if dim > 128 else None,
                 )
                 plgpu.barrier_arrive(v_free.at[slot])
 
