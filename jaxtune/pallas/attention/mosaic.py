@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
@@ -34,16 +35,8 @@ FORWARD = {
     128: Blocks(64, 128, 2, True),
     256: Blocks(64, 64, 2, True, lean=True, buffers=1),  # packed rows and soft caps; whole rows are cuDNN's
 }
-BACKWARD_QUERY = {
-    64: Blocks(64, 64, 4, False),
-    128: Blocks(64, 64, 3, False),
-    256: Blocks(64, 64, 1, False, lean=True, buffers=1),
-}
-BACKWARD_KEY = {
-    64: Blocks(64, 128, 2, False),
-    128: Blocks(64, 64, 2, False),
-    256: Blocks(64, 64, 2, False, lean=True, buffers=1, divided=True),
-}
+BACKWARD_QUERY = {64: Blocks(64, 64, 4, False), 128: Blocks(64, 64, 3, False)}
+BACKWARD_KEY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 2, False)}
 
 
 HEURISTIC = {"forward": FORWARD, "dquery": BACKWARD_QUERY, "dkey": BACKWARD_KEY}
@@ -89,8 +82,9 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks, backward: b
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    if query.shape[-1] > max(FORWARD):
-        return f"head dim {query.shape[-1]}; at most {max(FORWARD)}"
+    most = max(BACKWARD_KEY if backward else FORWARD)
+    if query.shape[-1] > most:
+        return f"head dim {query.shape[-1]}; at most {most}" + (" in the backward" if backward else "")
     return None
 
 
@@ -140,24 +134,29 @@ def _prepare(layout, window):
 def _table(starts, first, count, falling: bool | None):
     """The work of a kernel, int32[B * tiles, 4]: row, first token, first block of the other side, number of blocks.
 
-    starts int32[tiles]; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling says whether
-    every row of it falls already (or rises) and rows are equal, which spares the sort, or is None.
+    starts int32[tiles], of numpy; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling
+    says whether every row of it falls already (or rises) and rows are equal, which spares the sort, or is None.
     """
     rows, tiles = count.shape
-    row = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], count.shape)
-    lines = jnp.stack([row, jnp.broadcast_to(starts, count.shape), first, count], -1)
+    row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], count.shape)
+    lines = jnp.stack([row, np.broadcast_to(starts, count.shape), first, count], -1)
     if falling is None:
         return lines.reshape(rows * tiles, -1)[jnp.argsort(-count.reshape(-1), stable=True)]
     lines = jnp.swapaxes(lines, 0, 1).reshape(rows * tiles, -1)
     return lines if falling else lines[::-1]
 
 
+def _whole_blocks(tokens, blocks: Blocks):
+    """How many blocks of the other side lie before these tokens. Not `//`, which asks for every number's sign."""
+    return jax.lax.div(tokens, jnp.int32(blocks.step))
+
+
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     """See mosaic_parts.QuerySide. full: whether every row is one document without padding."""
     size = blocks.own * (1 if pairs else WARPGROUPS)
-    starts = jnp.arange(0, lower.shape[1], size, dtype=jnp.int32)
-    first = lower[:, ::size] // blocks.step
-    end = (jnp.minimum(starts + size, lower.shape[1]) + blocks.step - 1) // blocks.step
+    starts = np.arange(0, lower.shape[1], size, dtype=np.int32)
+    first = _whole_blocks(lower[:, ::size], blocks)
+    end = (np.minimum(starts + size, lower.shape[1]) + blocks.step - 1) // blocks.step
     # A tile of padding may have its bound past its end.
     count = jnp.maximum(end - first, 1)
     first = jnp.minimum(first, lower.shape[1] // blocks.step - 1)
@@ -166,10 +165,10 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 def _key_table(upper, blocks: Blocks, full: bool):
     """See mosaic_backward.key_kernel, and _query_table."""
-    size = blocks.own * (1 if blocks.divided else WARPGROUPS)
-    starts = jnp.arange(0, upper.shape[1], size, dtype=jnp.int32)
-    first = jnp.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
-    count = jnp.maximum((upper[:, size - 1 :: size] + blocks.step - 1) // blocks.step - first, 1)
+    size = blocks.own * WARPGROUPS
+    starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
+    first = np.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
+    count = jnp.maximum(_whole_blocks(upper[:, size - 1 :: size] + (blocks.step - 1), blocks) - first, 1)
     return _table(starts, first, count, True if full else None)
 
 
@@ -249,13 +248,13 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     dim = query.shape[-1]
 
     blocks = _blocks("dquery", query, layout, window)
-    own, pairs, count = blocks.own, _pairs(query, key, blocks), blocks.buffers * WARPGROUPS
+    own, pairs, count = blocks.own, _pairs(query, key, blocks), 2 * WARPGROUPS
     both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dquery = _call(
         mosaic_backward.query_kernel,
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         5,
-        [both, both, _numbers(2 * WARPGROUPS, own, jnp.float32), _numbers(count, own, jnp.int32)],
+        [both, both, _numbers(count, own, jnp.float32), _numbers(count, own, jnp.int32)],
         [block, block],
         1,
         blocks,
@@ -266,23 +265,14 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     blocks = _blocks("dkey", query, layout, window)
     own = blocks.own
-    block = smem((blocks.stages, blocks.step, dim), query.dtype)
-    brought = [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)]
-    if blocks.divided:
-        kernel, copies = mosaic_backward.divided_key_kernel, 2
-        mine = [smem((WARPGROUPS, own, dim), query.dtype), _numbers(WARPGROUPS, own, jnp.int32)]
-        ready = plgpu.Barrier(num_arrivals=1, num_barriers=2)
-        brought += [smem((2, own, blocks.step), query.dtype), ready, ready]
-    else:
-        kernel, copies, count = mosaic_backward.key_kernel, 3, 2 * WARPGROUPS
-        both = smem((count, own, dim), query.dtype)
-        mine = [both, both, _numbers(count, own, jnp.int32)]
+    count = 2 * WARPGROUPS
+    both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
     dkey, dvalue = _call(
-        kernel,
+        mosaic_backward.key_kernel,
         [jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
-        copies,
-        mine,
-        brought,
+        3,
+        [both, both, _numbers(count, own, jnp.int32)],
+        [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)],
         2,
         blocks,
         scale=scale,

@@ -31,20 +31,9 @@ from jaxtune.pallas.attention.mosaic_parts import (
 )
 
 
-def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap, narrow):
+def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap):
     """(weights, slope of the soft cap or None, dweights) from the products (left, right) that give the raw scores and
-    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights.
-
-    narrow: None, or the dtype in which the weights, times the slope, wait for dweights, which are made after them: for
-    a sum that leaves no registers for both.
-    """
-    if narrow is not None:
-        (raw,) = products(scores, shape=shape, issued=issued)
-        raw, slope = capped(raw, scale, soft_cap)
-        weights = seen(jnp.exp2(raw - stat))
-        weights = (weights if slope is None else weights * slope).astype(narrow)
-        (dweights,) = products(dweights, shape=shape, issued=lambda: None)
-        return weights.astype(jnp.float32), None, dweights
+    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights."""
 
     def compute(score_acc, dweight_acc):
         plgpu.wgmma(score_acc, *scores)
@@ -107,7 +96,7 @@ def query_kernel(
         turns = Turns(turn_barrier, wg, blocks.turns)
 
         def buffer(turn):
-            return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
+            return wg * 2 + lax.rem(turn, jnp.int32(2))
 
         def fetch(turn, item):
             row, head, base = side.place(item)
@@ -121,9 +110,6 @@ def query_kernel(
         def work(turn, done, item, following):
             row, head, base = side.place(item)
             query, dout = q_smem.at[buffer(turn)], do_smem.at[buffer(turn)]
-            if blocks.buffers == 1:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
-                fetch(turn, item)
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             stat = plgpu.load(numbers_smem.at[wg], layout=rows)
             delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
@@ -144,7 +130,6 @@ def query_kernel(
                     turns.swap,
                     scale,
                     soft_cap,
-                    k_ref.dtype if dim > 128 else None,
                 )
                 plgpu.barrier_arrive(v_free.at[slot])
 
@@ -157,72 +142,19 @@ def query_kernel(
 
             # The first step hides how the last item's results leave the buffer that the next item's operands go to.
             acc = step(jnp.int32(0), filled((own, dim), 0.0, plgpu.Layout.WGMMA))
-            if blocks.buffers == 2:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
             acc = lax.fori_loop(1, item[4], step, acc)
             query[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own), head])
             return item[4]
 
-        if blocks.buffers == 2:
-            pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
         turns.begin()
         side.items.each(work)
         turns.end()
         plgpu.wait_smem_to_gmem(0)
-
-
-def _bring_queries(
-    items, group, blocks, q_ref, do_ref, stat_ref, delta_ref, q_smem, do_smem, numbers_smem,
-    q_full, do_full, q_free, do_free,
-):  # fmt: skip
-    """The work of the warpgroup that brings blocks of queries, with their numbers, for every query head in turn."""
-    width, stages = blocks.step, jnp.int32(blocks.stages)
-
-    def work(turn, done, item, following):
-        kv_head, row, _, first, count, *_ = item
-
-        def step(i, _):
-            head = kv_head * group + lax.div(i, count)
-            here = pl.ds((first + lax.rem(i, count)) * width, width)
-            slot, reused = lax.rem(done + i, stages), done + i >= stages
-            bring(
-                slot,
-                reused,
-                (
-                    (q_ref.at[row, here, head], q_smem, q_full, q_free),
-                    (do_ref.at[row, here, head], do_smem, do_full, do_free),
-                ),
-            )
-            # These go with q and do, whose slots are free when theirs are.
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
-            return ()
-
-        lax.fori_loop(0, count * group, step, ())
-        return count * group
-
-    drain(items.each(work), blocks.stages, q_free, do_free)
-
-
-def _seen_weights(scores, stat, base, queries, upper, first_upper, lean):
-    """exp2(scores - stat) where keys from `base` on, in rows, are seen by queries from `queries` on, else 0."""
-    shape = scores.shape
-
-    def masked(weights):
-        if lean:
-            key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-            seen = within(shape, 1, queries, key_ids, upper - key_ids)
-        else:
-            query_ids = ids(shape, 1, queries)
-            seen = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
-        return jnp.where(seen, weights, 0.0)
-
-    crossed = (queries < base + shape[0] - 1) | (queries + shape[1] > first_upper)
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
-    return lax.cond(crossed, masked, lambda weights: weights, weights)
 
 
 def key_kernel(
@@ -267,10 +199,30 @@ def key_kernel(
 
     @bringing(wg)
     def _():
-        _bring_queries(
-            items, group, blocks, q_ref, do_ref, stat_ref, delta_ref, q_smem, do_smem, numbers_smem,
-            q_full, do_full, q_free, do_free,
-        )  # fmt: skip
+        def work(turn, done, item, following):
+            kv_head, row, _, first, count, *_ = item
+
+            def step(i, _):
+                head = kv_head * group + lax.div(i, count)
+                here = pl.ds((first + lax.rem(i, count)) * width, width)
+                slot, reused = lax.rem(done + i, stages), done + i >= stages
+                bring(
+                    slot,
+                    reused,
+                    (
+                        (q_ref.at[row, here, head], q_smem, q_full, q_free),
+                        (do_ref.at[row, here, head], do_smem, do_full, do_free),
+                    ),
+                )
+                # These go with q and do, whose slots are free when theirs are.
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
+                return ()
+
+            lax.fori_loop(0, count * group, step, ())
+            return count * group
+
+        drain(items.each(work), blocks.stages, q_free, do_free)
 
     @computing(wg)
     def _():
@@ -325,9 +277,20 @@ def key_kernel(
                     (key, query.transpose((1, 0))), (value, dout.transpose((1, 0))), shape=shape, issued=turns.swap
                 )
 
+                def masked(weights):
+                    if blocks.lean:
+                        key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=rows) + base
+                        seen = within(shape, 1, queries, key_ids, upper - key_ids)
+                    else:
+                        query_ids = ids(shape, 1, queries)
+                        seen = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
+                    return jnp.where(seen, weights, 0.0)
+
+                crossed = (queries < base + own - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
                 stat = plgpu.load(numbers_smem.at[slot], layout=columns)
-                weights = _seen_weights(scores, stat, base, queries, upper, first_upper, blocks.lean)
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
+                weights = lax.cond(crossed, masked, lambda weights: weights, weights)
                 delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
                 dscores = _gradient_of_scores(weights, slope, dweights, lax.broadcast_in_dim(delta, shape, [1]), scale)
                 weights, dscores = weights.astype(v_ref.dtype), dscores.astype(k_ref.dtype)
@@ -359,125 +322,3 @@ def key_kernel(
         items.each(work)
         turns.end()
         plgpu.wait_smem_to_gmem(0)
-
-
-def divided_key_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    do_ref,
-    stat_ref,
-    delta_ref,
-    upper_ref,
-    table_ref,
-    dk_ref,
-    dv_ref,
-    own_smem,
-    upper_smem,
-    q_smem,
-    do_smem,
-    numbers_smem,
-    weights_smem,
-    weights_full,
-    weights_free,
-    own_full,
-    q_full,
-    do_full,
-    q_free,
-    do_free,
-    turn_barrier,
-    *,
-    blocks,
-    scale,
-    soft_cap,
-    interpreted,
-):
-    """As key_kernel, for a head dim of which a warpgroup's registers hold one sum of `own` keys: the first warpgroup has
-    the keys and makes the weights and dv, the second has the values and makes dk of the weights that the first leaves
-    in shared memory, times the slope of the soft cap. So each has two of the four products."""
-    wg = lax.axis_index("wg")
-    group = q_ref.shape[2] // k_ref.shape[2]
-    items = Items(table_ref, k_ref.shape[2])
-    own, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
-    shape = (own, width)
-    rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-
-    @bringing(wg)
-    def _():
-        _bring_queries(
-            items, group, blocks, q_ref, do_ref, stat_ref, delta_ref, q_smem, do_smem, numbers_smem,
-            q_full, do_full, q_free, do_free,
-        )  # fmt: skip
-
-    def each_item(own_ref, out_ref, step):
-        """For every item: brings its keys or values, adds up step(number of the step, item, first query, sum), and
-        writes the sum."""
-        mine = own_smem.at[wg]
-
-        def work(turn, done, item, following):
-            kv_head, row, start, first, count = item
-            here = pl.ds(pl.multiple_of(start, own), own)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
-            plgpu.copy_gmem_to_smem(own_ref.at[row, here, kv_head], mine, own_full.at[wg])
-            plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem.at[wg], own_full.at[wg])
-            plgpu.barrier_wait(own_full.at[wg])
-
-            def one(i, total):
-                return step(done + i, start, (first + lax.rem(i, count)) * width, total)
-
-            total = lax.fori_loop(0, count * group, one, filled((own, dim), 0.0, plgpu.Layout.WGMMA))
-            mine[...] = total.astype(out_ref.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(mine, out_ref.at[row, here, kv_head])
-            return count * group
-
-        done = items.each(work)
-        plgpu.wait_smem_to_gmem(0)
-        return done
-
-    @computing(wg)
-    def _():
-        @pl.when(wg == 0)
-        def _():
-            def step(number, base, queries, dv):
-                slot, place = lax.rem(number, stages), lax.rem(number, jnp.int32(2))
-                plgpu.barrier_wait(q_full.at[slot])
-                (scores,) = products(
-                    (own_smem.at[0], q_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None
-                )
-                scores, slope = capped(scores, scale, soft_cap)
-                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
-                upper = plgpu.load(upper_smem.at[0], layout=rows)
-                weights = _seen_weights(scores, stat, base, queries, upper, upper_smem[0, 0], blocks.lean)
-                plgpu.barrier_arrive(q_free.at[slot])
-                pl.when(number >= 2)(lambda: plgpu.barrier_wait(weights_free.at[place]))
-                sent = weights if slope is None else weights * slope
-                weights_smem.at[place][...] = sent.astype(v_ref.dtype)
-                plgpu.barrier_arrive(weights_full.at[place])
-                plgpu.barrier_wait(do_full.at[slot])
-                dv = add_product(dv, weights.astype(v_ref.dtype), do_smem.at[slot], interpreted)
-                plgpu.barrier_arrive(do_free.at[slot])
-                return dv
-
-            drain(each_item(k_ref, dv_ref, step), 2, weights_free)
-
-        @pl.when(wg == 1)
-        def _():
-            def step(number, base, queries, dk):
-                slot, place = lax.rem(number, stages), lax.rem(number, jnp.int32(2))
-                plgpu.barrier_wait(do_full.at[slot])
-                (dweights,) = products(
-                    (own_smem.at[1], do_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None
-                )
-                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
-                dweights = dweights * scale - lax.broadcast_in_dim(delta, shape, [1])
-                plgpu.barrier_arrive(do_free.at[slot])
-                plgpu.barrier_wait(weights_full.at[place])
-                weights = plgpu.load(weights_smem.at[place], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                plgpu.barrier_arrive(weights_free.at[place])
-                plgpu.barrier_wait(q_full.at[slot])
-                dk = add_product(dk, (weights * dweights).astype(k_ref.dtype), q_smem.at[slot], interpreted)
-                plgpu.barrier_arrive(q_free.at[slot])
-                return dk
-
-            each_item(v_ref, dk_ref, step)

@@ -40,8 +40,7 @@ class Blocks:
       turns: whether the two warpgroups take turns on the tensor cores (Turns).
       lean: fewer instructions a score: a mask by one comparison and, in the forward, the scale and the subtraction of
         the maximum in one multiply-add.
-      buffers: of an item's own side; 1 where shared memory has no room for 2.
-      divided: the warpgroups make dv and dk of one tile of keys (mosaic_backward.divided_key_kernel).
+      buffers: of an item's own side; 1 where shared memory has no room for 2. The forward's only.
     """
 
     own: int
@@ -50,7 +49,6 @@ class Blocks:
     turns: bool
     lean: bool = False
     buffers: int = 2
-    divided: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields, without those that have their default."""
