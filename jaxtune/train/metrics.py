@@ -246,6 +246,12 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return lines
 
 
+def evaluated(path: Path, step: int) -> bool:
+    """Whether a metrics.jsonl, if there is one, has an evaluation after that step."""
+    lines = read_metrics(path) if path.exists() else []
+    return any(line["step"] == step and "eval_loss" in line for line in lines)
+
+
 def _drop_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return

@@ -33,10 +33,8 @@ from jaxtune.train.flops import flop_counter
 from jaxtune.train.loss import router_losses
 from jaxtune.train.monitor import Monitor, Watched
 from jaxtune.train.objectives import references
-from jaxtune.train.objectives.kto import KTO
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
-from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.own_parts import (
     objective_identity,
@@ -69,7 +67,6 @@ from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.trained_model import TrainedModel
 
 CHECKPOINTS = "checkpoints"
-PREFERENCES = {kind.name: kind for kind in (DPO, ORPO, KTO, SimPO)}  # by objective.name
 
 
 class Trainer:
@@ -130,7 +127,7 @@ class Trainer:
         if objective is not None:
             require_own_objective(config)
         self.config = config = recorded_config(config, self.model.prepared)
-        self.objective = objective or _objective(config)
+        self.objective = objective or objective_of(config)
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
         self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
@@ -162,6 +159,7 @@ class Trainer:
             assert schedule is not None
             bound, optimizer = update_bound(config.optim, config.max_grad_norm), make_optimizer(config.optim, schedule)
         rates = [matrix.lora.rate for _, matrix in matrices(self.model.prepared) if matrix.lora is not None]
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.model.trainable))
         program = StepProgram(
             graph=self.model.graph,
             optimizer=optimizer,
@@ -171,7 +169,7 @@ class Trainer:
             max_grad_norm=config.max_grad_norm,
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
-            weights=weight_storage(config.optim.weights, config.precision, _size(self.model.trainable)),
+            weights=weight_storage(config.optim.weights, config.precision, size),
             router_losses=router_losses(config, self.model.prepared),
             bound=bound,
             # Not adapters, whose many small tensors are better updated at once.
@@ -331,7 +329,8 @@ class Trainer:
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
-            if config.evaluation.at_end and self.eval_data is not None and not self._evaluated(start):
+            wanted = config.evaluation.at_end and self.eval_data is not None
+            if wanted and not m.evaluated(self.output / m.JSONL, start):
                 frozen = self.model.placed_frozen(self.engine)
                 self.look_up_references((self.eval_data,), resumed, frozen, monitor.progress.print)
                 run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
@@ -366,10 +365,6 @@ class Trainer:
         for rows in (data.rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_fingerprint
             references.look_up(rows, self.objective, self.engine, self.config, base, state, frozen, tell)
-
-    def _evaluated(self, step: int) -> bool:
-        lines = m.read_metrics(self.output / m.JSONL) if (self.output / m.JSONL).exists() else []
-        return any(line.get("step") == step and "eval_loss" in line for line in lines)
 
     # ---- what is said of the run
 
@@ -503,13 +498,3 @@ class Trainer:
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
         return step, restored["state"]
-
-
-def _objective(config: TrainConfig) -> Objective:
-    """The objective that a config names."""
-    wanted = config.objective
-    return SUPERVISED if wanted.name == "sft" else PREFERENCES[wanted.name](**wanted.options)
-
-
-def _size(tree) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -52,8 +52,13 @@ class Groups:
         return _first_tiles(self.sizes, self.tile_rows) * self.tile_rows
 
 
+def _tiles(sizes, tile_rows):
+    """How many tiles each group has. Not `//`, which asks for every number's sign."""
+    return jax.lax.div(sizes + (tile_rows - 1), jnp.asarray(tile_rows, sizes.dtype))
+
+
 def _first_tiles(sizes, tile_rows):
-    tiles = -(-sizes // tile_rows)
+    tiles = _tiles(sizes, tile_rows)
     return jnp.cumsum(tiles) - tiles
 
 
@@ -62,10 +67,12 @@ def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Gr
     experts = sizes.shape[0]
     # sum of ceil(size / tile_rows), at its largest
     tiles = min((max_rows + experts * (tile_rows - 1)) // tile_rows, max_rows)
-    ends = jnp.cumsum(-(-sizes // tile_rows))
+    sizes = sizes.astype(jnp.int32)
+    of_group = _tiles(sizes, tile_rows)
+    ends = jnp.cumsum(of_group)
     index = jnp.arange(tiles, dtype=jnp.int32)
     tile_expert = (index[:, None] >= ends).sum(1, dtype=jnp.int32)  # how many experts end before this tile
-    sizes = sizes.astype(jnp.int32)
-    lasts = (ends * tile_rows - (-sizes % tile_rows)).astype(jnp.int32)  # the row after each expert's last
-    left = lasts.at[tile_expert].get(mode="fill", fill_value=0) - index * tile_rows
-    return Groups(tile_expert, ends[-1].astype(jnp.int32), jnp.clip(left, 0, tile_rows), sizes, tile_rows)
+    lasts = (ends - of_group) * tile_rows + sizes  # the row after each expert's last
+    lasts = jnp.append(lasts, 0)  # of the tiles that hold nothing
+    left = lasts.at[tile_expert].get(mode="promise_in_bounds", wrap_negative_indices=False) - index * tile_rows
+    return Groups(tile_expert, ends[-1], jnp.clip(left, 0, tile_rows), sizes, tile_rows)

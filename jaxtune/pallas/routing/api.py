@@ -207,7 +207,7 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 def _row_tokens(routing):
     """int32[rows]: the token of each row; T for rows that hold nothing."""
-    return routing.source // routing.slots.shape[1]
+    return jax.lax.div(routing.source, jnp.int32(routing.slots.shape[1]))
 
 
 def _as_rows(x, routing, static):
