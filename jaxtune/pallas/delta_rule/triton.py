@@ -33,10 +33,10 @@ from jaxtune.pallas.delta_rule.chunked import CHUNK
 
 DIM = 128  # of keys and of values
 # Columns at a time: of a state, the rows of a Hopper matrix product; else what a kernel takes per step.
-_WIDTH = {"forward": 64, "reverse": 64, "chunk": 32, "pairs": 32, "dquery": 32, "dkey": 32}
+_WIDTH = {"forward": 64, "reverse": 64, "pairs": 32, "dkey": 32}
 _WARPS = 4
 # Steps that are on their way while a kernel goes through them, where shared memory has room for them.
-_STAGES = {"forward": 2, "reverse": 2, "chunk": 3, "pairs": 3, "dquery": 3, "dkey": 3}
+_STAGES = {"forward": 2, "reverse": 2, "pairs": 3, "dkey": 3}
 _ROOMY = ((8, 0), (8, 7), (9, 0))
 
 
@@ -137,7 +137,7 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
         KEY_DIM=key.shape[-1],
         VALUE_DIM=value_dim,
         SCALE=key.shape[-1] ** -0.5,
-        WIDTH=_WIDTH[kernel],
+        WIDTH=_WIDTH.get(kernel, DIM),
         **constants,
     )
 

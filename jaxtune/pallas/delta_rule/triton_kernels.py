@@ -120,15 +120,11 @@ def _left(sums, seen):
 
 
 @triton.jit
-def _borders(sums, start, places, first, CHUNK: tl.constexpr):
-    """(what tokens still see of the state before the chunk, what the state after it still has of what they write, what
-    it has of the one before)."""
-    is_last = places == first + CHUNK - 1
+def _after(sums, start, places, is_last):
+    """What the state after the chunk still has of what a token writes."""
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
-    since = tl.where(start < first, tl.exp(sums), 0.0)
-    after = tl.where(places >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
-    return since, after, tl.sum(tl.where(is_last, since, 0.0), 0)
+    return tl.where(places >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
 
 
 @triton.jit
@@ -159,32 +155,25 @@ def chunk_kernel(query, key, decay, beta, starts, ends, inverse, weights, total,
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
     places = first + tl.arange(0, CHUNK)
-    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    offset = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
-    query += offset
-    key += offset
-    squares_q = tl.zeros([CHUNK], tl.float32)
-    squares_k = tl.zeros([CHUNK], tl.float32)
-    attended = tl.zeros([CHUNK, CHUNK], tl.float32)
-    alike = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for part in range(0, KEY_DIM, WIDTH):
-        q = _tokens(query + part, first, KEYS, WIDTH, LENGTH, CHUNK)
-        k = _tokens(key + part, first, KEYS, WIDTH, LENGTH, CHUNK)
-        squares_q += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
-        squares_k += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
-        attended = tl.dot(q, tl.trans(k), attended)
-        alike = tl.dot(k, tl.trans(k), alike)
-
+    inside = places < LENGTH
     start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    unit_q = tl.where(real, tl.rsqrt(squares_q + _EPS) * SCALE, 0.0)
-    unit_k = tl.rsqrt(squares_k + _EPS)
+    offset = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
+    q = _tokens(query + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    k = _tokens(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    wide_q = q.to(tl.float32)
+    wide_k = k.to(tl.float32)
+    unit_q = tl.where(real, tl.rsqrt(tl.sum(wide_q * wide_q, 1) + _EPS) * SCALE, 0.0)
+    unit_k = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + _EPS)
+
     at = (batch * LENGTH + places) * HEADS + head
-    g = tl.maximum(tl.load(decay + at, mask=real, other=0.0), _LEAST)
-    b = tl.load(beta + at, mask=real, other=0.0)
+    g = tl.maximum(tl.load(decay + at, mask=inside & real, other=0.0), _LEAST)
+    b = tl.load(beta + at, mask=inside & real, other=0.0)
     reads = _reads(start, places)
     sums = tl.sum(tl.where(reads, g[None, :], 0.0), 1)  # of the token's document up to the token, in the chunk
     between = _left(sums, reads) * (b * unit_k)[None, :]
-    since, after, fades = _borders(sums, start, places, first, CHUNK)
+    since = tl.where(start < first, tl.exp(sums), 0.0)
+    is_last = places == first + CHUNK - 1
+    after = _after(sums, start, places, is_last)
 
     line = (batch * HEADS + head) * CHUNKS + chunk
     at = line * CHUNK + tl.arange(0, CHUNK)
@@ -192,10 +181,12 @@ def chunk_kernel(query, key, decay, beta, starts, ends, inverse, weights, total,
     tl.store(kept + at, since * unit_k)
     tl.store(read + at, since * unit_q)
     tl.store(written + at, after * b * unit_k)
-    tl.store(faded + line, fades)
-    _put_matrix(weights + line * CHUNK * CHUNK, attended * between * unit_q[:, None], CHUNK, CHUNK)
-    lower = tl.where(places[:, None] > places[None, :], alike * between * unit_k[:, None], 0.0)
-    _put_matrix(inverse + line * CHUNK * CHUNK, _inverse(lower, CHUNK), CHUNK, CHUNK)
+    tl.store(faded + line, tl.sum(tl.where(is_last, since, 0.0), 0))
+    attended = tl.dot(q, tl.trans(k)) * between * unit_q[:, None]
+    _put_matrix(weights + line * CHUNK * CHUNK, attended, CHUNK, CHUNK)
+    alike = tl.dot(k, tl.trans(k)) * between * unit_k[:, None]
+    below = places[:, None] > places[None, :]
+    _put_matrix(inverse + line * CHUNK * CHUNK, _inverse(tl.where(below, alike, 0.0), CHUNK), CHUNK, CHUNK)
 
 
 @triton.jit
@@ -256,11 +247,11 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
         chunk = CHUNKS - 1 - step
         first = chunk * CHUNK
         at = line * CHUNK + first + tl.arange(0, CHUNK)
-        do = _tokens_turned(dout + values, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
         k = _tokens(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
         q = _tokens(query + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
-        attend = _matrix(weights + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
+        do = _tokens_turned(dout + values, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
         solve = _matrix(inverse + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
+        attend = _matrix(weights + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
         narrow = dstate.to(k.dtype)
         _put_matrix(dstates + ((line + chunk) * VALUE_DIM + part) * KEY_DIM, narrow, WIDTH, KEY_DIM)
         derror = tl.dot(narrow, tl.trans(k)) * tl.load(written + at)[None, :]
@@ -305,9 +296,9 @@ def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
     dout += values
     line = (batch * HEADS + head) * CHUNKS + chunk
     at = line * CHUNK + tl.arange(0, CHUNK)
+    b = tl.load(beta + (batch * LENGTH + places) * HEADS + head, mask=places < LENGTH, other=0.0)
     sums = tl.load(total + at)
     start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    b = tl.load(beta + (batch * LENGTH + places) * HEADS + head, mask=real, other=0.0)
 
     squares_q = tl.zeros([CHUNK], tl.float32)
     squares_k = tl.zeros([CHUNK], tl.float32)
@@ -346,6 +337,15 @@ def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
 
 
 @triton.jit
+def _put_unit_gradient(array, sums, vectors, first, factors, STRIDE: tl.constexpr, DIM: tl.constexpr,
+                       LENGTH: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Writes the gradients of vectors, of `sums`, those of their directions; factors: 1 over squares of lengths."""
+    wide = _tokens(vectors, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
+    sums -= wide * (tl.sum(sums * wide, 1) * factors)[:, None]
+    _put_tokens(array, sums, first, STRIDE, DIM, LENGTH, CHUNK)
+
+
+@triton.jit
 def dquery_kernel(query, key, starts, ends, dout, states, total, to_weights,
                   dquery, read,
                   LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
@@ -367,49 +367,18 @@ def dquery_kernel(query, key, starts, ends, dout, states, total, to_weights,
     start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
     unit = _inverse_length(query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
     reads = tl.where(real & (start < first), unit * SCALE, 0.0)
+    k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
     dq = tl.zeros([CHUNK, KEY_DIM], tl.float32)
     for member in range(GROUP):
         line = lines + member * CHUNKS
-        at = line * CHUNK + tl.arange(0, CHUNK)
-        k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        dq = tl.dot(_matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dq)
-        before = _along(dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        factors = reads * tl.exp(tl.load(total + at))
-        for part in range(0, VALUE_DIM, WIDTH):
-            do = _tokens(dout + values + member * VALUE_DIM + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-            state = _matrix(states + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
-            dq = tl.dot(_scaled(do, factors), state, dq)
-        tl.store(read + at, _along(dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK) - before)
-    radial = _along(dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK) * unit * unit
-    dq -= _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32) * radial[:, None]
-    _put_tokens(dquery + keys, dq, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-
-
-@triton.jit
-def _key_part(dk, query, key, error, dvalue, states, dstates, to_weights, to_system, kept, written, b, first,
-              KEYS: tl.constexpr, VALUES: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr,
-              KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):  # fmt: skip
-    """Adds to PART columns of dk what comes from one value head. Also gives, along the keys and over these columns:
-    what they read of states, what they write into states, without beta; and the states along their gradients."""
-    k = _tokens(key, first, KEYS, PART, LENGTH, CHUNK)
-    dk = tl.dot(_matrix(to_system, CHUNK, CHUNK), k, dk)
-    dk = tl.dot(_matrix_turned(to_system, CHUNK), k, dk)
-    dk = tl.dot(_matrix_turned(to_weights, CHUNK), _tokens(query, first, KEYS, PART, LENGTH, CHUNK), dk)
-    own = -_along(dk, key, first, KEYS, PART, LENGTH, CHUNK)
-    fading = tl.zeros([WIDTH], tl.float32)
-    into = tl.zeros([CHUNK, PART], tl.float32)
-    rows = tl.arange(0, WIDTH)[:, None] * KEY_DIM + tl.arange(0, PART)[None, :]
-    for part in range(0, VALUE_DIM, WIDTH):
-        state = tl.load(states + part * KEY_DIM + rows)
-        dstate = tl.load(dstates + part * KEY_DIM + rows)
-        dv = _tokens(dvalue + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        e = _tokens(error + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        fading += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-        dk = tl.dot(_scaled(dv, kept), state, dk)
-        into = tl.dot(_scaled(e, written), dstate, into)
-    own += _along(dk, key, first, KEYS, PART, LENGTH, CHUNK)
-    through = _along(into, key, first, KEYS, PART, LENGTH, CHUNK)
-    return dk + into * b[:, None], own, through, tl.sum(fading, 0)
+        factors = reads * tl.exp(tl.load(total + line * CHUNK + tl.arange(0, CHUNK)))
+        do = _tokens(dout + values + member * VALUE_DIM, first, VALUES, VALUE_DIM, LENGTH, CHUNK)
+        state = _matrix(states + line * VALUE_DIM * KEY_DIM, VALUE_DIM, KEY_DIM)
+        matrix = _matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK)
+        part = tl.dot(_scaled(do, factors), state)
+        tl.store(read + line * CHUNK + tl.arange(0, CHUNK), _along(part, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
+        dq = tl.dot(matrix, k, dq + part)
+    _put_unit_gradient(dquery + keys, dq, query, first, unit * unit, KEYS, KEY_DIM, LENGTH, CHUNK)
 
 
 @triton.jit
@@ -419,8 +388,7 @@ def dkey_kernel(query, key, beta, starts, ends, error, dvalue, states, dstates, 
                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
-    """dkey of a chunk, from all value heads of a key head, in halves of 64 columns that registers have room for; and
-    their ddecay and dbeta. Grid: (key_heads, chunks, B).
+    """dkey of a chunk, from all value heads of a key head, and their ddecay and dbeta. Grid: (key_heads, chunks, B).
 
     A decay's gradient is a sum over the later tokens: what a query or a key that reads has of its own gradient along
     itself, less what a key that writes has."""
@@ -433,46 +401,49 @@ def dkey_kernel(query, key, beta, starts, ends, error, dvalue, states, dstates, 
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     VALUES: tl.constexpr = HEADS * VALUE_DIM
-    HALF: tl.constexpr = KEY_DIM // 2
     keys = (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
     query += keys
     key += keys
-    dkey += keys
     tokens = (batch * LENGTH + places) * HEADS + key_head * GROUP
     values = (batch * LENGTH * HEADS + key_head * GROUP) * VALUE_DIM
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
     unit = _inverse_length(key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-    dk = tl.zeros([CHUNK, HALF], tl.float32)
-    dk_rest = tl.zeros([CHUNK, HALF], tl.float32)
+    dk = tl.zeros([CHUNK, KEY_DIM], tl.float32)
     for member in range(GROUP):
         line = lines + member * CHUNKS
         # Bounds are loaded anew for each head: masks kept from one to the next would take registers.
         start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
         at = line * CHUNK + tl.arange(0, CHUNK)
-        since, after, fades = _borders(tl.load(total + at), start, places, first, CHUNK)
-        b = tl.load(beta + tokens + member, mask=real, other=0.0)
+        sums = tl.load(total + at)
+        since = tl.where(start < first, tl.exp(sums), 0.0)
+        after = _after(sums, start, places, is_last)
         offset = values + member * VALUE_DIM
-        state = line * VALUE_DIM * KEY_DIM
-        matrix = line * CHUNK * CHUNK
-        dk, own, through, fading = _key_part(
-            dk, query, key, error + offset, dvalue + offset, states + state, dstates + state, to_weights + matrix,
-            to_system + matrix, -since * unit, after * unit, b, first,
-            KEYS, VALUES, LENGTH, CHUNK, KEY_DIM, VALUE_DIM, WIDTH, HALF)  # fmt: skip
-        dk_rest, own_rest, through_rest, fading_rest = _key_part(
-            dk_rest, query + HALF, key + HALF, error + offset, dvalue + offset, states + state + HALF,
-            dstates + state + HALF, to_weights + matrix, to_system + matrix, -since * unit, after * unit, b, first,
-            KEYS, VALUES, LENGTH, CHUNK, KEY_DIM, VALUE_DIM, WIDTH, HALF)  # fmt: skip
-        through += through_rest
-        across = tl.sum(through * b, 0) + (fading + fading_rest) * fades
-        own += own_rest + tl.load(flow + at) + tl.load(read + at) - through * b + tl.where(is_last, across, 0.0)
+
+        k = _tokens(key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        dk = tl.dot(_matrix(to_system + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dk)
+        dk = tl.dot(_matrix_turned(to_system + line * CHUNK * CHUNK, CHUNK), k, dk)
+        q = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        dk = tl.dot(_matrix_turned(to_weights + line * CHUNK * CHUNK, CHUNK), q, dk)
+
+        own = -_along(dk, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        fading = tl.zeros([WIDTH], tl.float32)
+        into = tl.zeros([CHUNK, KEY_DIM], tl.float32)
+        for part in range(0, VALUE_DIM, WIDTH):
+            state = _matrix(states + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
+            dstate = _matrix(dstates + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
+            dv = _tokens(dvalue + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+            e = _tokens(error + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+            fading += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+            dk = tl.dot(_scaled(dv, -since * unit), state, dk)
+            into = tl.dot(_scaled(e, after * unit), dstate, into)
+        own += _along(dk, key, first, KEYS, KEY_DIM, LENGTH, CHUNK) + tl.load(flow + at) + tl.load(read + at)
+        through = _along(into, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        b = tl.load(beta + tokens + member, mask=real, other=0.0)
+        dk += into * b[:, None]
+        db = tl.load(dbeta_of_pairs + at) + through
+        across = tl.sum(through * b, 0) + tl.sum(fading, 0) * tl.sum(tl.where(is_last, since, 0.0), 0)
+        own += tl.where(is_last, across, 0.0) - through * b
         later = tl.sum(tl.where(_reads(start, places), own[:, None], 0.0), 0)
         tl.store(ddecay + tokens + member, tl.where(real, later, 0.0), mask=places < LENGTH)
-        db = tl.load(dbeta_of_pairs + at) + through
         tl.store(dbeta + tokens + member, tl.where(real, db, 0.0), mask=places < LENGTH)
-    radial = _along(dk, key, first, KEYS, HALF, LENGTH, CHUNK)
-    radial += _along(dk_rest, key + HALF, first, KEYS, HALF, LENGTH, CHUNK)
-    radial *= unit * unit
-    dk -= _tokens(key, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32) * radial[:, None]
-    _put_tokens(dkey, dk, first, KEYS, HALF, LENGTH, CHUNK)
-    dk_rest -= _tokens(key + HALF, first, KEYS, HALF, LENGTH, CHUNK).to(tl.float32) * radial[:, None]
-    _put_tokens(dkey + HALF, dk_rest, first, KEYS, HALF, LENGTH, CHUNK)
+    _put_unit_gradient(dkey + keys, dk, key, first, unit * unit, KEYS, KEY_DIM, LENGTH, CHUNK)
