@@ -1,11 +1,10 @@
 """Steps over several GPUs beside each alone: what is run, what is kept of it, and what a floor says of it."""
 
 import json
-import sys
 
 import pytest
 
-from benchmarks.table import mesh_table
+from benchmarks import table
 from benchmarks.train import mesh
 
 STEP = """
@@ -22,6 +21,7 @@ if "--fail" in rest:
     sys.exit("no memory")
 card = int(os.environ.get("CUDA_VISIBLE_DEVICES", 0))
 record = dict.fromkeys({kept!r}) | dict(device="a GPU", versions={{"jax": "1"}}, commit="0123456", time="now")
+record |= dict(micro_batches=1)
 record |= dict(vocab_size=1000, first_loss=math.log(1000), smallest_grad_norm_by_step_2=1.0)
 record |= dict(tokens_per_second_per_gpu=100 - card if options.fsdp is None else 95, losses=[1.0])
 record |= dict(peak_memory_gb_of_each=[50.0 + card] if options.fsdp is None else [40.0, 30.0])
@@ -39,9 +39,9 @@ def call(tmp_path, monkeypatch):
 
     def run(**cases):
         monkeypatch.setattr(mesh, "CASES", cases)
+        monkeypatch.setattr(table, "MESH_CASES", cases)
         calls.write_text("")
-        monkeypatch.setattr(sys, "argv", ["mesh.py", *cases, "--output", str(output)])
-        status = mesh.main()
+        status = mesh.main(["--output", str(output)])
         return status, [json.loads(line) for line in calls.read_text().splitlines()], json.loads(output.read_text())
 
     return run
@@ -55,17 +55,21 @@ def test_a_mesh_is_held_against_the_slower_card_alone(call, capsys):
     status, calls, record = call(alone=ALONE, divided=DIVIDED)
     assert (status, sorted(calls, key=str)) == (0, [["4", None, "0"], ["4", None, "1"], ["8", "2", None]])
     assert record["ratios"] == {"divided": {"speed": 95 / 99, "memory": 40 / 51}}
-    assert record["commit"] == "0123456" and "commit" not in record["cases"]["divided"][0]
-    assert "(missed)" not in "".join(mesh_table(record)[:-1])
+    assert record["commit"] == record["cases"]["divided"][0]["commit"] == "0123456"
+    assert "(missed)" not in "".join(table.mesh_table(record)[:-1])
     status, calls, _ = call(alone=ALONE, divided=DIVIDED)
     assert (status, calls) == (0, [])  # what is measured is not measured again
+    with pytest.raises(SystemExit):
+        mesh.main(["alnoe", "--output", "unused"])
+    assert "no case of this name: alnoe; there are alone, divided" in capsys.readouterr().err
 
 
 def test_a_missed_floor_or_a_full_memory_fails(call, capsys):
-    tight = mesh.Case("a step", "", 4, "fsdp", "alone", floor=0.97, memory=0.7)
-    status, _, record = call(alone=ALONE, divided=tight)
+    tight = mesh.Case("a step", "", 4, "fsdp", "alone", floor=0.97, memory=0.7, least=96)
+    status, _, _ = call(alone=ALONE, divided=tight)
     words = capsys.readouterr().out
     assert status == 1
+    assert "divided: 95 tokens/s a GPU, at least 96" in words
     assert "divided: 0.960 of the speed alone, floor 0.97" in words and "0.78 of the memory alone, at most 0.7" in words
 
 

@@ -33,8 +33,9 @@ LEAST_SECONDS = 60  # less is not worth a start
 @dataclass(frozen=True)
 class Case:
     """title: what trains. arguments: of step.py. rows: a GPU. axis: of the mesh that all GPUs make, or None: each
-    alone. beside: the case that it is held against, floor the least ratio of tokens per second and GPU, and memory the
-    largest ratio of peaks. limit: seconds."""
+    alone. beside: the case that it is held against, floor the least ratio of tokens per second and GPU, memory the
+    largest ratio of peaks, least the least tokens per second and GPU. limit: seconds. profiled: a trace says what of
+    its collectives ran under kernels."""
 
     title: str
     arguments: str
@@ -43,7 +44,9 @@ class Case:
     beside: str | None = None
     floor: float | None = None
     memory: float | None = None
-    limit: int = 130
+    least: int | None = None
+    limit: int = 150
+    profiled: bool = False
 
     def command(self, devices: int) -> list[str]:
         rows = self.rows * (devices if self.axis else 1)
@@ -61,20 +64,20 @@ _EXPERTS = (
 )
 _70B = ("llama-3.3-70b nf4 LoRA r=16", "--shape llama-3.3-70b --load-in nf4 --plan auto --steps 5")
 CASES = {  # what matters most, first
-    "70b_nf4_fsdp": Case(*_70B, 3, "fsdp", limit=330),
+    "70b_nf4_fsdp": Case(*_70B, 3, "fsdp", least=1600, limit=330),
     "8b_full": Case(*_FULL, 8),
-    "8b_full_fsdp": Case(*_FULL_SMALL, 8, "fsdp", "8b_full", 0.95, 0.70),
+    "8b_full_fsdp": Case(*_FULL_SMALL, 8, "fsdp", "8b_full", 0.95, 0.70, profiled=True),
     "8b_full_short": Case(*_FULL, 2),
-    "8b_full_short_fsdp": Case(*_FULL, 2, "fsdp", "8b_full_short", 0.95, 0.70),
+    "8b_full_short_fsdp": Case(*_FULL, 2, "fsdp", "8b_full_short", 0.95, 0.70, profiled=True),
     "8b_lora": Case(*_LORA, 8),
-    "8b_lora_fsdp": Case(*_LORA, 8, "fsdp", "8b_lora", 0.97),
-    "8b_lora_data": Case(*_LORA, 8, "data", "8b_lora", 0.985),
+    "8b_lora_fsdp": Case(*_LORA, 8, "fsdp", "8b_lora", 0.97, profiled=True),
+    "8b_lora_data": Case(*_LORA, 8, "data", "8b_lora", 0.985, profiled=True),
     "qwen3_moe": Case(*_EXPERTS, 8, limit=200),
-    "qwen3_moe_fsdp": Case(*_EXPERTS, 8, "fsdp", "qwen3_moe", 0.92, limit=200),
+    "qwen3_moe_fsdp": Case(*_EXPERTS, 8, "fsdp", "qwen3_moe", 0.92, limit=200, profiled=True),
 }
-ENVIRONMENT = ("device", "versions", "commit", "time")
+ENVIRONMENT = ("device", "versions")
 KEPT = (
-    *ENVIRONMENT,
+    *ENVIRONMENT, "commit", "time",
     "tokens_per_second_per_gpu", "step_seconds", "step_seconds_all", "peak_memory_gb_of_each", "residuals",
     "micro_batches", "mfu", "init_seconds", "compile_seconds_cold", "compile_seconds_cached", "predicted_peak_gb",
     "predicted_tokens_per_second", "losses",
@@ -97,6 +100,8 @@ class Runs:
         """A process on one card or on all, and the file of its record; its words go to the file's .log."""
         output = self._folder / f"{name}_{card}.json"
         command = [*CASES[name].command(self.devices), "--cache", str(self._folder / "cache"), "--output", str(output)]
+        if CASES[name].profiled:
+            command += ["--profile", str(output.with_suffix(""))]
         variables = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
         with output.with_suffix(".log").open("a") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables), output
@@ -112,7 +117,8 @@ class Runs:
             if ended and not process.returncode:
                 record = json.loads(output.read_text(encoding="utf-8"))
                 problem = honest(record)
-                found.append({"failed": problem} if problem else {key: record[key] for key in KEPT})
+                kept = {key: record[key] for key in (*KEPT, *(["parts"] if CASES[name].profiled else []))}
+                found.append({"failed": problem} if problem else kept)
                 continue
             words = output.with_suffix(".log").read_text(errors="replace").splitlines() or ["no words"]
             print(*words[-12:], sep="\n", flush=True)
@@ -136,6 +142,12 @@ def speed(runs: list[dict] | None) -> float | None:
     return None if None in speeds else min(speed for speed in speeds if speed is not None)
 
 
+def commits(cases: dict[str, list[dict]]) -> str:
+    """Those that the runs are of, the oldest run's first."""
+    runs = [run for found in cases.values() for run in found if "commit" in run]
+    return ", ".join(dict.fromkeys(run["commit"] for run in sorted(runs, key=lambda run: run["time"])))
+
+
 def peak(runs: list[dict]) -> float:
     """GB of the fullest GPU."""
     return max(gb for run in runs for gb in run["peak_memory_gb_of_each"])
@@ -153,10 +165,14 @@ def ratios(cases: dict[str, list[dict]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def missed(found: dict[str, dict[str, float]]) -> list[str]:
-    """What `ratios` found under a floor or over the memory, in words."""
+def missed(cases: dict[str, list[dict]]) -> list[str]:
+    """What is under a floor or over the memory, in words."""
     words = []
-    for name, ratio in found.items():
+    for name, runs in cases.items():
+        least, here = CASES[name].least, speed(runs)
+        if least is not None and here is not None and here < least:
+            words.append(f"{name}: {here:,.0f} tokens/s a GPU, at least {least:,}")
+    for name, ratio in ratios(cases).items():
         case = CASES[name]
         if ratio["speed"] < (case.floor or 0):
             words.append(f"{name}: {ratio['speed']:.3f} of the speed alone, floor {case.floor}")
@@ -165,19 +181,22 @@ def missed(found: dict[str, dict[str, float]]) -> list[str]:
     return words
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=list(CASES), default=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    wanted = options.cases or list(CASES)
+    if unknown := set(wanted) - set(CASES):
+        parser.error(f"no case of this name: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     record = {"benchmark": "train/mesh", "devices": options.devices}
     if options.output.exists():
         record = json.loads(options.output.read_text(encoding="utf-8"))
     cases = record.get("cases", {})
     runs = Runs(options.devices, options.seconds)
-    for name in options.cases:
+    for name in wanted:
         if speed(cases.get(name)) is not None:
             continue
         if runs.left < LEAST_SECONDS:
@@ -186,12 +205,12 @@ def main() -> int:
         began = runs.left
         cases[name] = runs.run(name)
         record |= {key: run.pop(key) for run in cases[name] for key in ENVIRONMENT if key in run}
-        write(options.output, {**record, "cases": cases, "ratios": ratios(cases)})
+        write(options.output, {**record, "commit": commits(cases), "cases": cases, "ratios": ratios(cases)})
         said = [run.get("failed") or round(run["tokens_per_second_per_gpu"]) for run in cases[name]]
         print(f"{name}: {said}, {began - runs.left:.0f} s", flush=True)
     found = ratios(cases)
-    print(*(f"{name}: {ratio}" for name, ratio in found.items()), *missed(found), sep="\n", flush=True)
-    return int(bool(missed(found)) or any(speed(cases.get(name)) is None for name in options.cases))
+    print(*(f"{name}: {ratio}" for name, ratio in found.items()), *missed(cases), sep="\n", flush=True)
+    return int(bool(missed(cases)) or any(speed(cases.get(name)) is None for name in wanted))
 
 
 if __name__ == "__main__":

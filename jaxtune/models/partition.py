@@ -3,9 +3,9 @@
 Training runs in one shard_map over the whole mesh (`divided`), so that a model and its kernels see plain local arrays,
 as on one device. The mesh has two axes. The rows of a batch are divided over both, `data` and `fsdp`. Tensors are whole
 on the devices along `data`; along `fsdp` each device has a part (a `Shard`) of those that declare a dividing axis, and
-what is computed with them gathers them first (`whole`; in the layers, the stack does it one layer ahead). Sums over
-rows, gradients too, are each device's own until they are added up: those of a Shard's tensor over `fsdp` at once, which
-leaves each device its part of them, the rest once a step. What a model must know of the other devices, it asks here:
+what is computed with them gathers them first (`whole_beside`; in the layers, the stack does it one layer ahead). Sums
+over rows, gradients too, are each device's own until they are added up: those of a Shard's tensor over `fsdp` at once,
+which leaves each device its part of them, the rest once a step. What a model must know of other devices, it asks here:
 `part_of_rows` and `total`. Where nothing is divided, these are 0 and the values as they are.
 
 A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -289,16 +290,48 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, opt_state, is_leaf=is_like)
 
 
-def whole(variable: nnx.Variable) -> jax.Array:
-    """The array of a variable, gathered if it is a Shard; differentiable: this device gets its part of the gradient,
-    summed over `fsdp`."""
+def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """take(table, index) of a variable's array [n, ...], for index int32[...] in [0, n).
+
+    A Shard of many rows is not gathered for a few of them: each device takes those that it has of all devices' rows,
+    and is sent its own by the others. Differentiable as take is.
+    """
     value = variable.get_value()
-    return _gathered(value) if isinstance(value, Shard) else variable[...]
+    if not isinstance(value, Shard):
+        return take(variable[...], index)
+    if value.axis != 0 or value.count * index.size > value.shape[0]:
+        return take(_gathered(value), index)
+    return _rows_of(take, value, index)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
+    return _rows_of_fwd(take, shard, index)[0]
+
+
+def _rows_of_fwd(take, shard: Shard, index: jax.Array):
+    size = shard.array.shape[0]
+    all_index = jax.lax.all_gather(index, FSDP) - jax.lax.axis_index(FSDP) * size  # of all devices, from my first row
+    mine = (all_index >= 0) & (all_index < size)
+    rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
+    mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
+    rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), FSDP)  # of each sum, one device has what is not zero
+    return rows, (back, mine)
+
+
+def _rows_of_bwd(take, residuals, gradient):
+    back, mine = residuals
+    (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, FSDP), 0))
+    return Shard(gradients, 0, mine.shape[0]), None
+
+
+_rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
 
 
 def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(`whole`, x), of a variable that is not needed before x is there: it is gathered after x, and its gradient
-    is scattered before x's goes on. XLA would hold both, whole, as long as it can make one collective of several."""
+    """(the array of a variable, whole, x), of a variable that is not needed before x is there: a Shard is gathered
+    after x, and its gradient is scattered before x's goes on. XLA would hold both, whole, as long as it can
+    make one collective of several."""
     value = variable.get_value()
     if not isinstance(value, Shard):
         return variable[...], x
@@ -334,9 +367,13 @@ def gather(shard: Shard) -> jax.Array:
 
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """This device's part of what is the sum, over `fsdp`, of gradients of a Shard's whole array; added in float32."""
-    wide = jax.lax.psum_scatter(gradient.astype(jnp.float32), FSDP, scatter_dimension=shard.axis, tiled=True)
-    return Shard(wide.astype(gradient.dtype), shard.axis, shard.count)
+    """This device's part of what is the sum, over `fsdp`, of gradients of a Shard's whole array; added in float32.
+
+    One sum of two is rounded once however it is added: two devices send their gradients' own dtype, half the bytes.
+    """
+    wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
+    total = jax.lax.psum_scatter(wide, FSDP, scatter_dimension=shard.axis, tiled=True)
+    return Shard(total.astype(gradient.dtype), shard.axis, shard.count)
 
 
 def shards(tree: Any) -> list[Shard]:

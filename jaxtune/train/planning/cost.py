@@ -30,7 +30,7 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.formats import FourBit, Stored
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.train import optimizer_offload
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.schedule import learning_rate_schedule
 
@@ -100,6 +100,18 @@ class LayerKind:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Bytes that a device receives from the others of its mesh. weights: of all layers, for a forward, and again for a
+    backward; gradients: of what trains of them and is divided, in a backward; around: both of embedding and head, under
+    which nothing runs; sums: of what trains and is whole, once a step."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    around: float = 0.0
+    sums: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class StepCost:
     """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
 
@@ -138,6 +150,7 @@ class StepCost:
     update_bytes: float = 0.0
     less_sums: float = 0.0
     reference_runs: int = 0
+    exchange: Exchange = Exchange()
 
     def fixed_bytes(self, micro_batches: int) -> float:
         """Of a step of so many."""
@@ -176,7 +189,8 @@ def step_cost(
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     leaves = jax.tree.leaves(frozen, is_leaf=_is_stored)
     packed = sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, FourBit))
-    data, fsdp = partition.mesh_shape(config.mesh.data, config.mesh.fsdp)
+    mesh = config.mesh or MeshConfig()
+    data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
     share = partition.held_bytes(masters, fsdp) / nbytes(masters)  # of what trains, on a device
     fixed = {
         "frozen weights": partition.held_bytes(frozen, fsdp) + _PACKED_SLACK * packed / fsdp,
@@ -219,6 +233,23 @@ def step_cost(
         update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
+        exchange=_exchange(kept, frozen, data, fsdp),
+    )
+
+
+def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
+    """trained, frozen: states of variables, as they are kept on the devices."""
+    received, layers = 1 - 1 / fsdp, [tree["layers"] for tree in (trained, frozen) if "layers" in tree]
+    weights = sum(partition.divided_sizes(tree, fsdp)[0] for tree in layers)
+    _, gradients = partition.divided_sizes(trained["layers"], fsdp) if "layers" in trained else (0.0, 0.0)
+    every, (_, divided) = partition.divided_sizes((trained, frozen), fsdp)[0], partition.divided_sizes(trained, fsdp)
+    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
+    devices = data * fsdp
+    return Exchange(  # gradients and sums in float32
+        weights=received * weights,
+        gradients=received * 4.0 * gradients,
+        around=received * (every - weights + 4.0 * (divided - gradients)),
+        sums=8.0 * (whole * (1 - 1 / devices) + divided / fsdp * (1 - 1 / data)),
     )
 
 

@@ -1,0 +1,97 @@
+"""The mesh of a run whose config names none."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from jaxtune.models.published import PUBLISHED
+from jaxtune.models.registry import config_from_hf
+from jaxtune.train.config import AdapterConfig, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.planning import devices, meshes
+from jaxtune.train.planning.choice import PlanError
+from jaxtune.train.planning.cost import abstract_model, step_cost
+
+SMALL = PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": 4}
+LARGE = PUBLISHED["meta-llama/Llama-3.1-8B"] | {"num_hidden_layers": 16}
+
+
+def chosen(hf, device, count, **settings):
+    """(mesh, why) of a full fine-tuning of 16-bit weights."""
+    settings = dict(rows_per_step=8, micro_batches=1, optim=OptimConfig("adamw_8bit")) | settings
+    config = TrainConfig(
+        model=ModelConfig(path="x"), data=DataConfig(train="x", length=512), steps=1, output="x", **settings
+    )
+    model, device = abstract_model(config_from_hf(hf), config), devices.find_device(device)
+
+    def cost_on(mesh):
+        return step_cost(model, dataclasses.replace(config, mesh=mesh))
+
+    return meshes.choose_mesh(cost_on, config, device, devices.budget(config, device), count)
+
+
+def test_what_fits_each_device_is_not_divided():
+    mesh, why = chosen(SMALL, "H200", 2)
+    assert mesh == MeshConfig(2, 1)
+    assert why.startswith("mesh: data=2 fsdp=1, ") and "; data=1 fsdp=2 " in why
+
+
+def test_what_does_not_fit_one_device_is_divided():
+    mesh, why = chosen(LARGE, "RTX 4090", 4)
+    assert mesh.fsdp > 1 and mesh.data * mesh.fsdp == 4
+    assert "data=4 fsdp=1 needs " in why
+
+
+def test_devices_that_cannot_share_the_rows_are_left_out():
+    mesh, why = chosen(SMALL, "H200", 4, rows_per_step=6)
+    assert mesh == MeshConfig(3, 1) and "1 of 4 devices are left out: 6 rows cannot be shared by them all" in why
+
+
+def test_states_on_the_host_are_not_divided():
+    offloaded = OptimConfig("adamw_8bit", offload=True)
+    assert chosen(SMALL, "H200", 2, optim=offloaded)[0] == MeshConfig(2, 1)
+
+
+def test_nothing_fits_any_mesh():
+    with pytest.raises(PlanError, match="no plan fits"):
+        chosen(LARGE, "RTX 3060", 1)
+
+
+def test_gathers_cost_time():
+    """Twice the rows of a LoRA step on two H200s, divided: slower than each alone by what was measured."""
+    config = TrainConfig(
+        model=ModelConfig(path="x"), data=DataConfig(train="x", length=2048), steps=1, output="x", rows_per_step=16,
+        adapter=AdapterConfig(), micro_batches=1,
+    )  # fmt: skip
+    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config)
+    device = devices.find_device("NVIDIA H200")
+
+    def forecast(mesh):
+        parts = step_cost(model, dataclasses.replace(config, mesh=mesh))
+        return meshes.choose(parts, config, device, devices.budget(config, device))
+
+    alone, divided = forecast(MeshConfig(2, 1)), forecast(MeshConfig(1, 2))
+    assert 0.94 < alone.step_seconds / divided.step_seconds < 0.97
+    # Half of each layer's 436 MB, there and back, and of embedding and head.
+    received = 32 * 436e6 + 1.05e9
+    assert divided.collective_seconds == pytest.approx(received / device.peer, rel=0.05)
+    assert alone.exposed_seconds < 0.01 * alone.step_seconds
+
+
+@pytest.mark.parametrize("named", [MeshConfig(1, 2), None])
+def test_a_named_mesh_and_cpus_leave_nothing_to_choose(named):
+    config = TrainConfig(
+        model=ModelConfig(path="x"), data=DataConfig(train="x"), rows_per_step=8, output="x", adapter=AdapterConfig(),
+        mesh=named,
+    )  # fmt: skip
+    assert len(jax.devices()) > 1
+    assert meshes.mesh_of(config, lambda: pytest.fail("asked for a model")) == (named or MeshConfig(), None)
+
+
+def test_several_gpus_are_used_unasked(monkeypatch):
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 1.4e11})
+    monkeypatch.setattr(meshes.jax, "devices", lambda: [gpu, gpu])
+    config = TrainConfig(model=ModelConfig(path="x"), data=DataConfig(train="x"), rows_per_step=8, output="x", steps=1)
+    mesh, why = meshes.mesh_of(config, lambda: abstract_model(config_from_hf(SMALL), config))
+    assert mesh == MeshConfig(2, 1) and "tokens/s at" in why
