@@ -118,6 +118,7 @@ class StepCost:
     known: the residuals of all layers. residuals: {name: bytes a token} of a layer, the mean of all layers; padding:
     {name: bytes} beside that, whatever the tokens. segments: likewise, the mean of all layers. kinds: the different
     layers there are. tiled: residuals that exist for a tile only where layers run in tiles.
+    trained: parameters; trained_here: those that a device updates.
     fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained
     weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
@@ -143,7 +144,8 @@ class StepCost:
     head_bytes: float
     head_gradient_bytes: float
     head_trains: bool
-    trained: float  # parameters
+    trained: float
+    trained_here: float
     has_experts: bool = False
     tiled: tuple[str, ...] = ()
     hosted_bytes: float = 0.0
@@ -227,6 +229,7 @@ def step_cost(
         head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
         head_trains=head_trains,
         trained=nbytes(masters) / 4,
+        trained_here=share * nbytes(masters) / 4,
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         hosted_bytes=on_host * devices,
@@ -245,10 +248,12 @@ def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
     every, (_, divided) = partition.divided_sizes((trained, frozen), fsdp)[0], partition.divided_sizes(trained, fsdp)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
     devices = data * fsdp
-    return Exchange(  # gradients and sums in float32
+    # As partition.scatter sends gradients; sums of what is whole in float32.
+    width = 4.0 if fsdp > 2 else partition.divided_sizes(trained, fsdp)[0] / max(divided, 1.0)
+    return Exchange(
         weights=received * weights,
-        gradients=received * 4.0 * gradients,
-        around=received * (every - weights + 4.0 * (divided - gradients)),
+        gradients=received * width * gradients,
+        around=received * (every - weights + width * (divided - gradients)),
         sums=8.0 * (whole * (1 - 1 / devices) + divided / fsdp * (1 - 1 / data)),
     )
 

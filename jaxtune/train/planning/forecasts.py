@@ -307,7 +307,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     step = forward + backward + head_seconds
     if parts.reference_runs:
         step += parts.reference_runs * _reference_seconds(parts, tokens, head_seconds, device)
-    update = max(parts.trained * 4.0 * 9 / device.copy, state_seconds(parts, device))
+    update = max(parts.trained_here * 4.0 * 9 / device.copy, state_seconds(parts, device))
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},
