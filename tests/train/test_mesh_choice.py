@@ -8,7 +8,15 @@ import pytest
 
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train.config import AdapterConfig, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.config import (
+    AdapterConfig,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from jaxtune.train.planning import devices, meshes
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -58,8 +66,10 @@ def test_nothing_fits_any_mesh():
         chosen(LARGE, "RTX 3060", 1)
 
 
-def test_gathers_cost_time():
-    """Twice the rows of a LoRA step on two H200s, divided: slower than each alone by what was measured."""
+@pytest.fixture(scope="module")
+def lora():
+    """A function of mesh and budget in GB (None: the device's) to the forecast of a LoRA step of 8B, twice the rows of
+    one H200; `plan`: of memory.plan."""
     config = TrainConfig(
         model=ModelConfig(path="x"), data=DataConfig(train="x", length=2048), steps=1, output="x", rows_per_step=16,
         adapter=AdapterConfig(), micro_batches=1,
@@ -67,16 +77,33 @@ def test_gathers_cost_time():
     model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config)
     device = devices.find_device("NVIDIA H200")
 
-    def forecast(mesh):
-        parts = step_cost(model, dataclasses.replace(config, mesh=mesh))
-        return meshes.choose(parts, config, device, devices.budget(config, device))
+    def forecast(mesh, budget_gb=None, plan=None):
+        changed = dataclasses.replace(config, mesh=mesh, memory=MemoryConfig(budget_gb=budget_gb, plan=plan))
+        return meshes.choose(step_cost(model, changed), changed, device, devices.budget(changed, device))
 
-    alone, divided = forecast(MeshConfig(2, 1)), forecast(MeshConfig(1, 2))
+    forecast.device = device
+    return forecast
+
+
+def test_gathers_cost_time(lora):
+    """A step over two divided H200s is slower than each alone by what was measured."""
+    alone, divided = lora(MeshConfig(2, 1)), lora(MeshConfig(1, 2), plan="keep")
     assert 0.94 < alone.step_seconds / divided.step_seconds < 0.97
-    # Half of each layer's 436 MB, there and back, and of embedding and head.
-    received = 32 * 436e6 + 1.05e9
-    assert divided.collective_seconds == pytest.approx(received / device.peer, rel=0.05)
+    # Half of each layer's 436 MB, there and (but the last one's) back, and of embedding and head.
+    received = 31.5 * 436e6 + 1.05e9
+    assert divided.collective_seconds == pytest.approx(received / lora.device.peer, rel=0.05)
     assert alone.exposed_seconds < 0.01 * alone.step_seconds
+
+
+def test_room_is_used_to_gather_weights_once(lora):
+    mesh = MeshConfig(1, 2)
+    again, once, some = lora(mesh, plan="keep"), lora(mesh), lora(mesh, budget_gb=70)
+    assert [f.plan.residuals.whole_weights for f in (again, once)] == [0, 32]
+    assert once.peak_bytes == pytest.approx(again.peak_bytes + 31 * 436e6, rel=0.01)
+    assert once.exposed_seconds == pytest.approx(0.55 * again.exposed_seconds, rel=0.05)
+    assert 1 < some.plan.residuals.whole_weights < 32 and some.peak_bytes < 70e9
+    assert again.step_seconds > some.step_seconds > once.step_seconds
+    assert lora(MeshConfig(2, 1)).plan.residuals.whole_weights == 0
 
 
 @pytest.mark.parametrize("named", [MeshConfig(1, 2), None])

@@ -124,6 +124,7 @@ class StepCost:
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
     float32. head_gradient_bytes: later, of it alone.
     reference_runs: forward passes, in each micro-batch, of a model that does not train.
+    whole_layer_bytes: of the largest layer's weights that are divided over devices, whole.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
     """
 
@@ -153,6 +154,7 @@ class StepCost:
     less_sums: float = 0.0
     reference_runs: int = 0
     exchange: Exchange = Exchange()
+    whole_layer_bytes: float = 0.0
 
     def fixed_bytes(self, micro_batches: int) -> float:
         """Of a step of so many."""
@@ -237,6 +239,14 @@ def step_cost(
         reference_runs=reference_runs,
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
         exchange=_exchange(kept, frozen, data, fsdp),
+        whole_layer_bytes=max(
+            sum(
+                partition.divided_sizes(tree["layers"][i], fsdp)[0]
+                for tree in (kept, frozen)
+                if i in tree.get("layers", {})
+            )
+            for i in range(len(kinds))
+        ),
     )
 
 

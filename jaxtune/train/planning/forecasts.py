@@ -260,12 +260,13 @@ def state_seconds(parts: StepCost, device: Device) -> float:
     return 2 * parts.hosted_bytes / parts.devices / (device.link or device.copy)
 
 
-def _collective_seconds(parts: StepCost, micro: int, forward: float, backward: float, device) -> tuple[float, float]:
+def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
     """(all, exposed) of a step's collectives; forward, backward: seconds of all layers in a micro-batch."""
-    of, rate = parts.exchange, device.peer
-    total = micro * (2 * of.weights + of.gradients + of.around) / rate + of.sums / rate
+    of, rate, micro = parts.exchange, device.peer, plan.micro_batches
+    again = of.weights * (1 - max(plan.residuals.whole_weights, 1) / parts.num_layers)
+    total = micro * (of.weights + again + of.gradients + of.around) / rate + of.sums / rate
     exposed = 0.0
-    for size, above in ((of.weights, forward), (of.weights + of.gradients, backward)):
+    for size, above in ((of.weights, forward), (again + of.gradients, backward)):
         exposed += max(size / rate - _COVER * above, _COLLECTIVE_LOSS * size / rate)
     return total, micro * (exposed + of.around / rate) + of.sums / rate
 
@@ -288,6 +289,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         arriving = layer.arriving
     what, residuals, work = max(moments, key=lambda moment: moment[1] + moment[2])
     bytes_ = {"kept residuals": residuals, what: work}
+    bytes_["weights that stay whole"] = max(plan.residuals.whole_weights - 1, 0) * parts.whole_layer_bytes
     if parts.cast_bytes:
         bytes_["trained weights in the compute dtype"] = parts.cast_bytes
     if parts.head_bytes and what.startswith("the backward"):
@@ -303,7 +305,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         bytes_["gradient sums"] -= parts.less_sums
     forward = sum(layer.forward * count for layer, count in groups)
     backward = sum(layer.backward * count for layer, count in groups)
-    collective, exposed = _collective_seconds(parts, micro, forward, backward, device)
+    collective, exposed = _collective_seconds(parts, plan, forward, backward, device)
     step = forward + backward + head_seconds
     if parts.reference_runs:
         step += parts.reference_runs * _reference_seconds(parts, tokens, head_seconds, device)
