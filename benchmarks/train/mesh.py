@@ -54,7 +54,7 @@ class Case:
         return [sys.executable, str(STEP), *shlex.split(self.arguments), "--rows", str(rows), *mesh]
 
 
-_LORA = ("llama-3.1-8b bf16 LoRA r=16", "--steps 8")
+_LORA = ("llama-3.1-8b bf16 LoRA r=16", "--plan auto --steps 8")
 _FULL = ("llama-3.1-8b, all parameters, 8-bit AdamW", "--rank 0 --optim adamw_8bit --plan auto --steps 6")
 # 0.70 of what a card alone takes with 8 rows: divided states alone leave 0.79 of it, residuals are each GPU's own.
 _FULL_SMALL = (_FULL[0], _FULL[1] + " --budget-gb 73")

@@ -305,6 +305,11 @@ def show_plan(config: TrainConfig, console: Console) -> None:
             "adapter.path=null and adapter.r"
         )
     shape = config_from_hf(find_config(config.model.from_config or config.model.path or ""))
+    if config.plan.device is None:
+        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
+        config = replace(config, mesh=chosen)
+        if why is not None:
+            console.print(why, markup=False, highlight=False)
     device = devices.find_device(name, limit, config.plan.host_gb)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory

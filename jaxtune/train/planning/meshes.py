@@ -25,8 +25,6 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
 
     Args:
       model: gives what trains, whose arrays may be abstract; asked where there is a choice. changes: of step_cost.
-    Raises:
-      PlanError: no mesh has a plan that fits.
     """
     found = jax.devices()
     if config.mesh is not None or len(found) == 1 or found[0].platform == "cpu":
@@ -48,12 +46,10 @@ def choose_mesh(
     count: int,
 ) -> tuple[MeshConfig, str]:
     """(the fastest mesh of as many of `count` devices as can share the rows, why); of equally fast ones, that which
-    divides least.
+    divides least. Where no plan fits any, that which needs least: the planner then says what would.
 
     Args:
       cost_on: the step of the config on a mesh.
-    Raises:
-      PlanError: no mesh has a plan that fits.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)
@@ -67,10 +63,12 @@ def choose_mesh(
             found[mesh] = choose(cost_on(mesh), config, device, budget_bytes)
         except PlanError as error:
             errors[mesh] = error
-    if not found:
-        raise min(errors.values(), key=lambda error: error.smallest.peak_bytes)
-    best = min(found, key=lambda mesh: (round(found[mesh].step_seconds, 3), mesh.fsdp))
-    words = [f"mesh: {_name(best)}, {_figures(found[best])}"]
+    if found:
+        best = min(found, key=lambda mesh: (round(found[mesh].step_seconds, 3), mesh.fsdp))
+        words = [f"mesh: {_name(best)}, {_figures(found[best])}"]
+    else:
+        best = min(errors, key=lambda mesh: errors[mesh].smallest.peak_bytes)
+        words = [f"mesh: {_name(best)}"]
     words += [f"{_name(mesh)} {_figures(forecast)}" for mesh, forecast in found.items() if mesh != best]
     words += [f"{_name(mesh)} needs {error.smallest.peak_bytes / 1e9:.1f} GB" for mesh, error in errors.items()]
     if used < count:
