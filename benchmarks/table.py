@@ -227,14 +227,17 @@ def mesh_table(record: dict) -> list[str]:
     ]
     for name, runs in record["cases"].items():
         case = MESH_CASES[name]
+        if any("failed" in run for run in runs):
+            continue
         speeds = " and ".join(f"{run['tokens_per_second_per_gpu']:,.0f}" for run in runs)
         peaks = " and ".join(f"{max(run['peak_memory_gb_of_each']):.1f}" for run in runs)
-        ratio, floor = record["ratios"].get(name), case.floor
-        missed = " (missed)" if ratio is not None and floor is not None and ratio < floor else ""
-        beside = "-" if ratio is None else f"**{ratio:.3f}**{missed}"
+        ratio, beside = record["ratios"].get(name), "-"
+        if ratio is not None:
+            beside = f"**{ratio['speed']:.3f}**" + (" (missed)" if ratio["speed"] < (case.floor or 0) else "")
+            peaks += f" ({ratio['memory']:.2f} of it alone)"
         mesh = f"mesh.{case.axis}={record['devices']}" if case.axis else "each alone, at once"
         lines.append(
-            f"| {case.title}, {case.rows} x 2,048 a GPU, {mesh} | {speeds} | {beside} | {floor or '-'} | {peaks} |"
+            f"| {case.title}, {case.rows} x 2,048 a GPU, {mesh} | {speeds} | {beside} | {case.floor or '-'} | {peaks} |"
         )
     return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
 

@@ -15,14 +15,16 @@ cost more than the memory that it saves, and whole they are reduced once a step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax._src import config as jax_config  # has no public way to choose a partitioner for one program
 from jax.lax import optimization_barrier
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -76,6 +78,18 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+@contextlib.contextmanager
+def compiling(mesh: Mesh) -> Iterator[None]:
+    """A program that runs on the mesh and is all inside `divided`, so that nothing is left to partition, is lowered and
+    compiled here.
+
+    Without Shardy: to take such a program in and give it out again, it takes as long as all that follows. 32 layers of
+    Llama-3.3-70B on two devices, on two shared cores: XLA's passes 130 s with it and 67 s without, to the same memory.
+    """
+    with jax.set_mesh(mesh), jax_config.use_shardy_partitioner(False):
+        yield
 
 
 # ---- rows
@@ -162,6 +176,13 @@ def held_bytes(tree: Any, fsdp: int) -> float:
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
     return sum(map(one, jax.tree.leaves(_divided(tree, fsdp), is_leaf=_is_shard)))
+
+
+def divided_sizes(tree: Any, fsdp: int) -> tuple[float, float]:
+    """(bytes, elements) of the arrays of a tree of variables that `fsdp` devices divide, whole."""
+    arrays = [shard.array for shard in shards(_divided(tree, fsdp))]  # only marked: nothing is cut here
+    counts = [float(math.prod(array.shape)) for array in arrays]
+    return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
 
 
 def _divided(tree: Any, count: int) -> Any:
