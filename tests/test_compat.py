@@ -120,11 +120,12 @@ def test_arguments_become_a_train_config(folder, tmp_path):
         folder, tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_steps=7, learning_rate=1e-3,
         weight_decay=0.02, optim="sgd", adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-7, max_grad_norm=0.5,
         lr_scheduler_type="cosine", warmup_steps=3, logging_steps=5, seed=11, fp16=True,
-        report_to=["tensorboard", "trackio"], max_length=48, packing=True, save_strategy="steps", save_steps=20,
-        save_total_limit=3, dataset_num_proc=1,
+        report_to=["tensorboard", "trackio"], neftune_noise_alpha=5, max_length=48, packing=True,
+        save_strategy="steps", save_steps=20, save_total_limit=3, dataset_num_proc=1,
     ).config()  # fmt: skip
     assert (config.rows_per_step, config.micro_batches, config.steps, config.epochs) == (12, 4, 7, None)
     assert (config.precision, config.seed, config.max_grad_norm) == ("fp16", 11, 0.5)
+    assert config.neftune_noise_alpha == 5
     optim = config.optim
     assert (optim.name, optim.learning_rate, optim.weight_decay, optim.momentum) == ("sgd", 1e-3, 0.02, 0.0)
     assert (optim.beta1, optim.beta2, optim.eps) == (0.8, 0.95, 1e-7)
@@ -178,6 +179,8 @@ def test_schedules_are_transformers(folder, tmp_path):
     assert schedule(lr_scheduler_type="constant_with_warmup", warmup_steps=5) == ("constant", 5, None)
     assert schedule(warmup_ratio=0.2) == ("linear", 0, 0.2)
     assert schedule(warmup_steps=0.05) == ("linear", 0, 0.05)
+    restarts = dict(lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 3})
+    assert trainer_of(folder, tmp_path, model=model, **restarts).config().schedule.cycles == 3
 
 
 def test_gradient_checkpointing_is_what_becomes_of_residuals(folder, tmp_path):
@@ -259,6 +262,17 @@ def test_embedding_and_head_among_targets_are_trained_whole(folder):
     assert isinstance(plain.module.head.weight, nnx.Param) and plain.module.layers[0].mixer.q_proj.lora is None
 
 
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_do_not_train_beside_adapters(folder, bias):
+    """A model without biases asks for nothing by it, in PEFT neither."""
+    plain = load(folder, peft=False)[0]
+    module = FastLanguageModel.get_peft_model(plain, r=2, bias=bias).module
+    assert {type(lora.a) for _, linear in linears(module) if (lora := linear.lora)} == {nnx.Param}
+    plain.module = Decoder(tiny_config(qkv_bias=True), jax.random.key(0), "float32")
+    with pytest.raises(ValueError, match=rf"bias = '{bias}' would train \S+bias and 5 more"):
+        FastLanguageModel.get_peft_model(plain, r=2, bias=bias)
+
+
 def test_generate_takes_and_gives_what_transformers_does(folder):
     model, tokenizer = load(folder)
     tokenizer.pad_token = tokenizer.eos_token
@@ -312,14 +326,18 @@ ERRORS = [
     (from_(use_gradient_checkpointing="sometimes"), "use_gradient_checkpointing = 'sometimes' is not supported"),
     (from_(max_seq_length=4096), "max_length 4096 does not fit"),
     (from_(full_finetuning=True), "loaded with full_finetuning=True"),
-    (peft_(bias="all"), "bias = 'all' is not supported; leave it at 'none'"),
+    (peft_(bias="some"), "bias = 'some' is not supported; supported: 'none'"),
     (peft_(loftq_config={"bits": 4}), "loftq_config = "),
     (peft_(init_lora_weights="pissa"), "init_lora_weights = 'pissa'"),
     (peft_(target_modules=["c_attn"]), "'c_attn' matches no linear"),
     (peft_(max_seq_length=17), "max_seq_length = 17 belongs to from_pretrained"),
     (config_(optim="lion_8bit"), "optim = 'lion_8bit' is not supported; supported: 'adamw_8bit'"),
     (config_(optim="lion"), "optim = 'lion' is not supported; supported: 'adamw_8bit'"),
-    (config_(neftune_noise_alpha=5), "SFTConfig: neftune_noise_alpha = 5 is not supported"),
+    (config_(neftune_noise_alpha=-5), "neftune_noise_alpha = -5: must be greater than 0"),
+    (
+        config_(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2}),
+        "lr_scheduler_kwargs = {'num_cycles': 2} is not supported with lr_scheduler_type = 'cosine'. Instead: num_cycl",
+    ),
     (config_(packing_strategy="wrapped"), "packing_strategy = 'wrapped'"),
     (config_(lr_scheduler_type="polynomial"), "lr_scheduler_type = 'polynomial'"),
     (config_(save_strategy="best"), "save_strategy = 'best' is not supported; supported: 'steps', 'no', 'epoch'"),

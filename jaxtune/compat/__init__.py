@@ -18,8 +18,9 @@ from jaxtune.compat.callbacks import EarlyStoppingCallback, TrainerCallback, Tra
 from jaxtune.compat.measures import EvalPrediction
 from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
 from jaxtune.compat.preference import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, ORPOConfig, ORPOTrainer
+from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, standardize_data_formats, standardize_sharegpt
-from jaxtune.compat.trainer import SFTConfig, SFTTrainer, TrainingArguments, train_on_responses_only
+from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
 
 __all__ = [
     "CompatModel",

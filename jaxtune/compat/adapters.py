@@ -42,6 +42,7 @@ class LoraConfig:
         target_parameters: Sequence[str] | None = None,
         layers_to_transform: int | Sequence[int] | None = None,
         init_lora_weights: bool | str = True,
+        bias: str = "none",
         **others: Any,
     ):
         settle("LoraConfig", others, PEFT, LoraConfig.__init__)
@@ -49,7 +50,7 @@ class LoraConfig:
             r=r, lora_alpha=lora_alpha, target_modules=target_modules, lora_dropout=lora_dropout,
             use_rslora=use_rslora, use_dora=use_dora, modules_to_save=modules_to_save, rank_pattern=rank_pattern,
             alpha_pattern=alpha_pattern, target_parameters=target_parameters, layers_to_transform=layers_to_transform,
-            init_lora_weights=init_lora_weights,
+            init_lora_weights=init_lora_weights, bias=bias,
         )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ def adapted(
     alpha_pattern: Mapping[str, float] | None,
     layers_to_transform: int | Sequence[int] | None,
     init_lora_weights: bool | str,
+    bias: str,
     experts_too: bool,
     **plain: Any,
 ) -> tuple[Decoder, AdapterConfig]:
@@ -122,9 +124,29 @@ def adapted(
         alpha_pattern=dict(alpha_pattern) if alpha_pattern else None,
     )
     made = jaxtune.get_peft_model(module, **settings, seed=seed)
+    _require_no_biases(where, bias, made)
     if init_lora_weights == "gaussian":
         _start_gaussian(made, seed)
     return made, AdapterConfig(**settings)
+
+
+def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
+    """Refuses to train biases: adapters here hold none. A model without any asks for nothing by `bias`."""
+    if bias not in ("none", "all", "lora_only"):
+        raise ValueError(f"{where}: bias = {bias!r} is not supported; supported: 'none'")
+    if bias == "none":
+        return
+    if bias == "all":
+        names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module))]
+        names = [name for name in names if name.endswith("bias")]
+    else:
+        adapted = [(name, linear) for name, linear in linears(module) if linear.lora is not None]
+        names = [f"{name}.bias" for name, linear in adapted if linear.bias is not None]
+    if names:
+        raise ValueError(
+            f"{where}: bias = {bias!r} would train {names[0]} and {len(names) - 1} more, which adapters do not hold "
+            "here. Instead: bias='none', or full_finetuning=True, which trains biases too"
+        )
 
 
 def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Sequence[int], module: Decoder) -> str:

@@ -300,6 +300,7 @@ class FastLanguageModel:
         layers_to_transform: int | Sequence[int] | None = None,
         finetune_last_n_layers: int | None = None,
         init_lora_weights: bool | str = True,
+        bias: str = "none",
         **others: Any,
     ) -> CompatModel:
         """A new model with LoRA adapters. embed_tokens and lm_head among target_modules are trained whole."""
@@ -316,7 +317,7 @@ class FastLanguageModel:
             model.module, where, random_state, r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
             use_rslora=use_rslora, use_dora=use_dora, target_modules=target_modules,
             target_parameters=target_parameters, modules_to_save=modules_to_save, rank_pattern=rank_pattern,
-            alpha_pattern=alpha_pattern, init_lora_weights=init_lora_weights, experts_too=True,
+            alpha_pattern=alpha_pattern, init_lora_weights=init_lora_weights, bias=bias, experts_too=True,
             layers_to_transform=last_layers(where, finetune_last_n_layers, layers_to_transform, model.module),
         )  # fmt: skip
         return CompatModel(

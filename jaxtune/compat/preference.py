@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtune.compat.arguments import choose
+from jaxtune.compat.settings import SFTConfig, SFTFields
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, TRAINER
-from jaxtune.compat.trainer import SFTConfig, SFTFields, SFTTrainer
+from jaxtune.compat.trainer import SFTTrainer
 from jaxtune.models.lora import matrices
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.config import ObjectiveConfig

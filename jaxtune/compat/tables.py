@@ -65,7 +65,6 @@ PEFT: dict[str, Argument] = {
     "finetune_attention_modules": refused("target_modules with the modules that you want", True),
     "finetune_mlp_modules": refused("target_modules with the modules that you want", True),
     "exclude_modules": refused("target_modules with the modules that you want", None),
-    "bias": refused("bias='none', or full_finetuning=True, which trains biases too", "none"),
     "loftq_config": refused("the plain start of LoRA", None, {}),
     "qat_scheme": refused("qat of jaxtune.train.TrainConfig", None),
     "offload_layers": refused("load_in_4bit=True, for smaller frozen layers", None),
@@ -159,13 +158,11 @@ SFT: dict[str, Argument] = {
     "hub_strategy": idle(_ON_HUB, "every_save"),
     "hub_always_push": idle(_ON_HUB, False),
     "hub_revision": idle(_ON_HUB, None),
-    "lr_scheduler_kwargs": refused("a schedule of jaxtune.train.TrainConfig (schedule.min_ratio)", None, {}),
     "optim_args": refused("the arguments of the optimizer by name: adam_beta1, weight_decay, ...", None),
     "optim_target_modules": refused("optim='adamw_8bit' for small optimizer states", None),
     "average_tokens_across_devices": refused("True: the loss is the mean over all tokens of a step", True),
     "label_smoothing_factor": refused("linear_cross_entropy(label_smoothing=...) in a loop of your own", 0, 0.0),
     "tf32": refused("bf16=True, or float32 as XLA computes it", None),
-    "neftune_noise_alpha": refused("lora_dropout, against overfitting", None),
     "logging_strategy": refused("logging_steps", "steps"),
     "label_names": refused("rows with a response, whose tokens are the labels", None, ["labels"]),
     "eval_delay": refused("eval_steps", 0),
@@ -295,7 +292,10 @@ OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "paged_adamw_32bit": "adamw",
     "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+SCHEDULES = {
+    "linear": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_with_restarts", "constant": "constant",
+    "constant_with_warmup": "constant",
+}  # fmt: skip
 # Unsloth's names of GGUF's types; its own quantised ones (q4_k_m, ...) are llama.cpp's to make.
 GGUF = {
     "fast_quantized": "q8_0", "q8_0": "q8_0", "q4_0": "q4_0", "not_quantized": "f16", "f16": "f16", "bf16": "bf16",

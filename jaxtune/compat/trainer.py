@@ -17,8 +17,17 @@ from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, check
 from jaxtune.compat.measures import EvalPrediction, measures
 from jaxtune.compat.model import CompatModel, FastLanguageModel
 from jaxtune.compat.rows import Tokenised, rows_and_format
-from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, SCHEDULES, SFT, TRAINER
-from jaxtune.models.decoder import Decoder
+from jaxtune.compat.settings import (
+    SFTConfig,
+    TrainingArguments,
+    given_arguments,
+    metrics_config,
+    plain_value,
+    precision,
+    schedule_config,
+    trained_tokens,
+)
+from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, TRAINER
 from jaxtune.models.quant import is_quantized
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
@@ -26,121 +35,13 @@ from jaxtune.train.config import (
     DataConfig,
     EvaluationConfig,
     MemoryConfig,
-    MetricsConfig,
     ModelConfig,
     OptimConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from jaxtune.train.data.labels import derive_markers
 from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.trainer import Trainer
-
-
-@dataclasses.dataclass
-class SFTFields:
-    """The arguments of SFTConfig that are followed."""
-
-    output_dir: str = "trainer_output"
-    per_device_train_batch_size: int = 4
-    gradient_accumulation_steps: int = 2
-    max_steps: int = -1
-    num_train_epochs: float = 3.0
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.001
-    optim: str = "adamw_8bit"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float | None = 1.0
-    lr_scheduler_type: str = "linear"
-    warmup_steps: float = 0
-    warmup_ratio: float = 0.1
-    logging_steps: int = 1
-    report_to: str | Sequence[str] | None = "none"
-    project: str = "huggingface"
-    seed: int = 3407
-    bf16: bool | None = None
-    fp16: bool | None = None
-    gradient_checkpointing: bool | str | None = None
-    save_strategy: str = "steps"
-    save_steps: int = 500
-    save_total_limit: int | None = None
-    eval_strategy: str = "no"
-    eval_steps: int | None = None
-    max_length: int | None = None
-    max_seq_length: int | None = None
-    packing: bool | None = None
-    dataset_text_field: str = "text"
-    dataset_num_proc: int | None = None
-    completion_only_loss: bool | None = None
-    assistant_only_loss: bool = False
-    chat_template_path: str | None = None
-    model_init_kwargs: Mapping[str, Any] | None = None
-    router_aux_loss_coef: float | None = None
-    eval_on_start: bool = False
-    load_best_model_at_end: bool = False
-    metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None
-    full_determinism: bool = False
-
-
-class SFTConfig(SFTFields):
-    """TRL's SFTConfig: the fields of SFTFields; any other argument must ask for nothing.
-
-    load_best_model_at_end keeps a copy of the best trained weights in the host's memory, of the evaluations of one call
-    of train(); metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
-    """
-
-    table = SFT  # of what is not followed
-
-    def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
-        known = {field.name for field in dataclasses.fields(self)}
-        others = {name: value for name, value in arguments.items() if name not in known}
-        settle("SFTConfig" if type(self) is TrainingArguments else type(self).__name__, others, self.table, type(self))
-        super().__init__(output_dir or "trainer_output", **{n: v for n, v in arguments.items() if n in known})
-        vars(self).update(others)  # for callbacks that look at them
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "loss"
-
-
-# transformers' defaults where they are not those of SFTFields.
-_TRANSFORMERS = dict(
-    per_device_train_batch_size=8, gradient_accumulation_steps=1, weight_decay=0.0, optim="adamw_torch",
-    warmup_ratio=0.0, logging_steps=500, seed=42,
-)  # fmt: skip
-
-
-class TrainingArguments(SFTConfig):
-    """transformers' TrainingArguments, with its defaults; torch is not needed."""
-
-    def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
-        super().__init__(output_dir, **(_TRANSFORMERS | arguments))
-
-
-def _arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
-    """Ours (of a kind) of what a script gives: ours, or an object of transformers' or TRL's own class.
-
-    Raises:
-      ValueError: another object.
-    """
-    if args is None or isinstance(args, SFTConfig):
-        return args or kind()
-    kinds = [one.__name__ for one in type(args).__mro__]
-    if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
-        raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.{kind.__name__}")
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    known = fields | kind.table.keys()
-    given = {}
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        value, default = (getattr(one, "value", one) for one in (value, default))
-        # What its class fills in by itself asks for nothing.
-        if field.name in known and value != default and field.name not in ("logging_dir", "hub_strategy", "debug"):
-            given[field.name] = value
-    defaults: dict[str, Any] = {name: value for name, value in _TRANSFORMERS.items() if name in fields}
-    return kind(**(defaults | given))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +91,7 @@ class SFTTrainer:
         if train_dataset is None:
             raise ValueError("SFTTrainer: train_dataset is missing")
         moved = {"dataset_text_field", "max_seq_length", "packing", "dataset_num_proc"} & others.keys()
-        found = _arguments(args, self.config_type)
+        found = given_arguments(args, self.config_type)
         if not isinstance(found, self.config_type) and type(found) not in (SFTConfig, TrainingArguments):
             name, wanted = type(self).__name__, self.config_type.__name__
             raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
@@ -238,7 +139,7 @@ class SFTTrainer:
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
-        return _train_on(self.args, self._format)
+        return trained_tokens(self.args, self._format)
 
     def _objective(self) -> ObjectiveConfig:
         return ObjectiveConfig()
@@ -281,8 +182,8 @@ class SFTTrainer:
         lengths = [length for length in (args.max_length, args.max_seq_length) if length is not None]
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
         strategies = {"steps": "steps", "no": "no", "epoch": "epoch"}
-        saves = choose("SFTConfig", "save_strategy", _value(args.save_strategy), strategies)
-        evaluates = choose("SFTConfig", "eval_strategy", _value(args.eval_strategy), strategies)
+        saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), strategies)
+        evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), strategies)
         if evaluates != "no" and "eval" not in self._rows:
             raise ValueError(f"SFTConfig: eval_strategy = {evaluates!r} needs eval_dataset")
         if args.load_best_model_at_end and evaluates == "no":
@@ -295,7 +196,7 @@ class SFTTrainer:
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
-        optimizer: Any = choose("SFTConfig", "optim", _value(args.optim), OPTIMIZERS)
+        optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         return TrainConfig(
             model=ModelConfig(
                 path="in memory" if source is None else source.path,
@@ -317,11 +218,12 @@ class SFTTrainer:
             epochs=None if args.max_steps > 0 else args.num_train_epochs,
             rows_per_step=batch * parts,
             micro_batches=parts,
-            precision=_precision(args, self.model.module),
+            precision=precision(args, self.model.module),
             seed=args.seed,
             deterministic=args.full_determinism,
             router_aux_loss_coef=args.router_aux_loss_coef,
             max_grad_norm=args.max_grad_norm or None,
+            neftune_noise_alpha=args.neftune_noise_alpha,
             optim=OptimConfig(
                 name=optimizer,
                 learning_rate=args.learning_rate,
@@ -331,7 +233,7 @@ class SFTTrainer:
                 eps=args.adam_epsilon,
                 momentum=0.0,
             ),
-            schedule=_schedule(args),
+            schedule=schedule_config(args),
             memory=MemoryConfig(plan=residuals),
             checkpoint=CheckpointConfig(
                 every_steps=every_save,
@@ -345,7 +247,7 @@ class SFTTrainer:
                 # The run itself evaluates between steps only.
                 at_end=evaluates == "epoch" or (evaluates == "steps" and args.max_steps % every_evaluation == 0),
             ),
-            metrics=_metrics(args),
+            metrics=metrics_config(args),
             output=os.fspath(args.output_dir),
         )
 
@@ -423,11 +325,6 @@ _PADDING_COLLATORS = ("DataCollatorForLanguageModeling", "DataCollatorForSeq2Seq
                       "DefaultDataCollator", "DataCollatorWithFlattening")  # fmt: skip
 
 
-def _value(setting: Any) -> Any:
-    """What a member of one of transformers' enumerations stands for; anything else as it is."""
-    return getattr(setting, "value", setting)
-
-
 def _loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
     """A model that a script names, as TRL loads it: in 16 bits, with room for max_length tokens (1,024)."""
     given = dict(args.model_init_kwargs or {})
@@ -446,47 +343,6 @@ def _with_adapter(model: CompatModel, peft_config: Any, seed: int) -> CompatMode
         module, model.tokenizer, model.max_seq_length, model.residuals, adapter=adapter,
         random_state=model.random_state, packing=model.packing,
     )  # fmt: skip
-
-
-def _train_on(args: SFTConfig, form: str) -> str:
-    """Which tokens TRL trains on: completions alone, everything of text and messages, unless told otherwise."""
-    if args.assistant_only_loss:
-        if form not in ("messages", "sharegpt"):
-            raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
-        return "responses"
-    if args.completion_only_loss and form != "prompt_completion":
-        raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
-    return "responses" if form == "prompt_completion" and args.completion_only_loss is not False else "all"
-
-
-def _schedule(args: SFTConfig) -> ScheduleConfig:
-    kind = _value(args.lr_scheduler_type)
-    name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
-    if kind == "constant":  # as in transformers, "constant" has no warm-up
-        return ScheduleConfig(name=name)
-    if args.warmup_steps >= 1:  # steps win over the ratio
-        return ScheduleConfig(name=name, warmup_steps=int(args.warmup_steps))
-    return ScheduleConfig(name=name, warmup_ratio=args.warmup_steps or args.warmup_ratio)
-
-
-def _precision(args: SFTConfig, module: Decoder) -> Any:
-    if args.bf16 and args.fp16:
-        raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
-    if args.bf16 or args.fp16:
-        return "bf16" if args.bf16 else "fp16"
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[module.dtype]
-
-
-def _metrics(args: SFTConfig) -> MetricsConfig:
-    loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
-    for name in loggers:
-        choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))
-    return MetricsConfig(
-        tensorboard="tensorboard" in loggers,
-        wandb_project=os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None,
-        trackio_project=os.environ.get("TRACKIO_PROJECT", args.project) if "trackio" in loggers else None,
-        log_every=args.logging_steps,
-    )
 
 
 def train_on_responses_only(

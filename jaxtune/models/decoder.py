@@ -18,6 +18,7 @@ from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.draws import uniform
 
 
 class Embedding(nnx.Module):
@@ -46,6 +47,16 @@ def _rows_bwd(residuals, drows):
 
 
 _rows.defvjp(lambda weight, tokens: (weight[tokens], (weight, tokens)), _rows_bwd)
+
+
+def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> jax.Array:
+    """x [B, T, hidden] and uniform noise of at most alpha / sqrt(tokens of the document x hidden) (NEFTune,
+    arXiv:2310.05914): packing changes nothing of it, nor do the devices that rows are divided over."""
+    rows, length, hidden = x.shape
+    tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
+    largest = alpha * jax.lax.rsqrt(tokens * hidden)[..., None]
+    drawn = uniform(key, (rows * length, hidden), partition.part_of_rows()).reshape(x.shape)
+    return (x + largest * (2.0 * drawn - 1.0)).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -125,6 +136,7 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         gradient_sums: Any = None,
         aux: tuple[str, ...] = (),
+        noise: tuple[jax.Array, float] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
         """int32[B, T] -> ([B, T, hidden] after the final norm, in the compute dtype; {name: what layers gave beside}).
 
@@ -135,10 +147,14 @@ class Decoder(nnx.Module):
           plan: what happens to each layer's residuals; everything is kept by default.
           dropout_key: dropout of the adapters, for training.
           gradient_sums, aux: see run_stack.
+          noise: (key, alpha) of NEFTune's noise on the embeddings, for training.
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
         x = self.embed(tokens)
+        if noise is not None:
+            with jax.named_scope("embed"):
+                x = noised(x, layout, *noise)
         x, values = run_stack(self.layers, self.config.layers, x, layout, plan, dropout_key, gradient_sums, aux)
         with jax.named_scope("final_norm"):
             return self.norm(x), values

@@ -143,15 +143,23 @@ class ScheduleConfig:
 
     __pydantic_config__ = _STRICT
 
-    name: Annotated[Literal["linear", "cosine", "constant"], "Shape after the warm-up."] = "linear"
+    name: Annotated[Literal["linear", "cosine", "cosine_with_restarts", "constant"], "Shape after the warm-up."] = (
+        "linear"
+    )
     warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
     warmup_ratio: Annotated[float | None, "The same as a share of all steps."] = None
-    min_ratio: Annotated[float, "Last learning rate as a share of the peak (linear, cosine)."] = 0.0
+    min_ratio: Annotated[float, "Lowest learning rate as a share of the peak (not of constant)."] = 0.0
+    cycles: Annotated[int, "Cosines from the peak down, one after the other (cosine_with_restarts)."] = 1
 
     def __post_init__(self) -> None:
         not_negative("schedule.warmup_steps", self.warmup_steps)
         fraction("schedule.warmup_ratio", self.warmup_ratio, below_one=True)
         fraction("schedule.min_ratio", self.min_ratio)
+        positive("schedule.cycles", self.cycles)
+        require(
+            self.cycles == 1 or self.name == "cosine_with_restarts", "schedule.cycles", self.cycles,
+            "needs schedule.name = cosine_with_restarts",
+        )  # fmt: skip
         if self.warmup_ratio is not None:
             require(
                 self.warmup_steps == 0, "schedule.warmup_steps", self.warmup_steps, "unset it or schedule.warmup_ratio"
@@ -341,9 +349,12 @@ class TrainConfig:
         int | None, "Parts that the rows of a step are computed in, one after the other; null: the fastest that fits."
     ] = None
     precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
-    seed: Annotated[int, "Seed of the adapter's start, the order of the rows and dropout."] = 0
+    seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
+    neftune_noise_alpha: Annotated[
+        float | None, "Noise on the embeddings while training, of up to this / sqrt(a document's tokens x hidden size)."
+    ] = None
     router_aux_loss_coef: Annotated[
         float | None,
         "Load-balancing loss of experts, times this; null: as config.json says (0 unless output_router_logits).",
@@ -385,7 +396,7 @@ class TrainConfig:
             object.__setattr__(self, "epochs", 1.0)
         # A config built in Python has no recipe.
         object.__setattr__(self, "output", self.output.replace("{recipe}", "default"))
-        for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm"):
+        for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm", "neftune_noise_alpha"):
             positive(key, getattr(self, key))
         for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
             not_negative(key, getattr(self, key))

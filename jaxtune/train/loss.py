@@ -72,7 +72,7 @@ class Forward:
     Args:
       max_documents: a promise about the rows that lets faster attention be chosen (see PackedLayout).
       plan: what happens to residuals. chunk_tokens: tokens whose logits exist at a time.
-      dropout_key: adapters' dropout; None for none.
+      dropout_key: adapters' dropout; None for none. noise: (key, alpha) of noise on the embeddings, or None.
       gradient_sums: sums that the layers' gradients are added to; see run_stack.
       routers: whether the losses on routers are wanted, of a model with experts.
 
@@ -91,20 +91,22 @@ class Forward:
         dropout_key: jax.Array | None = None,
         gradient_sums: Any = None,
         routers: bool = False,
+        noise: tuple[jax.Array, float] | None = None,
     ):
         self._max_documents, self._chunk_tokens = max_documents, chunk_tokens
-        self._plan, self._dropout_key, self._gradient_sums = plan, dropout_key, gradient_sums
+        self._plan, self._dropout_key, self._gradient_sums, self._noise = plan, dropout_key, gradient_sums, noise
         self._aux: tuple[str, ...] = ("router_sums",) if routers else ()
         self.runs = 0
         self.routers: jax.Array | None = None
 
     def __call__(self, model: Decoder, batch: Batch) -> jax.Array:
         """[rows, length, hidden] of the model that trains, after its final norm, in the compute dtype."""
-        key, sums = self._dropout_key, self._gradient_sums
+        key, sums, noise = self._dropout_key, self._gradient_sums, self._noise
         if self.runs:  # another run has other masks, and gradients of its own: sums would be counted twice
             key, sums = None if key is None else jax.random.fold_in(key, self.runs), None
+            noise = None if noise is None else (jax.random.fold_in(noise[0], self.runs), noise[1])
         self.runs += 1
-        options: dict[str, Any] = dict(plan=self._plan, dropout_key=key, gradient_sums=sums)
+        options: dict[str, Any] = dict(plan=self._plan, dropout_key=key, gradient_sums=sums, noise=noise)
         hidden, values = self._run(model, batch, **options, aux=self._aux)
         if self._aux:
             sums = partition.total(values["router_sums"])  # their losses are products of sums over all rows

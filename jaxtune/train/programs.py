@@ -66,7 +66,8 @@ class Engine:
     """What computes a run: its step's programs on a mesh, under the planner's plan.
 
     Args:
-      program: the run's; what a plan decides of it is filled in here. before_qat: that of the steps before qat.start.
+      program: the run's; what a plan and the config's noise decide of it is filled in here. before_qat: that of the
+        steps before qat.start.
       batches: of the steps. held_out: rows of an evaluation, which is then compiled with the steps, or None.
 
     Attributes: program, before_qat (both as the plan says), planner, mesh, batches; replicated (how arrays lie that
@@ -83,7 +84,10 @@ class Engine:
         config: TrainConfig,
         held_out: Rows | None,
     ):
-        self.program, self.before_qat, self.planner, self.batches = program, before_qat, planner, batches
+        alpha = config.neftune_noise_alpha
+        self.program = dataclasses.replace(program, noise_alpha=alpha)
+        self.before_qat = None if before_qat is None else dataclasses.replace(before_qat, noise_alpha=alpha)
+        self.planner, self.batches = planner, batches
         self._early_steps = 0 if config.qat is None else config.qat.start
         self._deterministic, self._held_out = config.deterministic, held_out
         self.use_mesh(mesh)

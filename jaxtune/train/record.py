@@ -41,6 +41,7 @@ _INCOMPATIBLE = (
             "precision",
             "seed",
             "max_grad_norm",
+            "neftune_noise_alpha",
             "objective",
             "router_aux_loss_coef",
             "router_z_loss_coef",

@@ -1,7 +1,8 @@
-"""Learning-rate schedules: linear warm-up from zero, then linear, cosine or constant."""
+"""Learning-rate schedules: linear warm-up from zero, then linear, cosine, cosine_with_restarts or constant."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import optax
 
 from jaxtune.train.config import ScheduleConfig
@@ -10,7 +11,8 @@ from jaxtune.train.config import ScheduleConfig
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
     """step (int, from 0) -> learning rate. The first update already moves: step 0 of a warm-up of n has peak / n.
 
-    linear and cosine end at peak * config.min_ratio after total_steps.
+    linear and the cosines end at peak * config.min_ratio after total_steps; of cosine_with_restarts, config.cycles
+    cosines from the peak follow each other, as in transformers.
     """
     warmup = config.warmup_steps
     if config.warmup_ratio is not None:
@@ -22,9 +24,20 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
         after = optax.linear_schedule(peak, peak * config.min_ratio, rest)
     elif config.name == "cosine":
         after = optax.cosine_decay_schedule(peak, rest, alpha=config.min_ratio)
+    elif config.name == "cosine_with_restarts":
+        after = _restarts(peak, rest, config.cycles, config.min_ratio)
     else:
-        raise ValueError(f"schedule.name = {config.name!r}: must be linear, cosine or constant")
+        raise ValueError(f"schedule.name = {config.name!r}: must be linear, cosine, cosine_with_restarts or constant")
     if warmup == 0:
         return after
     rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
     return optax.join_schedules([rise, after], [warmup])
+
+
+def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
+    def rate(step):
+        done = cycles * jnp.minimum(jnp.asarray(step), steps)
+        share = jnp.where(done >= cycles * steps, 1.0, done % steps / steps)  # of a cosine that is gone by
+        return peak * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + jnp.cos(jnp.pi * share)))
+
+    return rate

@@ -32,8 +32,9 @@ from jaxtune.train.rounding import stochastic_round
 # Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
 _GROWTH_STEPS = 2000
 _FIRST_SCALE = 2.0**16
-# Folded into the run's key for the seeds of stochastic rounding; dropout folds in the step, which never gets there.
-_ROUNDING = 0xFFFFFFFF
+# Folded into the run's key for the seeds of stochastic rounding, and for noise on the embeddings; dropout folds in the
+# step, which never gets there.
+_ROUNDING, _NOISE = 0xFFFFFFFF, 0xFFFFFFFE
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +84,8 @@ class StepProgram:
         trainables.
       schedule: learning rate by count of updates made, for the metrics; None where it is not known.
       objective: what the loss of a micro-batch is, and what is measured beside it.
-      plan, chunk_tokens, max_documents: as in Forward. dropout: whether any adapter has dropout.
+      plan, chunk_tokens, max_documents: as in Forward. dropout: whether any adapter has dropout. noise_alpha: of
+        NEFTune's noise on the embeddings, in the gradient steps; None for none.
       full: a promise that every row of a micro-batch is one document without padding (PackedLayout.full).
       max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
       weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
@@ -115,6 +117,7 @@ class StepProgram:
     by_tensor: bool = False
     offload: bool = False
     full: bool = False
+    noise_alpha: float | None = None
     mesh: jax.sharding.Mesh | None = None
 
     @property
@@ -218,10 +221,13 @@ class StepProgram:
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
-        key = None
+        key = noise = None
         if self.dropout:
             key = jax.random.wrap_key_data(state.dropout_key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
+        if self.noise_alpha is not None:
+            own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
+            noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
 
         runs = 0
 
@@ -234,6 +240,7 @@ class StepProgram:
                 dropout_key=key,
                 gradient_sums=layer_sums,
                 routers=bool(self.router_losses),
+                noise=noise,
             )
             loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
             total, routers, runs = loss, forward.routers, forward.runs

@@ -26,6 +26,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
+from jaxtune.pallas import draws
 from jaxtune.pallas.quant_matmul import reference
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
 from jaxtune.train.loss import RouterLosses
@@ -70,6 +71,9 @@ MODELS = {
             get_peft_model(one_layer(), r=4, lora_dropout=0.3, use_dora=True, modules_to_save=["lm_head"])
         ),
         dict(dropout=True),
+    ),
+    "noise on the embeddings of packed rows": (
+        lambda: moved(get_peft_model(one_layer(), r=4)), dict(batch=PACKED, noise_alpha=40.0)
     ),
     "NF4, recomputed": (
         lambda: moved(get_peft_model(quantize(one_layer(), "nf4"), r=4)),
@@ -242,7 +246,7 @@ def test_parts_of_a_dropout_mask_are_those_of_the_whole():
     assert (number >> np.uint64(32)).min() == 1
     words = [jnp.asarray(word.astype(np.uint32)) for word in (number >> np.uint64(32), number & np.uint64(0xFFFFFFFF))]
     one, other = threefry2x32_p.bind(*jax.random.key_data(key), *words)
-    got = reference._bits_of_rows(key, jnp.arange(index * tokens, (index + 1) * tokens, dtype=jnp.uint32)[-2:], width)
+    got = draws.bits_of_rows(key, jnp.arange(index * tokens, (index + 1) * tokens, dtype=jnp.uint32)[-2:], width)
     np.testing.assert_array_equal(got, one ^ other)
 
 

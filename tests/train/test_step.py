@@ -16,12 +16,13 @@ from jax.interpreters import partial_eval
 from tiny_models import tiny_config, tiny_model
 
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.decoder import Decoder
+from jaxtune.models.decoder import Decoder, noised
 from jaxtune.models.lora import get_peft_model
+from jaxtune.pallas.attention import packed_layout
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing import Document, pack
-from jaxtune.train.loss import loss_sums
+from jaxtune.train.loss import Forward, loss_sums
 from jaxtune.train.optim import make_optimizer
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.step import StepProgram, Sums
@@ -148,6 +149,38 @@ def test_dropout_masks_follow_step_and_micro_batch(parts):
     assert len({loss(), loss(step=1), loss(micro_batch=1), loss(seed=1)}) == 4
     plain = program.evaluate(state, frozen, batch)
     assert float(plain[0]) != loss() and float(plain[1]) == float(batch.weights.sum())
+
+
+def test_noise_on_embeddings_follows_the_step_and_the_documents(parts):
+    """Uniform within alpha / sqrt(a document's tokens x hidden), other in each step and micro-batch; no evaluation has
+    any, nor the reference."""
+    program, trainable, frozen, batch, *_ = parts
+    noisy = dataclasses.replace(program, dropout=False, noise_alpha=30.0)
+    accumulate = jax.jit(noisy.accumulate)
+
+    def loss(step=0, micro_batch=0, seed=0):
+        state = dataclasses.replace(noisy.init(trainable, seed=seed), step=jnp.int32(step))
+        return float(accumulate(noisy.zero_sums(trainable), state, frozen, batch, jnp.int32(micro_batch)).loss)
+
+    assert loss() == loss()
+    assert len({loss(), loss(step=1), loss(micro_batch=1), loss(seed=1)}) == 4
+    state = noisy.init(trainable, seed=0)
+    assert [*map(float, noisy.evaluate(state, frozen, batch)[:2])] == [
+        *map(float, program.evaluate(state, frozen, batch)[:2])
+    ]
+    model = nnx.merge(program.graph, trainable, frozen)
+    forward = Forward(noise=(jax.random.key(0), 30.0))
+    assert bool((forward.frozen(model, batch) == Forward()(model, batch)).all())
+    lengths = np.asarray([[12] * 12 + [3] * 3 + [1]] * 500)
+    segments = jnp.asarray([[1] * 12 + [2] * 3 + [3]] * 500)
+    layout = packed_layout(lengths.shape, segments)
+    noise = np.asarray(noised(jnp.zeros((*lengths.shape, 8)), layout, jax.random.key(1), 2.0))
+    largest = 2.0 / np.sqrt(lengths * 8)
+    share = noise / largest[..., None]
+    assert np.abs(share).max() <= 1.0
+    for tokens in (12, 3, 1):  # a uniform number within 1 has a mean square of a third
+        assert (share[lengths == tokens] ** 2).mean() == pytest.approx(1 / 3, rel=0.03)
+        assert abs(share[lengths == tokens].mean()) < 0.03
 
 
 def test_init_copies_what_the_caller_holds(parts):
@@ -395,7 +428,9 @@ def test_adafactor_factors_large_matrices_and_clips_the_update():
 def test_an_unknown_optimizer_or_schedule():
     with pytest.raises(ValueError, match="optim.name = 'lion': must be adamw, adamw_8bit, adafactor or sgd"):
         make_optimizer(OptimConfig(name="lion"), lambda step: 1.0)
-    with pytest.raises(ValueError, match="schedule.name = 'step': must be linear, cosine or constant"):
+    with pytest.raises(
+        ValueError, match="schedule.name = 'step': must be linear, cosine, cosine_with_restarts or constant"
+    ):
         learning_rate_schedule(ScheduleConfig(name="step"), 1.0, 10)
 
 
@@ -499,6 +534,11 @@ def test_fp16_gradients_equal_fp32_s():
         (dict(name="linear", warmup_steps=2), [0.5, 1.0, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
         (dict(name="linear", warmup_ratio=0.25), [0.5, 1.0, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
         (dict(name="cosine"), [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]),
+        (dict(name="cosine_with_restarts"), [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]),
+        (  # transformers' formula
+            dict(name="cosine_with_restarts", cycles=3, warmup_steps=2),
+            [0.5, 1.0, *((1 + math.cos(math.pi * (3 * step / 6 % 1))) / 2 for step in range(6))],
+        ),
         (dict(name="cosine", min_ratio=0.1), [0.1 + 0.9 * (1 + math.cos(math.pi * s / 8)) / 2 for s in range(8)]),
     ],
 )
@@ -508,7 +548,7 @@ def test_schedules(config, want):
     np.testing.assert_allclose(got, 3.0 * np.asarray(want), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts"])
 def test_a_schedule_ends_at_its_last_rate_and_stays(name):
     schedule = learning_rate_schedule(ScheduleConfig(name=name, warmup_steps=3, min_ratio=0.25), 2.0, 10)
     np.testing.assert_allclose([float(schedule(10)), float(schedule(50))], [0.5, 0.5], rtol=1e-6)

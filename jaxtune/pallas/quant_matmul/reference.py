@@ -15,9 +15,9 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jax.extend.random import threefry2x32_p
 from jax.lax import optimization_barrier
 
+from jaxtune.pallas.draws import uniform
 from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.quant_matmul import fp8_product
@@ -186,32 +186,8 @@ _products.defvjp(_products_fwd, _products_bwd)
 def dropout(x, rate, key, part=0):
     """Inverted dropout: zero with probability `rate`, the rest scaled by 1 / (1 - rate). The mask is `part` of one that
     is drawn for as many parts as there are, each as large as x."""
-    if isinstance(part, int) and part == 0:
-        keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    else:
-        rows = jnp.asarray(part, jnp.uint32) * jnp.uint32(x.shape[0]) + jnp.arange(x.shape[0], dtype=jnp.uint32)
-        digits = (_bits_of_rows(key, rows, x.shape[1]) >> 9) | jnp.uint32(0x3F800000)  # as jax.random.uniform: 1 to 2
-        keep = jax.lax.bitcast_convert_type(digits, jnp.float32) - 1.0 < jnp.float32(1.0 - rate)
+    keep = uniform(key, x.shape, part) < jnp.float32(1.0 - rate)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
-
-
-def _bits_of_rows(key, rows: jax.Array, width: int) -> jax.Array:
-    """uint32[len(rows), width]: what jax.random.bits draws for these rows, numbered by uint32, of an array as wide.
-
-    An element's bits are a hash of its number, row * width + column, which has 64 bits, in two words.
-    """
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if (kind := str(jax.random.key_impl(key))) != "threefry2x32":
-            raise ValueError(f"quant_matmul: a dropout_part other than 0 needs a threefry2x32 key, this is {kind}")
-        key = jax.random.key_data(key)
-    if width >= 1 << 16:
-        raise ValueError(f"quant_matmul: dropout over {width} columns in parts; there may be {(1 << 16) - 1}")
-    lower, upper = (rows & 0xFFFF) * jnp.uint32(width), (rows >> 16) * jnp.uint32(width)
-    first = (lower + (upper << 16))[:, None]
-    high = ((upper >> 16) + (first[:, 0] < lower))[:, None]
-    low = first + jnp.arange(width, dtype=jnp.uint32)
-    one, other = threefry2x32_p.bind(key[0], key[1], high + (low < first), low)
-    return one ^ other
 
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):

@@ -1,0 +1,174 @@
+"""The arguments of a run: SFTConfig and TrainingArguments, and what single ones mean to jaxtune.train."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.tables import SCHEDULES, SFT
+from jaxtune.models.decoder import Decoder
+from jaxtune.train.config import MetricsConfig, ScheduleConfig
+
+
+@dataclasses.dataclass
+class SFTFields:
+    """The arguments of SFTConfig that are followed."""
+
+    output_dir: str = "trainer_output"
+    per_device_train_batch_size: int = 4
+    gradient_accumulation_steps: int = 2
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.001
+    optim: str = "adamw_8bit"
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    neftune_noise_alpha: float | None = None
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None
+    warmup_steps: float = 0
+    warmup_ratio: float = 0.1
+    logging_steps: int = 1
+    report_to: str | Sequence[str] | None = "none"
+    project: str = "huggingface"
+    seed: int = 3407
+    bf16: bool | None = None
+    fp16: bool | None = None
+    gradient_checkpointing: bool | str | None = None
+    save_strategy: str = "steps"
+    save_steps: int = 500
+    save_total_limit: int | None = None
+    eval_strategy: str = "no"
+    eval_steps: int | None = None
+    max_length: int | None = None
+    max_seq_length: int | None = None
+    packing: bool | None = None
+    dataset_text_field: str = "text"
+    dataset_num_proc: int | None = None
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    chat_template_path: str | None = None
+    model_init_kwargs: Mapping[str, Any] | None = None
+    router_aux_loss_coef: float | None = None
+    eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    full_determinism: bool = False
+
+
+class SFTConfig(SFTFields):
+    """TRL's SFTConfig: the fields of SFTFields; any other argument must ask for nothing.
+
+    load_best_model_at_end keeps a copy of the best trained weights in the host's memory, of the evaluations of one call
+    of train(); metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
+    """
+
+    table = SFT  # of what is not followed
+
+    def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
+        known = {field.name for field in dataclasses.fields(self)}
+        others = {name: value for name, value in arguments.items() if name not in known}
+        settle("SFTConfig" if type(self) is TrainingArguments else type(self).__name__, others, self.table, type(self))
+        super().__init__(output_dir or "trainer_output", **{n: v for n, v in arguments.items() if n in known})
+        vars(self).update(others)  # for callbacks that look at them
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+
+
+# transformers' defaults where they are not those of SFTFields.
+_TRANSFORMERS = dict(
+    per_device_train_batch_size=8, gradient_accumulation_steps=1, weight_decay=0.0, optim="adamw_torch",
+    warmup_ratio=0.0, logging_steps=500, seed=42,
+)  # fmt: skip
+
+
+class TrainingArguments(SFTConfig):
+    """transformers' TrainingArguments, with its defaults; torch is not needed."""
+
+    def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
+        super().__init__(output_dir, **(_TRANSFORMERS | arguments))
+
+
+def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
+    """Ours (of a kind) of what a script gives: ours, or an object of transformers' or TRL's own class.
+
+    Raises:
+      ValueError: another object.
+    """
+    if args is None or isinstance(args, SFTConfig):
+        return args or kind()
+    kinds = [one.__name__ for one in type(args).__mro__]
+    if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
+        raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.{kind.__name__}")
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = fields | kind.table.keys()
+    given = {}
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value, default = (getattr(one, "value", one) for one in (value, default))
+        # What its class fills in by itself asks for nothing.
+        if field.name in known and value != default and field.name not in ("logging_dir", "hub_strategy", "debug"):
+            given[field.name] = value
+    defaults: dict[str, Any] = {name: value for name, value in _TRANSFORMERS.items() if name in fields}
+    return kind(**(defaults | given))
+
+
+def plain_value(setting: Any) -> Any:
+    """What a member of one of transformers' enumerations stands for; anything else as it is."""
+    return getattr(setting, "value", setting)
+
+
+def trained_tokens(args: SFTConfig, form: str) -> str:
+    """Which tokens TRL trains on: completions alone, everything of text and messages, unless told otherwise."""
+    if args.assistant_only_loss:
+        if form not in ("messages", "sharegpt"):
+            raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
+        return "responses"
+    if args.completion_only_loss and form != "prompt_completion":
+        raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
+    return "responses" if form == "prompt_completion" and args.completion_only_loss is not False else "all"
+
+
+def schedule_config(args: SFTConfig) -> ScheduleConfig:
+    kind = plain_value(args.lr_scheduler_type)
+    name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
+    given = dict(args.lr_scheduler_kwargs or {})
+    cycles = given.pop("num_cycles", 1) if name == "cosine_with_restarts" else 1
+    if given:
+        raise ValueError(
+            f"SFTConfig: lr_scheduler_kwargs = {args.lr_scheduler_kwargs!r} is not supported with lr_scheduler_type = "
+            f"{kind!r}. Instead: num_cycles with 'cosine_with_restarts', or jaxtune.train.Trainer(schedule=...)"
+        )
+    if kind == "constant":  # as in transformers, "constant" has no warm-up
+        return ScheduleConfig(name=name)
+    if args.warmup_steps >= 1:  # steps win over the ratio
+        return ScheduleConfig(name=name, warmup_steps=int(args.warmup_steps), cycles=cycles)
+    return ScheduleConfig(name=name, warmup_ratio=args.warmup_steps or args.warmup_ratio, cycles=cycles)
+
+
+def precision(args: SFTConfig, module: Decoder) -> Any:
+    if args.bf16 and args.fp16:
+        raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[module.dtype]
+
+
+def metrics_config(args: SFTConfig) -> MetricsConfig:
+    loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
+    for name in loggers:
+        choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))
+    return MetricsConfig(
+        tensorboard="tensorboard" in loggers,
+        wandb_project=os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None,
+        trackio_project=os.environ.get("TRACKIO_PROJECT", args.project) if "trackio" in loggers else None,
+        log_every=args.logging_steps,
+    )
