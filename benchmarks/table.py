@@ -217,7 +217,14 @@ def commits_table(record: dict) -> list[str]:
         old, new = (statistics.median(speeds[side]) for side in ("old", "new"))
         lines.append(f"| {title} | {old:,.0f} | {new:,.0f} | **{ratio:.4f}** |")
     note = f"{record['old_commit']} and {record['commit']} in turns on one machine, medians; {_versions(record)}."
-    return [*lines, "", f"{note} `python -m benchmarks.compare --help`."]
+    lines += ["", f"{note} `python -m benchmarks.compare --help`."]
+    if "deterministic" in record:
+        sides = record["deterministic"]["sides"]
+        found = ("losses", "gradient_norms_sha256")
+        same = "the same" if len({str([side[name] for name in found]) for side in sides}) == 1 else "NOT the same"
+        commits = " and ".join(side["commit"] for side in sides)
+        lines += ["", f"Bits of {commits}, {same}: {record['deterministic']['what']}."]
+    return lines
 
 
 def mesh_table(record: dict) -> list[str]:

@@ -16,7 +16,8 @@ import jaxtune
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "jaxtune").rglob("*.py"))
-MAX_LINES = 700
+MAX_LINES = 500
+MAX_KERNEL_LINES = 700
 
 # What each room may import of ours; imports go one way.
 MAY_IMPORT = {
@@ -140,8 +141,10 @@ def test_a_right_import_is_not(module, source):
 
 
 def test_no_file_is_too_long():
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
-    assert not [f"{path.relative_to(ROOT)}: {lines} lines" for path, lines in lengths.items() if lines > MAX_LINES]
+    for path in MODULES:
+        name = path.relative_to(ROOT).as_posix()
+        most = MAX_KERNEL_LINES if name.startswith("jaxtune/pallas/") else MAX_LINES
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= most, name
 
 
 IMPORT_JAXTUNE = """

@@ -134,8 +134,8 @@ def _prepare(layout, window):
 def _table(starts, first, count, falling: bool | None):
     """The work of a kernel, int32[B * tiles, 4]: row, first token, first block of the other side, number of blocks.
 
-    starts np.int32[tiles]; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling says whether
-    every row of it falls already (or rises) and rows are equal, which spares the sort, or is None.
+    starts int32[tiles], of numpy; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling
+    says whether every row of it falls already (or rises) and rows are equal, which spares the sort, or is None.
     """
     rows, tiles = count.shape
     row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], count.shape)
