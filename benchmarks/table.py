@@ -253,6 +253,36 @@ def mesh_table(record: dict) -> list[str]:
     return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
 
 
+def hf_peft_table(record: dict) -> list[str]:
+    """Steps of Hugging Face + PEFT beside ours, all of one call."""
+    lines = [
+        f"| step of {record['rows']} x {record['length']:,} tokens, LoRA r={record['adapter_rank']} | tokens/s "
+        "| peak GB | computed again in the backward | rows at once |",
+        "|---|---|---|---|---|",
+    ]
+    left = []
+    for name, case in record["cases"].items():
+        if "failed" in case:
+            left.append(f"{name} ({case['failed'].splitlines()[0][:120]})")
+            continue
+        four_bit = case["load_in"] == "nf4"
+        ours = "rows_at_once" not in case
+        who = "jaxtune" if ours else "Hugging Face + PEFT + bitsandbytes" if four_bit else "Hugging Face + PEFT"
+        budget = f", memory.budget_gb={case['budget_gb']:g}" if case.get("budget_gb") else ""
+        at_once = record["rows"] // case["micro_batches"] if ours else case["rows_at_once"]
+        lines.append(
+            f"| {case['shape']} {case['load_in'] or 'bf16'}, {who}{budget} | **{case['tokens_per_second']:,.0f}** "
+            f"| {case['peak_memory_gb']:.1f} | {case['recomputes']} | {at_once} |"
+        )
+    versions = record["versions"]
+    names = ("torch", "transformers", "peft", "bitsandbytes")
+    note = (
+        f"{_versions(record)}, {', '.join(f'{name} {versions[name]}' for name in names)}; random weights. "
+        "`python benchmarks/train/hf_peft.py --help` says how."
+    )
+    return [*lines, "", note + (f" Without a result: {', '.join(left)}." if left else "")]
+
+
 def plot_trajectory(record: dict, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -285,6 +315,7 @@ def measured(records: list[dict]) -> str:
         parts += ["", *parts_table(r)]
     texts = {
         "train/pair": pair_text,
+        "train/hf_peft": hf_peft_table,
         "train/commits": commits_table,
         "train/mesh": mesh_table,
         "train/startup": startup_table,

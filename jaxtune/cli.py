@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxtune import terminal
-from jaxtune.commands import chat, common, doctor, evaluate, export, generate, info, profile, report, train, tune
+from jaxtune.commands import chat, common, doctor, evaluate, export, generate, info, profile, report, train, tune, watch
 from jaxtune.terminal import say
 
 USER_ERROR = 2
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     module.__name__.rpartition(".")[2]: module.run
-    for module in (train, generate, chat, evaluate, export, profile, info, tune, report, doctor)
+    for module in (train, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor)
 }
 
 

@@ -24,7 +24,7 @@ from benchmarks.kernels import quant_matmul as quant_benchmark
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, ablation_table, load, rows_of, startup_table
+from benchmarks.table import Rejected, ablation_table, hf_peft_table, load, rows_of, startup_table
 from benchmarks.train import ablation, compile_ahead, memory, startup, step
 from jaxtune.models.config import MoEConfig
 from jaxtune.models.hf import model_from_config, save_pretrained
@@ -291,6 +291,22 @@ def test_what_is_worse_than_its_floor_or_than_the_stored_record_is_named(tmp_pat
     ):
         assert f"  {what}" in said
     assert "fine" not in said
+
+
+def test_theirs_and_ours_stand_in_one_table():
+    shared = dict(shape="llama-3.1-8b", load_in="nf4", tokens_per_second=8725.4, peak_memory_gb=40.04)
+    theirs = shared | dict(recomputes="every layer", rows_at_once=8)
+    ours = shared | dict(recomputes="nothing", micro_batches=4, budget_gb=24.0)
+    versions = dict.fromkeys(("jax", "torch", "transformers", "peft", "bitsandbytes"), "1.0")
+    cases = {"hf_8b_nf4": theirs, "8b_24gb": ours, "hf_gpt_oss": {"failed": "its time ran out"}}
+    record = dict(device="an H200", commit="abcdef1", versions=versions, rows=8, length=2048, adapter_rank=16,
+                  cases=cases)  # fmt: skip
+    lines = hf_peft_table(record)
+    assert lines[2:4] == [
+        "| llama-3.1-8b nf4, Hugging Face + PEFT + bitsandbytes | **8,725** | 40.0 | every layer | 8 |",
+        "| llama-3.1-8b nf4, jaxtune, memory.budget_gb=24 | **8,725** | 40.0 | nothing | 2 |",
+    ]
+    assert lines[-1].endswith("Without a result: hf_gpt_oss (its time ran out).")
 
 
 def test_a_figure_that_misses_its_floor_is_marked_in_the_table():

@@ -104,7 +104,7 @@ def test_train_help_lists_recipes_and_every_key(command):
     result = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
     )
-    assert result.stdout.startswith("usage: python -m jaxtune.train RECIPE [key.sub=value ...] [--check | --plan]")
+    assert result.stdout.startswith("usage: jaxtune train RECIPE [key.sub=value ...] [--check | --plan]")
     words = result.stdout.split()
     assert not [key.name for key in config_keys() if key.name not in words]
     assert not [name for name in packaged_recipes() if name not in words]

@@ -16,7 +16,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="model folder, hub name or adapter folder")
     parser.add_argument("--system", help="the system message")
     parser.add_argument("--no-adapter", action="store_true", help="begin with the adapter off")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer (default: 512)")
     sampling.add_options(parser, temperature=0.7)
     options = parser.parse_args(arguments)
 

@@ -16,7 +16,7 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
     parser.add_argument("--min-p", type=float, default=0.0, help="only those with this part of the likeliest one's")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: less of what was said")
     parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of sampling: the same seed, the same answers (default: 0)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Sequence
 
 from jaxtune.commands import common
+from jaxtune.terminal import say
 
 
 def run(arguments: Sequence[str]) -> int | None:
     """Fine-tune a model, or train one from scratch, as a recipe says."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtune.train", allow_abbrev=False, add_help=False)
+    parser = argparse.ArgumentParser(prog="jaxtune train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--check", action="store_true")
@@ -24,7 +26,10 @@ def run(arguments: Sequence[str]) -> int | None:
     if options.recipe is None or "=" in options.recipe:
         from jaxtune.train.config_file import packaged_recipes
 
-        raise ValueError(f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}")
+        raise ValueError(
+            f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}; "
+            "'jaxtune train --help' says what each is for"
+        )
     from jaxtune.train.config_file import load_config
 
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
@@ -39,23 +44,25 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _print_help() -> None:
-    from rich.table import Table
-
     from jaxtune.train.config_file import config_keys, packaged_recipes, recipe_summary
 
     console = common.wide_console()
     console.print(
-        "usage: python -m jaxtune.train RECIPE [key.sub=value ...] [--check | --plan]\n\n"
-        "RECIPE is a YAML file or the name of a packaged recipe. Overrides win over it; their values are YAML.\n\n"
-        "  --check   read config, tokenizer and data, show what would be trained and one packed row, then stop\n"
-        "  --plan    show the plan: memory and speed, here or on the device plan.device names, then stop\n"
-        "  --help    show this\n"
+        "usage: jaxtune train RECIPE [key.sub=value ...] [--check | --plan]\n\n"
+        "RECIPE is a YAML file or the name of a packaged recipe. Overrides win over it; their values are YAML.\n"
     )
-    recipes = Table(title="Packaged recipes", title_justify="left", box=None, show_header=False)
-    for name, path in packaged_recipes().items():
-        recipes.add_row(name, recipe_summary(path))
-    console.print(recipes)
-    keys = Table("key", "type", "default", "meaning", title="\nKeys", title_justify="left", box=None)
+    common.print_columns([
+        ("--check", "read config, tokenizer and data, show what would be trained and one packed row, then stop"),
+        ("--plan", "show the plan: memory and speed, here or on the device plan.device names, then stop"),
+        ("--help", "show this"),
+    ])  # fmt: skip
+    say("\npackaged recipes\n")
+    common.print_columns([(name, recipe_summary(path)) for name, path in packaged_recipes().items()])
+    say("\nkeys (type, default)\n")
+    part = "model"
     for key in config_keys():
-        keys.add_row(key.name, key.type, key.default, key.help)
-    console.print(keys)
+        if part != (part := key.name.partition(".")[0] if "." in key.name or key.type == "section" else ""):
+            say()
+        # Whole names, however narrow the terminal: they are there to be typed.
+        say(f"  {key.name} ({key.type}, {key.default})")
+        say(textwrap.fill(key.help, console.width, initial_indent=" " * 6, subsequent_indent=" " * 6))

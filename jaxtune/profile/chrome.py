@@ -3,7 +3,8 @@
 Kernels hang on the CPU call that launched them (by correlation id), and that on the operators and ranges around it.
 Scopes are the ranges that a program marks (torch.profiler.record_function) and the modules of a profile taken with
 with_stack=True; a backward operator has the scope of the forward operator with its sequence number. Without either the
-scope is the outermost aten operator. Shapes need record_shapes=True.
+scope is the outermost aten operator. Shapes need record_shapes=True. On a machine without a GPU operators stand
+for kernels.
 """
 
 from __future__ import annotations
@@ -97,13 +98,16 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
             calls[row.get("tid")].append(call)
             if category in ("cuda_runtime", "cuda_driver") and "correlation" in args:
                 launches[args["correlation"]] = call
+    for thread in calls.values():
+        _nest(thread)
+    on_cpu = not device_rows and not head.get("deviceProperties")  # which has the GPUs
+    if on_cpu:
+        device_rows, launches = _operators_as_kernels(calls)
     if not device_rows:
         raise TraceError(
             f"{path}: no GPU kernels in it (event categories kernel, gpu_memcpy, gpu_memset); profile with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or give JAX's .xplane.pb"
         )
-    for thread in calls.values():
-        _nest(thread)
     device_rows, num_devices = _busiest_device(device_rows)
     forward = _Forward(calls)
     marks = sorted(
@@ -119,7 +123,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         event.step = step_of(call.start if call is not None else None)
         events.append(event)
     steps = _steps(events)
-    notes = []
+    notes = ["no GPU in it: operators of the CPU stand for kernels"] if on_cpu else []
     if not marks:
         notes.append(
             "no ProfilerStep ranges: " + ("steps end with the optimizer" if optimizer_ends else "taken as one step")
@@ -136,7 +140,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         path=path,
         framework="torch",
         meta=meta,
-        device=str(properties.get("name", "")),
+        device="CPU" if on_cpu else str(properties.get("name", "")),
         events=events,
         steps=steps,
         num_devices=num_devices,
@@ -155,6 +159,30 @@ def _nest(thread: list[_Call]) -> None:
             stack.pop()
         call.parent = stack[-1] if stack else None
         stack.append(call)
+
+
+def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
+    """Rows as of kernels, and the call of each by its correlation, of a program that ran on the CPU: an operator is
+    the longest stretch of it in which no other runs inside it."""
+    rows, calls = [], {}
+    for thread, all_calls in threads.items():
+        operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
+        inside = collections.defaultdict(list)
+        for call in operators:
+            around = next((one for one in call.up() if one is not call and one.category == "cpu_op"), None)
+            inside[id(around)].append(call)
+        for call in operators:
+            if call.name.startswith("autograd::"):
+                continue
+            ends = [call.start, *(one.end for one in inside[id(call)])]
+            starts = [*(one.start for one in inside[id(call)]), call.end]
+            lasts, start = max((start - end, end) for start, end in zip(starts, ends, strict=True))
+            if lasts > 0:
+                number = len(rows)
+                calls[number] = call
+                rows.append({"ts": start, "dur": lasts, "name": call.name, "cat": "kernel", "tid": thread,
+                             "args": {"correlation": number}})  # fmt: skip
+    return rows, calls
 
 
 def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:

@@ -1,4 +1,4 @@
-"""A run as one HTML page: its curves, its samples, its settings. Nothing is fetched; all figures are in the file."""
+"""A run as HTML: its curves, its samples, its settings. Nothing is fetched; all figures are in the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtune.train.record import CONFIG
 
 _RESULTS = "results.json"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 190, 62, 24
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1d2126; --soft: #5b636d; --line: #dfe2e6; --page: #fbfbfa; --panel: #fff;
   --first: #2e5e8c; --second: #d08770; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #a2abb6; --line: #323841; --page: #14171b;
@@ -23,7 +23,7 @@ _STYLE = """
 body { margin: 0; background: var(--page); color: var(--ink); font: 14px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 20px; margin: 0 0 8px; } h2 { font-size: 15px; margin: 28px 0 8px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
+.grid { margin-top: 14px; display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
 figure { margin: 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
 figcaption { font-weight: 600; } svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
 table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
@@ -39,31 +39,40 @@ def run_page(folder: Path) -> str:
     Raises:
       ValueError: a folder that holds no run.
     """
-    if not (folder / m.JSONL).is_file():
-        raise ValueError(f"{folder} is not a run's folder: there is no {m.JSONL} in it")
-    lines = m.read_metrics(folder / m.JSONL)
-    results = _json(folder / _RESULTS)
-    body = [
-        f"<h1>{_text(folder.resolve().name)}</h1>",
-        _table(_facts(lines, results), "facts"),
-        '<div class="grid">',
-        _chart("loss", "loss", [("training", _points(lines, "loss")), ("evaluation", _points(lines, "eval_loss"))]),
-        _chart("rate", "learning rate", [("learning rate", _points(lines, "learning_rate"))]),
-        _chart("speed", "tokens/s", [("tokens/s", _points(lines, "tokens_per_second"))]),
-        _chart("memory", "peak memory, GB", [("peak", _points(lines, "peak_memory_bytes", 1e-9))]),
-        "</div>",
-        _samples(results),
-        "<h2>Settings</h2>",
-        f'<pre id="config">{_text(_read(folder / CONFIG))}</pre>',
-    ]
+    body = run_body(folder)
     title = f"{folder.resolve().name} - jaxtune"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main></body></html>\n"
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main>\n" + f"{body}\n</main></body></html>\n"
     )
+
+
+def run_body(folder: Path, name: str = "") -> str:
+    """What the page says of the run. name: before the elements' ids, where several runs share a page.
+
+    Raises:
+      ValueError: a folder that holds no run.
+    """
+    if not (folder / m.JSONL).is_file():
+        raise ValueError(f"{folder} is not a run's folder: there is no {m.JSONL} in it")
+    lines = m.read_metrics(folder / m.JSONL)
+    results = _json(folder / _RESULTS)
+    losses = [("training", _points(lines, "loss")), ("evaluation", _points(lines, "eval_loss"))]
+    parts = [
+        f"<h1>{_text(folder.resolve().name)}</h1>",
+        _table(_facts(lines, results), f"{name}facts"),
+        '<div class="grid">',
+        _chart(f"{name}loss", "loss", losses),
+        _chart(f"{name}rate", "learning rate", [("learning rate", _points(lines, "learning_rate"))]),
+        _chart(f"{name}speed", "tokens/s", [("tokens/s", _points(lines, "tokens_per_second"))]),
+        _chart(f"{name}memory", "peak memory, GB", [("peak", _points(lines, "peak_memory_bytes", 1e-9))]),
+        "</div>",
+        _samples(results, name),
+        "<h2>Settings</h2>",
+        f'<pre id="{name}config">{_text(_read(folder / CONFIG))}</pre>',
+    ]
+    return "\n".join(part for part in parts if part)
 
 
 def _text(value: Any) -> str:
@@ -121,7 +130,7 @@ def _table(rows: Sequence[Sequence[str]], name: str, head: Sequence[str] = ()) -
     return f'<table id="{name}">{first}{cells}</table>'
 
 
-def _samples(results: dict[str, Any]) -> str:
+def _samples(results: dict[str, Any], name: str) -> str:
     """Held-out questions with what was expected and what the model said before and after training."""
     before, after = (results[when].get("samples", []) if _scored(results, when) else [] for when in ("before", "after"))
     if not after:
@@ -131,7 +140,14 @@ def _samples(results: dict[str, Any]) -> str:
         (sample["question"], sample["expected"], said.get(sample["question"], "-"), sample["given"]) for sample in after
     ]
     head = ("question", "expected", "before training", "after training")
-    return "<h2>Samples</h2>\n" + _table(rows, "samples", head)
+    return "<h2>Samples</h2>\n" + _table(rows, f"{name}samples", head)
+
+
+def _number(value: float) -> str:
+    """Short enough to stand beside an axis: 17,540, 3.706, 2.00e-04."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.2e}"
+    return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.4g}"
 
 
 def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, float]]]]) -> str:
@@ -151,7 +167,7 @@ def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, 
     for value in (high, (high + low) / 2, low):
         _, y = at(first, value)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y}" y2="{y}" stroke="var(--line)"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value:,.4g}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{_number(value)}</text>')
     for step, anchor in ((first, "start"), (last, "end")):
         parts.append(f'<text x="{at(step, low)[0]}" y="{_HEIGHT - 6}" text-anchor="{anchor}">step {step:,}</text>')
     for style, (_, values) in zip(("first", "second"), series, strict=False):
@@ -159,7 +175,7 @@ def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, 
         parts.append(f'<polyline class="{style}" points="{path}"/>')
         if style == "second" or len(values) == 1:
             dots = (at(*point) for point in values)
-            parts += [f'<circle class="second-dot" cx="{x}" cy="{y}" r="2.5"/>' for x, y in dots]
+            parts += [f'<circle class="second-dot" cx="{x}" cy="{y}" r="3"/>' for x, y in dots]
     named = ", ".join(
         f"{label} {'(line)' if i == 0 else '(dots)'}" for i, (label, values) in enumerate(series) if values
     )

@@ -108,7 +108,11 @@ def test_without_profiler_steps_they_end_with_the_optimizer(tmp_path):
             '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"}]}',
             "lacks or breaks could not convert",
         ),
-        ('[{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1}]', "no GPU kernels"),
+        (
+            '{"deviceProperties": [{"name": "H200"}], "traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm",'
+            ' "ts": 1}]}',
+            "no GPU kernels",
+        ),
     ],
 )
 def test_foreign_json_is_refused_by_name(tmp_path, content, message):

@@ -1,0 +1,25 @@
+"""`jaxtune watch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtune.commands import common
+from jaxtune.terminal import say
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Show runs as they go, side by side, in a browser on this machine."""
+    parser = common.parser("watch", run.__doc__)
+    parser.add_argument("runs", nargs="+", metavar="run", help="folders of runs, of which some may not have begun")
+    parser.add_argument("--port", type=int, default=8642, help="of the page; 0: one that is free (default: 8642)")
+    options = parser.parse_args(arguments)
+    from jaxtune.train import watch
+
+    with watch.server([Path(one) for one in options.runs], options.port) as server:
+        say(f"http://{watch.HOST}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say()

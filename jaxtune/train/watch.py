@@ -1,0 +1,82 @@
+"""Runs as they go, side by side on a page that only this machine sees: what `jaxtune report` shows, as it is now.
+
+The standard library's server answers on the loopback address alone, and only requests that were made to it by that
+name, so that no page of another site can read through the browser what it says.
+"""
+
+from __future__ import annotations
+
+import html
+import http.server
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtune.train import metrics as m
+from jaxtune.train.run_page import STYLE, run_body
+
+HOST = "127.0.0.1"
+_NAMES = (HOST, "localhost")
+_SECONDS = 2
+_SCRIPT = """
+let shown = "";
+async function look() {
+  const note = document.querySelector("#note");
+  try {
+    const text = await (await fetch("runs")).text();
+    note.textContent = "";
+    if (text !== shown) document.querySelector("main").innerHTML = shown = text;
+  } catch { note.textContent = "jaxtune watch has ended: the figures stay as they were"; }
+}
+look();
+setInterval(look, SECONDS * 1000);
+""".replace("SECONDS", str(_SECONDS))
+_PAGE = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<link rel="icon" href="data:,"><title>jaxtune watch</title><style>{STYLE}
+main {{ max-width: none; display: grid; gap: 28px; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); }}
+main .grid {{ grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); }} section {{ min-width: 0; }}
+td {{ overflow-wrap: anywhere; }} #note {{ color: var(--second); padding: 0 20px; }}
+</style></head><body><p id="note"></p><main></main><script>{_SCRIPT}</script></body></html>
+"""
+
+
+def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:
+    """A server that is not yet running (serve_forever) of the page of these runs' folders; port 0: one that is free.
+
+    Raises:
+      ValueError: a port that cannot be had.
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
+                self.send_error(403)
+            elif self.path == "/":
+                self._answer(_PAGE)
+            elif self.path == "/runs":
+                self._answer("\n".join(f"<section>{_of(run, f'run{i}-')}</section>" for i, run in enumerate(runs)))
+            else:
+                self.send_error(404)
+
+        def _answer(self, text: str) -> None:
+            data = text.encode("utf-8", "replace")
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format, *args):
+            pass
+
+    try:
+        return http.server.ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--port {port} cannot be had ({error}): name another, or 0 for one that is free") from None
+
+
+def _of(run: Path, name: str) -> str:
+    if not (run / m.JSONL).is_file():
+        return f'<h1>{html.escape(run.name)}</h1><p class="soft">This run has not begun: there is no {m.JSONL} yet.</p>'
+    return run_body(run, name)

@@ -1,0 +1,80 @@
+"""jaxtune watch: runs as they go, for this machine alone, seen by a browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import subprocess
+import threading
+
+import pytest
+
+from jaxtune import cli
+from jaxtune.train import watch
+
+HOSTILE = "<script>document.title = 'gone'</script>"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.yaml").write_text(f"output: '{HOSTILE}'\n")
+        (folder / "metrics.jsonl").write_text("".join(line(n) for n in range(1, 6)))
+    return [*folders, tmp_path / "to come"]
+
+
+def line(step: int) -> str:
+    return json.dumps({"step": step, "time": 10.0 * step, "loss": 4.0 / step, "learning_rate": 1e-3,
+                       "tokens_per_second": 100.0 * step, "peak_memory_bytes": 2e9}) + "\n"  # fmt: skip
+
+
+@pytest.fixture
+def port(runs):
+    with watch.server(runs) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def get(port: int, path: str, host: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(watch.HOST, port, timeout=60)
+    connection.request("GET", path, headers={"Host": host or f"localhost:{port}"})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_page_follows_the_runs(runs, port):
+    status, text = get(port, "/runs")
+    assert status == 200 and text.count("<section>") == 3 and text.count("<figure") == 8
+    assert "4.0000, 0.8000" in text and "This run has not begun" in text and HOSTILE not in text
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write(line(6))
+    assert "4.0000, 0.6667" in get(port, "/runs")[1]
+    runs[2].mkdir()
+    (runs[2] / "metrics.jsonl").write_text(line(1))
+    assert "has not begun" not in get(port, "/runs")[1]
+
+
+def test_only_this_machine_is_answered(port):
+    assert get(port, "/", "elsewhere.example:80")[0] == get(port, "/runs", f"127.0.0.1.example:{port}")[0] == 403
+    assert get(port, "/metrics.jsonl")[0] == get(port, "/../first/config.yaml")[0] == 404
+
+
+def test_a_port_that_is_taken_is_said(runs, port, capsys):
+    assert cli.main(["watch", str(runs[0]), "--port", str(port)]) == 2
+    assert f"--port {port} cannot be had" in capsys.readouterr().err
+
+
+def test_a_browser_shows_the_runs_side_by_side(port, tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/b",
+               "--virtual-time-budget=3000", f"http://127.0.0.1:{port}/"]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    assert "<title>jaxtune watch</title>" in dom and dom.count("<section>") == 3 and dom.count("<figure") == 8
