@@ -23,7 +23,7 @@ if "programs" in sys.argv:
 else:
     set_flags()
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.append(str(Path(tests.conftest.__file__).parent / "models"))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from tests.golden import records
