@@ -1,7 +1,7 @@
 """Speed of generation: a published shape with random weights made on the device.
 
-    python benchmarks/generate.py [--shape llama-3.1-8b] [--rows decode_bf16,decode_nf4,decode_batch,prefill]
-                                  --output FILE.json
+    python benchmarks/generate.py [--shape llama-3.1-8b] [--rows decode_bf16,decode_batch,prefill,decode_nf4]
+                                  [--profile FOLDER] --output FILE.json
 
   decode_bf16   tokens/s of one row in bfloat16, and the bytes of the weights that a token reads, over the time of a
                 token, as a share of the memory's bandwidth
@@ -11,7 +11,8 @@
 
 A token's time is the difference of two runs of `generate` that differ by 127 tokens, over 127: prefill and the host's
 part of a call fall out of it. The best of five runs, for nothing but the device should be in it. The file is written
-after each row, and rows that it has are not run again.
+after each row, and rows that it has are not run again. With --profile, one run of each row of decoding is traced
+afterwards, and the row says its kernels.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jaxtune.profile
 from benchmarks.random_model import random_model
 from benchmarks.record import environment, write
 from benchmarks.shapes import SHAPES
@@ -77,6 +79,25 @@ def decode(model: Decoder, batch: int, length: int = 128) -> dict:
     short, long = (best(run(new)) for new in NEW)
     seconds = (long - short) / (NEW[1] - NEW[0])
     return {"batch": batch, "prompt": length, "token_seconds": seconds, "tokens_per_second": batch / seconds}
+
+
+def kernels(model: Decoder, batch: int, length: int, folder: Path) -> dict:
+    """Of a traced run of `decode`, by token: the kernels that take longest, [name, scope, shape, calls, us], the sum of
+    all, and the time in which nothing ran."""
+    rows, tokens = prompts(model, batch, length), NEW[0]
+    with jaxtune.profile.capture(folder):
+        generate(model, rows, max_new_tokens=tokens, eos_token_ids=[])
+    report = jaxtune.profile.show(folder)
+    found = sorted(report.kernels, key=lambda row: -row.ms)
+    return {
+        "kernels": sum(row.count for row in found) / tokens,
+        "kernels_us": 1e3 * sum(row.ms for row in found) / tokens,
+        "idle_us": 1e3 * report.idle.ms / tokens,
+        "longest": [
+            [row.name, row.scope, row.shape, round(row.count / tokens, 2), round(1e3 * row.ms / tokens, 2)]
+            for row in found[:24]
+        ],
+    }
 
 
 def one_row(model: Decoder) -> dict:
@@ -137,6 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--profile", type=Path, help="folder for traces of decoding")
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     path = Path(options.output)
@@ -155,6 +177,11 @@ def main() -> int:
         record["must_show"] = must_show(record["rows"])
         write(path, record)
         print(name, f"{time.perf_counter() - begun:.0f} s", json.dumps(record["rows"][name]), flush=True)
+        if options.profile and name.startswith("decode"):
+            row = record["rows"][name]
+            row["profile"] = kernels(model, row["batch"], row["prompt"], options.profile / name)
+            write(path, record)
+            print(name, f"traced, {time.perf_counter() - begun:.0f} s", json.dumps(row["profile"]), flush=True)
     return 0
 
 

@@ -253,6 +253,19 @@ def mesh_table(record: dict) -> list[str]:
     return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
 
 
+def generate_table(record: dict) -> list[str]:
+    """Speed of generation, and what was to be shown of it."""
+    rows = record["rows"]
+    titles = {
+        "decode_bf16": "one row in bf16", "decode_nf4": "one row, layers in NF4", "decode_batch": "32 rows in bf16",
+        "prefill": "prompts of 8 x 2,048",
+    }  # fmt: skip
+    speeds = [f"{title} {rows[name]['tokens_per_second']:,.0f}" for name, title in titles.items() if name in rows]
+    lines = [f"| generation, {record['shape']} | measured | floor | goal |", "|---|---|---|---|"]
+    lines += rows_of(record["must_show"], with_kernel=False)
+    return [*lines, "", f"Tokens/s: {', '.join(speeds)}. {_versions(record)}. `python benchmarks/generate.py --help`."]
+
+
 def hf_peft_table(record: dict) -> list[str]:
     """Steps of Hugging Face + PEFT beside ours, all of one call."""
     lines = [
@@ -321,6 +334,7 @@ def measured(records: list[dict]) -> str:
         "train/startup": startup_table,
         "train/trajectory": trajectory_text,
         "train/memory": memory_table,
+        "generate": generate_table,
     }
     for kind, text in texts.items():
         for r in records:

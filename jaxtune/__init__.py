@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxtune.models.hf import from_pretrained, save_pretrained
     from jaxtune.models.lora import get_peft_model, without_adapter
     from jaxtune.models.merge import merge_adapter
+    from jaxtune.models.reward import reward_model
     from jaxtune.train.config import TrainConfig
     from jaxtune.train.trainer import Trainer
 
@@ -35,6 +36,7 @@ __all__ = [
     "get_peft_model",
     "load_adapter",
     "merge_adapter",
+    "reward_model",
     "save_adapter",
     "save_pretrained",
     "without_adapter",
@@ -51,6 +53,7 @@ _MODULE_OF = {
     "get_peft_model": "jaxtune.models.lora",
     "load_adapter": "jaxtune.models.adapter_files",
     "merge_adapter": "jaxtune.models.merge",
+    "reward_model": "jaxtune.models.reward",
     "save_adapter": "jaxtune.models.adapter_files",
     "save_pretrained": "jaxtune.models.hf",
     "without_adapter": "jaxtune.models.lora",

@@ -56,7 +56,7 @@ def compat_tables() -> str:
                 [name for name in fields(config) if name not in fields(settings.SFTFields)],
                 {name: fate for name, fate in config.table.items() if tables.SFT.get(name) is not fate},
             )
-            for config in (compat.DPOConfig, compat.ORPOConfig, compat.KTOConfig)
+            for config in (compat.DPOConfig, compat.ORPOConfig, compat.KTOConfig, compat.RewardConfig)
         },
         "DPOTrainer, ORPOTrainer and KTOTrainer, beside those of SFTTrainer": ([], tables.REFERENCE_MODEL),
         "save_pretrained_merged": (parameters(compat.CompatModel.save_pretrained_merged), tables.SAVE),

@@ -21,8 +21,11 @@ from jaxtune.compat import (
     FastLanguageModel,
     KTOConfig,
     KTOTrainer,
+    LoraConfig,
     ORPOConfig,
     ORPOTrainer,
+    RewardConfig,
+    RewardTrainer,
     SFTConfig,
     SFTTrainer,
     train_on_responses_only,
@@ -406,6 +409,30 @@ def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, opt
     made.train()
     history = made.state.log_history
     assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
+
+
+def test_reward_trainer(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    args = RewardConfig(
+        output_dir=str(tmp_path / "run"), save_strategy="no", max_steps=6, learning_rate=1e-2,
+        center_rewards_coefficient=0.01, eval_strategy="steps", eval_steps=6, max_length=128,
+    )  # fmt: skip
+    made = RewardTrainer(
+        str(folder), args=args, train_dataset=PREFERENCES, eval_dataset=PREFERENCES[:4], peft_config=LoraConfig(r=2)
+    )
+    assert made.config().objective == ObjectiveConfig("reward", center_rewards_coefficient=0.01)
+    made.train()
+    assert made.state.log_history[-1]["eval_margin"] > 0 and made.model.module.config.num_labels == 1
+    made.save_model(str(tmp_path / "saved"))
+    settings = dict(load_in_4bit=False, max_seq_length=128)
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "saved"), **settings)
+    assert again.module.config.num_labels == 1
+    model, _ = FastLanguageModel.from_pretrained(str(folder), num_labels=1, **settings)
+    assert model.module.config.num_labels == 1
+    with pytest.raises(ValueError, match="RewardTrainer: the model has an adapter and no head"):
+        RewardTrainer(load(folder)[0], args=args, train_dataset=PREFERENCES)
+    with pytest.raises(ValueError, match="num_labels = 2: it can be 1"):
+        FastLanguageModel.from_pretrained(str(folder), num_labels=2, **settings)
 
 
 def test_what_preference_trainers_refuse(folder, tmp_path):

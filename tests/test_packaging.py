@@ -300,7 +300,7 @@ def test_an_environment_that_failed_is_not_kept(checkout):
 def test_torch_and_cuda_go_into_their_own_environments(checkout):
     _, setup = checkout
     assert not [call for call in setup(".venv")[1] if "torch" in call or "cuda" in call]
-    peers = "torch peft trl bitsandbytes jax-triton wandb trackio"
+    peers = "torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors"
     assert [call for call in setup(".venv-parity")[1] if call.endswith(peers)]
     version = metadata.version("jax")
     calls = setup(".venv-aot")[1]

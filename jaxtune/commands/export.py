@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> None:
         default="merged",
         help="merged (the default): the base with the adapter in it; gguf: one file for llama.cpp; gguf-adapter: the "
         "adapter alone for llama.cpp; adapter: PEFT's files, checked; bnb-4bit: bitsandbytes' NF4; fp8: "
-        "compressed-tensors; mxfp4: gpt-oss as it is published",
+        "compressed-tensors; w4a16: four bits for vLLM; mxfp4: gpt-oss as it is published",
     )
     parser.add_argument("--outtype", help="of gguf: f32, f16, bf16, q8_0 or q4_0 (default: that of --dtype)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")

@@ -17,7 +17,16 @@ from jaxtune.compat.adapters import LoraConfig
 from jaxtune.compat.callbacks import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from jaxtune.compat.measures import EvalPrediction
 from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
-from jaxtune.compat.preference import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, ORPOConfig, ORPOTrainer
+from jaxtune.compat.preference import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
 from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
@@ -35,6 +44,8 @@ __all__ = [
     "LoraConfig",
     "ORPOConfig",
     "ORPOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
     "TrainerCallback",
@@ -57,7 +68,6 @@ _ELSEWHERE = {
     "GRPOTrainer": "reinforcement learning is not supported; use TRL",
     "GRPOConfig": "reinforcement learning is not supported; use TRL",
     "PatchDPOTrainer": "nothing is to be patched: leave the call out",
-    "RewardTrainer": "reward models are not supported; use TRL",
     "CPOTrainer": "use jaxtune.train with objective=simpo",
     "TextStreamer": "import it from transformers",
     "get_peft_model": "use FastLanguageModel.get_peft_model, or SFTTrainer(peft_config=...)",

@@ -243,13 +243,14 @@ class FastLanguageModel:
         use_gradient_checkpointing: bool | str = "unsloth",
         random_state: int = 3407,
         packing: bool = True,
+        num_labels: int | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
         """(model, tokenizer) of a model folder, a hub name, or an adapter folder that names its base.
 
         dtype None is bfloat16; torch's dtypes are taken by name. load_in_4bit, the default, is NF4 with double
         quantisation; full_finetuning turns it off. Loading draws nothing, so random_state is kept for sampling only.
-        packing is what SFTConfig's is where it does not say.
+        packing is what SFTConfig's is where it does not say. num_labels=1 gives a head that scores texts.
         """
         where = "FastLanguageModel.from_pretrained"
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
@@ -267,6 +268,10 @@ class FastLanguageModel:
         module, tokenizer = jaxtune.from_pretrained(
             base or model_name, dtype=name, load_in=load_in, max_length=max_seq_length
         )
+        if num_labels is not None:
+            if num_labels != 1:
+                raise ValueError(f"{where}: num_labels = {num_labels!r}: it can be 1, a reward model; leave it out")
+            module = jaxtune.reward_model(module, random_state)
         if base is not None:
             if full_finetuning:
                 raise ValueError(

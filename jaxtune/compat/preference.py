@@ -1,16 +1,19 @@
-"""TRL's DPOTrainer, ORPOTrainer and KTOTrainer with their configs, over the same run as SFTTrainer."""
+"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, over the same run as SFTTrainer."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtune.compat.arguments import choose
-from jaxtune.compat.settings import SFTConfig, SFTFields
-from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, TRAINER
-from jaxtune.compat.trainer import SFTTrainer
+from jaxtune.compat.model import CompatModel
+from jaxtune.compat.settings import SFTConfig, SFTFields, given_arguments
+from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
+from jaxtune.compat.trainer import SFTTrainer, loaded
 from jaxtune.models.lora import matrices
+from jaxtune.models.reward import reward_model
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.config import ObjectiveConfig
 
@@ -53,8 +56,19 @@ class KTOConfig(SFTConfig, KTOFields):
     table = KTO
 
 
+@dataclasses.dataclass
+class RewardFields(SFTFields):
+    center_rewards_coefficient: float | None = None
+
+
+class RewardConfig(SFTConfig, RewardFields):
+    """TRL's RewardConfig."""
+
+    table = REWARD
+
+
 class PreferenceTrainer(SFTTrainer):
-    """What the three share; arguments as of SFTTrainer."""
+    """What they share; arguments as of SFTTrainer."""
 
     table = TRAINER | REFERENCE_MODEL
     form = PREFERENCE
@@ -122,3 +136,28 @@ class KTOTrainer(PreferenceTrainer):
     def _objective(self) -> ObjectiveConfig:
         names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
         return ObjectiveConfig("kto", **{name: getattr(self.args, name) for name in names})
+
+
+class RewardTrainer(PreferenceTrainer):
+    """TRL's RewardTrainer, on rows with chosen and rejected; the model gets a head that scores texts, if it has none.
+
+    A model that has an adapter must have been loaded with such a head: FastLanguageModel.from_pretrained(num_labels=1).
+    """
+
+    config_type = RewardConfig
+    table = TRAINER
+
+    def __init__(self, model: CompatModel | str | os.PathLike, args: Any = None, *others: Any, **arguments: Any):
+        if isinstance(model, str | os.PathLike):
+            model = loaded(os.fspath(model), given_arguments(args, RewardConfig), arguments.get("peft_config") is None)
+        if isinstance(model, CompatModel) and model.module.config.num_labels is None:
+            if model.has_adapter:
+                raise ValueError(
+                    "RewardTrainer: the model has an adapter and no head that scores texts: load it with "
+                    "FastLanguageModel.from_pretrained(num_labels=1), then get_peft_model"
+                )
+            model.module = reward_model(model.module)
+        super().__init__(model, args, *others, **arguments)
+
+    def _objective(self) -> ObjectiveConfig:
+        return ObjectiveConfig("reward", center_rewards_coefficient=self.args.center_rewards_coefficient)

@@ -46,7 +46,6 @@ LOAD: dict[str, Argument] = {
     "fast_inference": refused("vLLM on the folder of save_pretrained_merged", False),
     "float8_kv_cache": refused("vLLM on the folder of save_pretrained_merged", False),
     "qat_scheme": refused("qat of jaxtune.train.TrainConfig", None),
-    "num_labels": refused("a language model; classifiers are not supported", None),
     "model_patcher": refused("a change of model.module, a Flax module", None),
     "on_model_resolved": refused("code after from_pretrained returned", None),
 }
@@ -220,6 +219,9 @@ DPO: dict[str, Argument] = ORPO | {
     "discopop_tau": idle("it belongs to loss_type='discopop'", 0.05),
 }
 KTO: dict[str, Argument] = ORPO | {"loss_type": refused("jaxtune.train.Trainer(objective=...)", "kto")}
+REWARD: dict[str, Argument] = SFT | {
+    name: _PREFERENCE[name] for name in ("disable_dropout", "pad_to_multiple_of", "train_sampling_strategy")
+}
 REFERENCE_MODEL: dict[str, Argument] = {
     "ref_model": refused("an adapter: the reference is the model with its adapter off", None),
 }

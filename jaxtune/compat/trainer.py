@@ -101,7 +101,7 @@ class SFTTrainer:
             others.pop("data_collator")  # it pads, which rows here need not
         settle(type(self).__name__, others, self.table, SFTTrainer)
         if isinstance(model, str | os.PathLike):
-            model = _loaded(os.fspath(model), self.args, full=peft_config is None)
+            model = loaded(os.fspath(model), self.args, full=peft_config is None)
         if not isinstance(model, CompatModel):
             raise ValueError(
                 f"SFTTrainer: model is a {type(model).__name__}; give a name or folder, or load it with "
@@ -325,7 +325,7 @@ _PADDING_COLLATORS = ("DataCollatorForLanguageModeling", "DataCollatorForSeq2Seq
                       "DefaultDataCollator", "DataCollatorWithFlattening")  # fmt: skip
 
 
-def _loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
+def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
     """A model that a script names, as TRL loads it: in 16 bits, with room for max_length tokens (1,024)."""
     given = dict(args.model_init_kwargs or {})
     dtype = given.pop("dtype", given.pop("torch_dtype", None))

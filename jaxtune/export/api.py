@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxtune.export import adapters, folders, gguf_file, gguf_tensors
+from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import tokenizer_fields
 from jaxtune.models.decoder import Decoder
@@ -62,6 +62,8 @@ def export_model(
     if outtype is not None and outtype not in gguf_file.OUTTYPES:
         raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(gguf_file.OUTTYPES)}")
     job = _Job(require_new(path, "export"), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
+    if to.startswith("gguf") and model.config.num_labels is not None:
+        raise ValueError(f"export: to = {to!r}: GGUF has no model that scores texts (a reward model); take merged")
     return FORMATS[to](model, job)
 
 
@@ -136,6 +138,7 @@ FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     "merged": _folder(lambda model, *rest: folders.write_merged(_whole(model), *rest)),
     "bnb-4bit": _folder(lambda model, *rest: folders.write_bnb(_whole(model), *rest)),
     "fp8": _folder(lambda model, *rest: folders.write_fp8(_whole(model), *rest)),
+    "w4a16": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest)),
     "mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest)),
     "adapter": _folder(lambda model, folder, tokenizer, _: adapters.write(model, folder, tokenizer)),
     "gguf": _gguf,

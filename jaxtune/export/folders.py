@@ -22,7 +22,7 @@ from jaxtune.pallas.formats import MXFP4, dense
 def write_merged(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """The model in its own dtype, what is in four bits too."""
     model = dequantize(model) if is_quantized(model) else model
-    return _write(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
+    return write_planned(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
 
 
 def write_bnb(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
@@ -30,13 +30,13 @@ def write_bnb(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int
     if model.config.moe is not None:
         raise ValueError("bnb-4bit: transformers 5 has no experts in four bits, so it could not load the result")
     model = _stored_in(model, "nf4")
-    return _write(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
+    return write_planned(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
 
 
 def write_fp8(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """Linears and experts in FP8 with a scale for each row, in compressed-tensors' layout, which vLLM loads."""
     model = _stored_in(model, "fp8")
-    return _write(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
+    return write_planned(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
 
 
 def _stored_in(model: Decoder, load_in: str) -> Decoder:
@@ -59,7 +59,7 @@ def write_mxfp4(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: i
             "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
         ],
     }  # fmt: skip
-    return _write(model, folder, tokenizer, max_shard_bytes, planned, {"quantization_config": quantization})
+    return write_planned(model, folder, tokenizer, max_shard_bytes, planned, {"quantization_config": quantization})
 
 
 def _mxfp4_tensors(name: str, weight, sizes: tuple[int, int, int]) -> dict[str, tuple]:
@@ -84,24 +84,34 @@ def _mxfp4_tensors(name: str, weight, sizes: tuple[int, int, int]) -> dict[str, 
     }
 
 
-def _write(
-    model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int, planned: hf.Planned, extra: dict | None = None
+def write_planned(
+    model: Decoder,
+    folder: Path,
+    tokenizer: Any,
+    max_shard_bytes: int,
+    planned: hf.Planned,
+    extra: dict | None = None,
+    loads: bool = True,
 ) -> list[str]:
+    """Writes the folder and reads it back. extra: of config.json. loads: see verify."""
     require_space(folder, hf.checkpoint_bytes(planned))
     hf.write_checkpoint(folder, planned, hf.hf_config_of(model, tokenizer) | (extra or {}), max_shard_bytes)
     hf.write_companions(folder, model, tokenizer)
-    verify(folder, planned)
+    verify(folder, planned, loads)
     return []
 
 
-def verify(folder: Path, planned: hf.Planned) -> None:
+def verify(folder: Path, planned: hf.Planned, loads: bool = True) -> None:
     """Reads a folder and compares every byte of every tensor with the model's, and the tensors with config.json.
+
+    loads: whether jaxtune loads such folders itself, so that tensors are compared with config.json.
 
     Raises:
       ArithmeticError: something is not as it was meant.
     """
     try:
-        hf.Pretrained(folder)
+        if loads:
+            hf.Pretrained(folder)
         entries = weight_entries(folder)
         wanted = {name: part for parts in planned.values() for name, part in parts.items()}
         wrong = sorted(wanted.keys() ^ entries.keys())

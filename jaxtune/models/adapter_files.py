@@ -41,11 +41,13 @@ from jaxtune.models.lora import (
     pattern_values,
 )
 from jaxtune.models.model_folder import read_json
+from jaxtune.models.reward import reward_model
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."
 _FINGERPRINT = "jaxtune_base_fingerprint"
+_SCORES = "SEQ_CLS"  # the task_type of an adapter of a model that scores texts
 _PEFT_VERSION = "0.21.2"  # whose format this is
 
 # Settings of PEFT's LoraConfig that load_adapter follows, and those that change nothing once an adapter is trained.
@@ -117,7 +119,7 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
     if isinstance(model.embedding.weight, nnx.Param):
         tensors[f"{_PREFIX}model.embed_tokens.weight"] = model.embedding.weight
     if isinstance(model.head_variable, nnx.Param):
-        tensors[f"{_PREFIX}lm_head.weight"] = model.head_variable
+        tensors[f"{_PREFIX}{model.config.head_name}.weight"] = model.head_variable
     return tensors
 
 
@@ -178,7 +180,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     """Adds the adapter of a PEFT folder to a model without one.
 
     Args:
-      model: the base that the adapter was trained on.
+      model: the base that the adapter was trained on; of one that scores texts, the causal model too.
       path: a folder with adapter_model.safetensors and adapter_config.json, written here or by PEFT.
     Returns:
       a new model that shares every base array with `model`; adapters are float32 whatever the file holds.
@@ -188,6 +190,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     """
     folder = Path(path)
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
+    if config.get("task_type") == _SCORES and model.config.num_labels is None:
+        model = reward_model(model)
     arrays, metadata = _read_tensors(folder)
     theirs, ours = metadata.get(_FINGERPRINT), model.base_fingerprint
     if theirs is not None and ours is not None and theirs != ours:
@@ -252,7 +256,7 @@ def _config_of(model: Decoder) -> dict[str, Any]:
         raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
     return settings | {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.config.num_labels is None else _SCORES,
         "peft_version": _PEFT_VERSION,
         "auto_mapping": None,
         "base_model_name_or_path": None if model.source is None else model.source.path,
@@ -455,7 +459,9 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
-    return sorted({name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()})
+    names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
+    # PEFT names every module that a head could be.
+    return sorted(names - {"classifier"} if config.get("task_type") == _SCORES else names)
 
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:

@@ -148,6 +148,8 @@ class DecoderConfig:
       (Qwen3-Next).
     attention_sinks: one more logit a head, learned, in every softmax of attention (gpt-oss).
     moe: experts in place of the MLP, in every layer.
+    num_labels: 1: the head gives one number for each token, a reward, in place of logits (Hugging Face's
+      ForSequenceClassification).
     """
 
     family: str
@@ -178,6 +180,7 @@ class DecoderConfig:
     attention_gate: bool = False
     attention_sinks: bool = False
     moe: MoEConfig | None = None
+    num_labels: int | None = None
     initializer_range: float = 0.02
 
     def __post_init__(self):
@@ -198,6 +201,11 @@ class DecoderConfig:
         ):
             if cap is not None:
                 values.positive(key, cap)
+        if self.num_labels is not None:
+            if self.num_labels != 1:
+                raise ValueError(f"num_labels {self.num_labels}: a model that scores texts gives one number; set 1")
+            if self.tie_embeddings:
+                raise ValueError("num_labels: the head of a model that scores texts is no embedding")
         if self.fused and self.attention_gate:
             raise ValueError("attention_gate: a fused qkv_proj has no gates")
         if self.num_heads % self.num_kv_heads:
@@ -218,6 +226,11 @@ class DecoderConfig:
             if rope.kind == "yarn"
         )
         return max(self.max_position_embeddings, *stretched, 0)
+
+    @property
+    def head_name(self) -> str:
+        """The module of a checkpoint that is the head."""
+        return "lm_head" if self.num_labels is None else "score"
 
     @property
     def num_layers(self) -> int:

@@ -84,13 +84,14 @@ class Decoder(nnx.Module):
         blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
         self.layers = nnx.List(blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
-        size, std = (config.hidden_size, config.vocab_size), config.initializer_range
+        size, std = (config.hidden_size, config.num_labels or config.vocab_size), config.initializer_range
         tied = config.tie_embeddings
         self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
 
     @property
     def head_variable(self) -> nnx.Variable:
-        """The [vocab, hidden] tensor that makes logits: the head's own, or the embedding's if tied."""
+        """The [vocab, hidden] tensor that makes logits: the head's own, or the embedding's if tied; [1, hidden] of a
+        model that scores texts."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     @property
@@ -164,12 +165,12 @@ class Decoder(nnx.Module):
         return self.run(*arguments, **options)[0]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., hidden] -> float32[..., vocab], soft-capped where the family does that."""
+        """[..., hidden] -> float32[..., vocab], soft-capped where the family does that; or [..., 1], the scores."""
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head, hidden = partition.whole_beside(self.head_variable, hidden)
         head = head.astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
-        cap = self.config.final_soft_cap
+        cap = self.config.final_soft_cap if self.config.num_labels is None else None
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(

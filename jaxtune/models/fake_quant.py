@@ -25,12 +25,21 @@ def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
     `dtype` gets these very values.
     """
     groups = weight.astype(jnp.float32).reshape(weight.shape[0], -1, group_size)
+    scale = int4_scales(groups, dtype).astype(jnp.float32)
+    return (int4_codes(groups, scale) * scale).astype(dtype).reshape(weight.shape)
+
+
+def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
+    """[out, n, 1] in dtype: the scales of groups float32[out, n, group]."""
     # XLA may make a product of a division by a constant, or not: a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
-    scale = scale.astype(dtype).astype(jnp.float32)
-    codes = jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
-    return (codes * scale).astype(dtype).reshape(weight.shape)
+    return scale.astype(dtype)
+
+
+def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
+    """float32, whole numbers from -8 to 7: the codes of groups with scales float32[out, n, 1]."""
+    return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,10 +192,11 @@ def split_experts(weight: FP8, rows: int, pieces: list[tuple[str, int, int]]) ->
     return found
 
 
-def quantization_config(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of a model with weights in FP8. weights: all matrices by name."""
+def quantization_config(weights: Mapping[str, Any], head: str) -> dict[str, Any]:
+    """What config.json says of a model with weights in FP8. weights: all matrices by name. head: the name of the
+    model's head."""
     first = next(weight for weight in weights.values() if isinstance(weight, FP8))
-    plain = ["lm_head", *(name for name, weight in weights.items() if not isinstance(weight, FP8))]
+    plain = [head, *(name for name, weight in weights.items() if not isinstance(weight, FP8))]
     if first.block == TILE:
         return {
             "quant_method": "fp8",

@@ -82,10 +82,12 @@ def generate(
       for each prompt its new tokens, up to and with the one that ended it; with output_logprobs (those, logarithms).
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions; a
-        setting out of its range; stop_strings without a tokenizer; weights that are divided over devices.
+        setting out of its range; stop_strings without a tokenizer; weights that are divided over devices; a model that
+        scores texts.
     """
     config = model.config
-    partition.require_undivided(model, "generate")
+    if config.num_labels is not None:
+        raise ValueError("generate: this model scores texts (a reward model) and cannot continue them")
     rows = _checked(prompts, max_new_tokens, config.vocab_size, config.max_position_embeddings)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
@@ -104,7 +106,9 @@ def generate(
         tokens[index, : len(row)] = row
     logprobs = np.zeros(tokens.shape, np.float32)
     ended = np.arange(batch) >= count  # rows that only fill the bucket
+    # Once: walking over a model of 32 layers takes the host as long as the device takes for a thousand tokens.
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    partition.require_undivided((trainable, frozen), "generate")
     switch = min(
         (
             rope.original_max_position_embeddings or config.max_position_embeddings
@@ -322,6 +326,8 @@ def _decode(graph, kind: Kind, trainable, frozen, carry: _Carry, request: _Reque
             states = []
             for (layer_graph, *state), spec, kept in zip(splits, config.layers, carry.states, strict=True):
                 x, kept = _layer_step(layer_graph, spec, *state, x, tables, kept, at)
+                # Else what reads the residual stream adds up all the layers below it again.
+                x = jax.lax.optimization_barrier(x)
                 states.append(kept)
             return step + 1, _append(model, kind, request, carry._replace(states=states), x)
 

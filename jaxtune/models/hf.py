@@ -241,9 +241,7 @@ class Pretrained:
             )
         self._graph, flat, modules = _abstract(config, self._dtype)
         norms = family(config.family).NORMS
-        self._variables = {
-            tensor_name(variable_path, norms, config.layers): (variable_path, v) for variable_path, v in flat
-        }
+        self._variables = {tensor_name(where, norms, config.layers, config.head_name): (where, v) for where, v in flat}
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         entries, self._carried = carried.divide(entries, config, hf, whole)
         if hf is not whole:
@@ -391,7 +389,8 @@ def model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
         path = item[0]
         return ("embedding", "layers", "norm", "head").index(path[0]), path[1] if path[0] == "layers" else 0
 
-    return {tensor_name(path, norms, model.config.layers): variable for path, variable in sorted(flat, key=order)}
+    layers, head = model.config.layers, model.config.head_name
+    return {tensor_name(path, norms, layers, head): variable for path, variable in sorted(flat, key=order)}
 
 
 def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[str, tuple]:

@@ -20,7 +20,10 @@ from jaxtune.models.layers.experts import ExpertLinear, ExpertLora
 from jaxtune.models.linear import Frozen, Linear, Lora, frozen, row_norm, trained
 from jaxtune.pallas.formats import dense
 
-_SAVABLE = ("embed_tokens", "lm_head")
+
+def savable(model: Decoder) -> tuple[str, str]:
+    """What modules_to_save can name: the embedding and the head."""
+    return "embed_tokens", model.config.head_name
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
@@ -104,7 +107,8 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
         return chosen
     for target in target_modules:
         if not any(name_matches(name, target) for name in names):
-            hint = " (put it in modules_to_save to train it whole)" if target in _SAVABLE else ""
+            whole = ("embed_tokens", "lm_head", "score")
+            hint = " (put it in modules_to_save to train it whole)" if target in whole else ""
             if experts:
                 hint = " (experts are named in target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj)"
             raise ValueError(
@@ -187,7 +191,8 @@ def get_peft_model(
         expert. Without dropout or DoRA, as in PEFT.
       lora_dropout: on the adapters' input, one mask for the linears that share it.
       use_dora: weight-decomposed adapters (arXiv 2402.09353).
-      modules_to_save: of "embed_tokens", "lm_head": trained whole, in float32 masters; tied heads stay tied.
+      modules_to_save: of "embed_tokens", "lm_head": trained whole, in float32 masters; tied heads stay tied. "score",
+        the head of a model that scores texts, always is.
       rank_pattern, alpha_pattern: {regular expression over the end of a module name: value}.
       seed: of the random start of A; B starts at zero.
     Returns:
@@ -219,9 +224,11 @@ def get_peft_model(
         if lora.magnitude is not None:
             lora.magnitude.set_value(row_norm(dense(linear.stored_weight), lora.a[...], lora.b[...], lora.scale))
         linear.lora = lora
-    for name in modules_to_save or ():
-        if name not in _SAVABLE:
-            raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {', '.join(_SAVABLE)}")
+    head = model.config.head_name
+    for name in {*(modules_to_save or ()), *([head] if model.config.num_labels else [])}:
+        if name not in savable(model):
+            known = ", ".join(savable(model))
+            raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {known}")
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
             holder.original = holder.weight
@@ -307,8 +314,8 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
     except ValueError:
         return False
     loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}
-    saved = set(settings["modules_to_save"] or ())
-    saved = set(_SAVABLE) if saved and model.head is None else saved
+    saved = {*(settings["modules_to_save"] or ()), *([model.config.head_name] if model.config.num_labels else [])}
+    saved = set(savable(model)) if saved and model.head is None else saved
     return (
         wanted == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}
         and all(settings[key] == actual[key] for key in ("lora_dropout", "use_rslora", "use_dora"))
@@ -318,7 +325,7 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 def _saved(model: Decoder) -> list[str]:
     """modules_to_save of a model with adapters; both names of a tied head that trains."""
-    holders = zip(_SAVABLE, (model.embedding.weight, model.head_variable), strict=True)
+    holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 
 

@@ -125,7 +125,7 @@ def merge_adapter(model: Decoder) -> Decoder:
             module.weight = trained(module.weight, module.weight.get_value().astype(dtype))
             if module.original is not None:
                 del module.original
-            outcomes["lm_head" if isinstance(module, Linear) else "embed_tokens"] = (
+            outcomes[model.config.head_name if isinstance(module, Linear) else "embed_tokens"] = (
                 jnp.isfinite(module.weight.get_value()).all(), jnp.zeros(()),
             )  # fmt: skip
     for name, (finite, error) in jax.device_get(outcomes).items():
@@ -171,7 +171,8 @@ def _check_logits(model: Decoder, merged: Decoder, changed: int) -> None:
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
     roundoff = _roundoff(merged.norm.weight.get_value().dtype) + _FP32_ROUNDOFF * widest**0.5
     bound = _LOGITS_MARGIN * roundoff * changed**0.5
-    scale = jnp.sqrt(jnp.mean(jnp.square(expected - expected.mean(-1, keepdims=True))))
+    middle = expected.mean(-1 if config.num_labels is None else None, keepdims=True)  # of scores, over all tokens
+    scale = jnp.sqrt(jnp.mean(jnp.square(expected - middle)))
     error = float(jnp.sqrt(jnp.mean(jnp.square(got - expected))) / scale)
     if not error <= bound:
         raise ArithmeticError(

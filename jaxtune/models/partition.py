@@ -117,6 +117,13 @@ def total(sums: Any) -> Any:
     return _total(sums) if _row_axes() else sums
 
 
+def largest(value: jax.Array) -> jax.Array:
+    """Of a value that is the largest of this device's rows, that of all rows. Without a gradient."""
+    axes = _row_axes()
+    value = jax.lax.stop_gradient(value)
+    return jax.lax.pmax(value, axes) if axes else value
+
+
 @jax.custom_vjp
 def _total(sums):
     axes = _row_axes()
@@ -253,9 +260,9 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
-def require_undivided(module: nnx.Module, what: str) -> None:
-    """Raises ValueError for a module of which a device holds a part only."""
-    for leaf in jax.tree.leaves(nnx.state(module)):
+def require_undivided(states: Any, what: str) -> None:
+    """Raises ValueError for states of a module of which a device holds a part only."""
+    for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
                 f"{what}: the model's weights are divided over {len(leaf.devices())} devices, as a run with mesh.fsdp "

@@ -190,7 +190,7 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
     """
     if model.qat is None:
         return None
-    skipped = ["lm_head", *not_quantized(model, model.qat)]
+    skipped = [model.config.head_name, *not_quantized(model, model.qat)]
     return {"format": model.qat.format, "group_size": model.qat.group_size, "modules_to_not_convert": skipped}
 
 
@@ -311,7 +311,7 @@ def quantization_config(model: Decoder) -> dict[str, Any] | None:
     """What config.json says of the quantised weights, in transformers' words; None where there are none."""
     weights = {name: matrix.stored_weight for name, matrix in matrices(model)}
     if stored_in(model) == "fp8":
-        return fp8_files.quantization_config(weights)
+        return fp8_files.quantization_config(weights, model.config.head_name)
     packed = [weight for weight in weights.values() if isinstance(weight, FourBit)]
     if not packed:
         return None
@@ -323,7 +323,10 @@ def quantization_config(model: Decoder) -> dict[str, Any] | None:
         "bnb_4bit_use_double_quant": packed[0].offset is not None,
         "bnb_4bit_compute_dtype": model.dtype,
         "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": ["lm_head", *(name for name, w in weights.items() if not isinstance(w, FourBit))],
+        "llm_int8_skip_modules": [
+            model.config.head_name,
+            *(name for name, w in weights.items() if not isinstance(w, FourBit)),
+        ],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 
 from jaxtune.models import fp8_files
@@ -23,6 +24,7 @@ from jaxtune.models.families import (
     qwen3_next,
     smollm3,
 )
+from jaxtune.models.families.common import SCORES
 from jaxtune.models.families.types import checked
 
 FAMILIES: dict[str, ModuleType] = {
@@ -126,4 +128,13 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     hf = checked(text_config(hf))
     module = family(hf.get("model_type"))
     _check_quantization(hf.get("quantization_config"), hf["model_type"])
-    return module.from_hf(hf)
+    config = module.from_hf(hf)
+    if not str(next(iter(hf.get("architectures") or ()), "")).endswith(SCORES):
+        return config
+    labels = hf.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # as transformers has it
+    if len(labels) != 1:
+        raise ValueError(
+            f"config.json: {len(labels)} labels (id2label) of {hf['architectures'][0]}: of models that classify only "
+            "those with one label, reward models, can be loaded"
+        )
+    return dataclasses.replace(config, num_labels=1, tie_embeddings=False)

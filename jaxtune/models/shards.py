@@ -22,8 +22,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-# Bytes are parts of tensors in four bits, and e4m3 has scales beside it.
-_STORED = DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+# Bytes are parts of tensors in four bits, e4m3 has scales beside it, integers are parts of compressed-tensors' int4.
+_STORED = DTYPES | {
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
 _DTYPE_NAMES = {dtype.name: name for name, dtype in _STORED.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call

@@ -29,6 +29,7 @@ from jaxtune.models.merge import merge_adapter
 from jaxtune.models.model_folder import find_config, load_tokenizer
 from jaxtune.models.quant import compute_in_fp8, qat_spec
 from jaxtune.models.registry import config_from_hf
+from jaxtune.models.reward import reward_model
 from jaxtune.terminal import printable
 from jaxtune.train import metrics as m
 from jaxtune.train import report
@@ -108,9 +109,11 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 
 def _adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """The model with the adapter and the products that a config asks for."""
+    """The model with the head, the adapter and the products that a config asks for."""
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
+    if config.objective.name == "reward":
+        model = reward_model(model, config.seed)
     if config.adapter is None:
         return model
     if config.adapter.path is not None:

@@ -424,6 +424,10 @@ class TrainConfig:
                 "the run saves",
             )  # fmt: skip
 
+        require(
+            self.objective.name != "reward" or not self.evaluation.exact_match_rows, "evaluation.exact_match_rows",
+            self.evaluation.exact_match_rows, "a reward model (objective = reward) writes no answers; leave it out",
+        )  # fmt: skip
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"

@@ -13,13 +13,13 @@ from llama_cpp_models import made
 from safetensors.numpy import load_file
 from tiny_models import adapted_model, named
 
-from jaxtune.export import adapters, api, folders
+from jaxtune.export import adapters, api, folders, w4a16
 from jaxtune.export.hub import push
 from jaxtune.models import hf
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
 from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import dequantize, quantize
+from jaxtune.models.quant import convert_qat, dequantize, prepare_qat, quantize
 from jaxtune.pallas.formats import MXFP4, FourBit
 
 
@@ -63,6 +63,46 @@ def test_fp8_holds_the_bytes_of_quantize_whatever_the_model_was_in(tmp_path):
     assert config["quant_method"] == "compressed-tensors"
 
 
+def test_w4a16_holds_codes_and_scales(tmp_path):
+    """Within half a step of its group each; what was trained on such a grid, in groups of its own, to the last bit."""
+    model = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    done = api.export_model(model, tmp_path / "out", "w4a16")
+    quantization = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    assert quantization["format"] == "pack-quantized" and quantization["ignore"] == ["lm_head"]
+    assert quantization["config_groups"]["group_0"]["weights"]["group_size"] == 128
+
+    def read(folder, name):
+        stored = load_file(folder / "model.safetensors")
+        return w4a16.unpack(*(stored[f"{name}.weight_{part}"] for part in ("packed", "scale", "shape")))
+
+    for name, linear in linears(model):
+        weight = np.asarray(linear.weight[...], np.float32)
+        found, steps = read(done.folder, name), np.abs(weight.reshape(len(weight), -1, 128)).max(-1) / 7
+        assert found.shape == weight.shape
+        assert (np.abs(found - weight).reshape(len(weight), -1, 128) <= 0.54 * steps[..., None]).all(), name
+        assert np.abs(found - weight).std() < 0.15 * weight.std(), name
+    trained = convert_qat(prepare_qat(model, "int4", 32))
+    done = api.export_model(trained, tmp_path / "trained", "w4a16")
+    for name, linear in linears(trained):
+        found = jnp.asarray(read(done.folder, name)).astype("bfloat16")
+        np.testing.assert_array_equal(found, linear.weight[...], err_msg=name)
+
+
+def test_w4a16_of_experts_and_of_rows_that_fit_no_group(tmp_path):
+    model = made("qwen3_moe", "bfloat16", hidden_size=128, moe_intermediate_size=64)
+    done = api.export_model(model, tmp_path / "out", "w4a16")
+    stored = load_file(done.folder / "model.safetensors")
+    ignored = json.loads((done.folder / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.experts.1.gate_proj.weight_packed" in stored
+    assert "model.layers.0.mlp.experts.1.down_proj.weight" in stored  # 64 columns
+    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.1.down_proj"} <= set(ignored)
+    assert "are kept in 16 bits" in done.notes[0]
+    with pytest.raises(ValueError, match="w4a16: the experts of 'gpt_oss' are stored as one tensor"):
+        api.export_model(made("gpt_oss", "bfloat16"), tmp_path / "other", "w4a16")
+    with pytest.raises(ValueError, match="w4a16: no linear has whole groups of 128"):
+        api.export_model(made("qwen2"), tmp_path / "other", "w4a16")
+
+
 def test_mxfp4_is_read_as_gpt_oss_is_published(tmp_path):
     model = made("gpt_oss", "bfloat16", hidden_size=64, intermediate_size=64)
     done = api.export_model(model, tmp_path / "out", "mxfp4")
@@ -100,7 +140,7 @@ def test_mxfp4_rounds_to_the_nearest_number_of_the_better_scale():
         MXFP4.encode(jnp.zeros((2, 48)))
 
 
-@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "adapter"])
+@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "adapter"])
 def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch):
     module, name = (adapters, "write_adapter") if to == "adapter" else (hf, "write_checkpoint")
     real = getattr(module, name)
@@ -113,8 +153,9 @@ def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch)
         file.write_bytes(data)
 
     monkeypatch.setattr(module, name, write_and_flip)
+    wide = dict(hidden_size=128, intermediate_size=256) if to == "w4a16" else {}
     with pytest.raises(ArithmeticError, match="read back"):
-        api.export_model(adapted_model(made("qwen2"), r=2), tmp_path / "out", to)
+        api.export_model(adapted_model(made("qwen2", **wide), r=2), tmp_path / "out", to)
     assert not any(tmp_path.iterdir())
 
 
@@ -133,7 +174,7 @@ def test_no_room(to, tmp_path, monkeypatch):
     [
         (
             dict(to="onnx"),
-            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, mxfp4, adapter, gguf",
+            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, w4a16, mxfp4, adapter, gguf",
         ),
         (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is of gguf; merged has none"),
         (dict(to="gguf", outtype="q3"), "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q4_0"),

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+import torch
+import transformers
 import trl_reference
 from flax import nnx
 from safetensors.numpy import load_file
@@ -19,6 +21,7 @@ from jaxtune.train.data.pairs import PackedPairs
 from jaxtune.train.loss import Forward
 from jaxtune.train.objectives.kto import KTO, with_strangers
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
+from jaxtune.train.objectives.reward import Reward
 
 TOLERANCE = 1e-5
 CASES = {
@@ -126,3 +129,28 @@ def test_single_answers(tmp_path):
         compare(ours, theirs)
         divergences.append(float(ours[1]["kl"]))
     assert min(divergences) == 0 and max(divergences) > 0.01
+
+
+def test_rewards(tmp_path):
+    """With margins; and the merged model in transformers' own class."""
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    trainer = trl_reference.make_trainer("reward", theirs, tmp_path, center_rewards_coefficient=0.1)
+    rows = some_pairs(CONFIGS["qwen2"]["vocab_size"])
+    whole = [
+        {side: row["prompt"] + row[side] for side in ("chosen", "rejected")} | {"margin": 0.3 * index}
+        for index, row in enumerate(rows)
+    ]
+    wanted = trl_reference.pair_loss("reward", trainer, whole)
+    model = jaxtune.load_adapter(from_pretrained(base, dtype="float32")[0], tmp_path / "adapter")
+    documents = documents_of([(row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected")])
+    batch = packed(documents, labels=np.asarray([row["margin"] for row in whole], np.float32))
+    compare(our_loss(Reward(center_rewards_coefficient=0.1), model, batch, tmp_path), wanted)
+
+    jaxtune.save_pretrained(jaxtune.merge_adapter(model), tmp_path / "merged")
+    read = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for row in whole:
+        with torch.no_grad():
+            score = read(torch.tensor([row["chosen"]])).logits.numpy()
+        ours = model(jnp.asarray([row["chosen"]]))[:, -1]
+        np.testing.assert_allclose(score, ours, atol=TOLERANCE, rtol=TOLERANCE)

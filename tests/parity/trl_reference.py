@@ -13,13 +13,14 @@ import tokenizers
 import torch
 import transformers
 from random_weights import random_tensor
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig, {}),
     "kto": (KTOTrainer, KTOConfig, {}),
+    "reward": (RewardTrainer, RewardConfig, {}),
     "orpo": (ORPOTrainer, ORPOConfig, {}),
     "simpo": (CPOTrainer, CPOConfig, dict(loss_type="simpo", cpo_alpha=0.0)),
 }
@@ -44,7 +45,9 @@ def make_trainer(name: str, model: Any, folder: Path, sign: float = 1.0, **optio
         output_dir=str(folder / "run"), report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
         per_device_train_batch_size=4, **(more | options),
     )  # fmt: skip
-    lora = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", task_type="SEQ_CLS" if name == "reward" else "CAUSAL_LM"
+    )
     rows = datasets.Dataset.from_list(LABELLED if name == "kto" else TEXTS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,13 +63,17 @@ def make_trainer(name: str, model: Any, folder: Path, sign: float = 1.0, **optio
 
 def pair_loss(name: str, trainer: Any, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, float], dict]:
     """(loss, metrics, {tensor of the adapter's file: gradient}) of a batch of {"prompt", "chosen", "rejected"} ids; of
-    KTO {"prompt", "completion", "KL_completion"} ids and "label"."""
+    KTO {"prompt", "completion", "KL_completion"} ids and "label"; of rewards ids of whole texts, and "margin"."""
     trainer.model.train()
     trainer.model.zero_grad()
-    if name in ("dpo", "kto"):
-        examples = [{key if key == "label" else f"{key}_ids": ids for key, ids in row.items()} for row in rows]
+    if name in ("dpo", "kto", "reward"):
+        numbers = ("label", "margin")
+        examples = [{key if key in numbers else f"{key}_ids": ids for key, ids in row.items()} for row in rows]
         batch = trainer.data_collator(examples)
-        loss = trainer._compute_loss(trainer.model, batch, False)
+        if name == "reward":
+            loss = trainer.compute_loss(trainer.model, batch)
+        else:
+            loss = trainer._compute_loss(trainer.model, batch, False)
         metrics = {key: values[-1] for key, values in trainer._metrics["train"].items()}
     else:
         loss, metrics = trainer.get_batch_loss_metrics(trainer.model, _labelled(rows))
@@ -76,7 +83,7 @@ def pair_loss(name: str, trainer: Any, rows: list[dict[str, list[int]]]) -> tupl
 
 def gradients(model: Any) -> dict[str, np.ndarray]:
     return {
-        name.replace(".default", ""): parameter.grad.numpy().copy()
+        name.replace("modules_to_save.", "").replace(".default", ""): parameter.grad.numpy().copy()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxtune.models.config import MoEConfig
 from jaxtune.models.lora import get_peft_model, matrices, without_adapter
 from jaxtune.models.published import PUBLISHED
+from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, ResidualPlan
 from jaxtune.train.config import (
@@ -33,6 +37,7 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model
@@ -153,6 +158,35 @@ def test_loss_metrics_and_gradients_are_the_definitions(name, packing):
     assert count == 5
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_allclose(sums, values, rtol=1e-4, atol=1e-5)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(slopes), strict=True):
+        assert np.abs(b).max() > 1e-4
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("kind", ["experts", "nf4"])
+def test_experts_and_four_bits_are_compared_to_the_base(kind):
+    """The reference is the model without its adapters, those of experts too."""
+    moe = MoEConfig(4, 2, 64, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=7.0)
+    base = tiny_model(moe=moe, attention_sinks=True) if kind == "experts" else quantize(tiny_model(), "nf4")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if kind == "experts" else None
+    model, draw = get_peft_model(base, r=4, target_parameters=targets), np.random.default_rng(3)
+    for _, matrix in matrices(model):
+        if matrix.lora is not None:
+            matrix.lora.b.set_value(jnp.asarray(0.2 * draw.standard_normal(matrix.lora.b.shape), jnp.float32))
+    documents, objective = pairs(4), DPO(beta=0.3)
+    batch, (graph, trainable, frozen) = batch_of(documents), nnx.split(model, nnx.Param, ...)
+
+    def ours(trainable):
+        loss, _, sums = objective.loss(nnx.merge(graph, trainable, frozen), batch, Forward(chunk_tokens=7))
+        return loss, sums["rewards/margins"]
+
+    def plain(trainable):
+        return plain_loss(objective, nnx.merge(graph, trainable, frozen), documents)[0]
+
+    (loss, margins), gradients = jax.jit(jax.value_and_grad(ours, has_aux=True))(trainable)
+    want, slopes = jax.value_and_grad(plain)(trainable)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert abs(margins) > 1e-2
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(slopes), strict=True):
         assert np.abs(b).max() > 1e-4
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()), err_msg=jax.tree_util.keystr(path))
@@ -305,8 +339,32 @@ def test_a_dpo_run_goes_on_bit_for_bit(run, tmp_path):
     shutil.copytree(trainer.output, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
     resumed = trainer_of(tmp_path / "run").train()
-    for one, other in zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (trained, resumed)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    same_bits(trained, resumed)
+
+
+def interrupted(output, **settings):
+    """A run that SIGTERM ends in the middle, and which then goes on."""
+    trainer = trainer_of(output, **settings)
+    load_step = trainer.engine.load_step
+
+    def stopping(step):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return load_step(step)
+
+    trainer.engine.load_step = stopping
+    with pytest.raises(TrainingInterrupted, match="SIGTERM after step [56]"):
+        trainer.train()
+    return trainer_of(output, **settings).train()
+
+
+def same_bits(one, other):
+    for a, b in zip(*(jax.tree.leaves(nnx.state(model, nnx.Param)) for model in (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_signal_in_the_middle_changes_no_bit(run, tmp_path):
+    same_bits(run[1], interrupted(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["orpo", "simpo"])
@@ -333,21 +391,17 @@ def test_a_precomputed_reference_gives_the_same_run(run, tmp_path):
         data=dataclasses.replace(run[0].config.data, cache_dir=str(tmp_path / "cache")),
     )
     trainer = trainer_of(tmp_path / "one", model=model, **settings)
-    trainer.train()
+    trained = trainer.train()
     assert trainer.planner.cost.reference_runs == 0
     files = sorted((tmp_path / "cache").glob("reference_*.npy"))
     assert len(files) == 2  # of training and of evaluation
     for key in ("loss", "rewards/margins", "logps/chosen", "eval_loss", "eval_rewards/margins"):
         np.testing.assert_allclose(held_out(run[0], key), held_out(trainer, key), rtol=1e-4, atol=1e-5, err_msg=key)
 
-    # Another run reads them, goes on from a checkpoint bit for bit, and computes anew what was damaged.
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_00000012")
+    # Another run reads them, or computes anew what was damaged; a signal in the middle changes no bit.
     whole = files[0].read_bytes()
     files[0].write_bytes(whole[:-4])
-    resumed = trainer_of(tmp_path / "two", model=model, **settings)
-    resumed.train()
-    assert resumed.history[-1]["eval_loss"] == trainer.history[-1]["eval_loss"]
+    same_bits(trained, interrupted(tmp_path / "two", model=model, **settings))
     assert files[0].read_bytes() == whole
 
 

@@ -195,6 +195,9 @@ def decoder_config(hf: Mapping[str, Any], **features) -> DecoderConfig:
     return DecoderConfig(**(fields | features))
 
 
+SCORES = "ForSequenceClassification"  # how the class of a model that scores texts ends
+
+
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     """rope_scaling of a RopeConfig; None for the default kind."""
     if rope.kind == "default":
@@ -215,6 +218,9 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
 def hf_config(config: DecoderConfig, architecture: str, **features) -> dict[str, Any]:
     """The part of to_hf that all families share, in the spelling that transformers 4 and 5 both read."""
     rope = config.rotary[0]
+    if config.num_labels is not None:
+        architecture = architecture.replace("ForCausalLM", SCORES)
+        features |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {
         "architectures": [architecture],
         "model_type": config.family,
@@ -385,10 +391,12 @@ def mlp_layers_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {"mlp_only_layers": listed, "decoder_sparse_step": 1}
 
 
-def tensor_name(path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = ()) -> str:
+def tensor_name(
+    path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
+) -> str:
     """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ...
 
-    layers: the decoder's, where any has a mixer or a feed-forward of its own.
+    layers: the decoder's, where any has a mixer or a feed-forward of its own. head: its head_name.
     """
     if path[0] == "layers":
         _, index, part, *rest = path
@@ -400,4 +408,4 @@ def tensor_name(path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[
         if rest[0] == "router":
             rest[0] = norms.get("router", "router")
         return ".".join(("model.layers", str(index), part, *map(str, rest)))
-    return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[str(path[0])] + f".{path[1]}"
+    return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": head}[str(path[0])] + f".{path[1]}"

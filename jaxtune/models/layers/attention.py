@@ -157,8 +157,7 @@ class Attention(nnx.Module):
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         query, key, value, *gates = self.project(x, context.rotary)
-        row = jnp.arange(len(at))
-        keys, values = state[0].at[row, at].set(key[:, 0]), state[1].at[row, at].set(value[:, 0])
+        keys, values = (_written(kept, new, at) for kept, new in zip(state, (key, value), strict=True))
         out = decode_attention(query, keys, values, at + 1, **self.options(context.spec.window))
         return self.output(out, *gates), (keys, values)
 
@@ -188,3 +187,10 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
         return None, tuple(dinputs)
     _, pullback = jax.vjp(lambda t: module_of(t).sinks[...], trainable)
     return pullback(dsinks)[0], tuple(dinputs)
+
+
+def _written(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    """The cache [B, T, kv_heads, D] with new [B, 1, kv_heads, D] at index at int32[B], which lies inside."""
+    if len(at) == 1:  # XLA makes three kernels of a scatter of one row, and one of this
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, at[0], axis=1)
+    return cache.at[jnp.arange(len(at)), at].set(new[:, 0], mode="promise_in_bounds")

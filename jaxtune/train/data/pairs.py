@@ -26,7 +26,8 @@ class PackedPairs:
     """Rows of pairs. See `batches.Rows`; arguments as of `packing.PackedRows`.
 
     A pair that is longer than a row is cut ("truncate"): its longer document is, down to the other's length, and then
-    both alike. A pair of which nothing is left to learn from in either document is left out.
+    both alike; or, `whole`, it is left out. A pair of which nothing is left to learn from in either document is left
+    out.
 
     reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model;
     NaN where they are yet to be computed, in place. labels: float32[pairs] or None.
@@ -41,6 +42,7 @@ class PackedPairs:
         packing: bool = True,
         reference: np.ndarray | None = None,
         labels: np.ndarray | None = None,
+        whole: bool = False,
     ):
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
@@ -50,6 +52,8 @@ class PackedPairs:
         self.reference, self.labels = reference, labels
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
         kept = lengths if overflow == "error" else _shortened(lengths, length)
+        if whole:
+            kept = np.where((kept < lengths).any(1, keepdims=True), 0, kept)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept < lengths):
             mask = documents[2 * int(pair) + int(side)].mask
@@ -127,10 +131,11 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preferences; see TokenDataset. reference, labels: as of PackedPairs."""
+    """Tokenised preferences; see TokenDataset. reference, labels, whole: as of PackedPairs."""
 
     reference: np.ndarray | None = None
     labels: np.ndarray | None = None
+    whole: bool = False
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
@@ -142,6 +147,7 @@ class PairDataset(TokenDataset):
             packing=self.packing,
             reference=self.reference,
             labels=self.labels,
+            whole=self.whole,
         )
         if not len(rows):
             raise ValueError(f"no pair has a trained token in both answers within data.length={self.length}; raise it")

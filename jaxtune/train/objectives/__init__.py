@@ -2,6 +2,6 @@
 
 The loop, the step, the planner and the checkpoints know sums and what they are called, not what they mean.
 `objective.py` says what an objective has, `sft.py` is the smallest one, `preference.py` holds DPO, ORPO
-and SimPO, `kto.py` KTO, `references.py` what is computed of a reference before training, `named.py` those that a config
-can name.
+and SimPO, `kto.py` KTO, `reward.py` reward models, `references.py` what is computed of a reference before training,
+`named.py` those that a config can name.
 """

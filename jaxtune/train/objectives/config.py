@@ -17,6 +17,7 @@ _OPTIONS = {
     "orpo": ("beta",),
     "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
+    "reward": ("center_rewards_coefficient",),
 }
 
 
@@ -27,7 +28,8 @@ class ObjectiveConfig:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: Annotated[
-        Literal["sft", "dpo", "orpo", "kto", "simpo"], "sft, or a preference objective over pairs of answers."
+        Literal["sft", "dpo", "orpo", "kto", "simpo", "reward"],
+        "sft, a preference objective over pairs of answers, or reward: a model that scores texts.",
     ] = "sft"
     beta: Annotated[float | None, "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0)."] = None
     loss_type: Annotated[Literal["sigmoid", "ipo", "hinge"], "Loss of a pair (dpo)."] = "sigmoid"
@@ -38,11 +40,16 @@ class ObjectiveConfig:
     desirable_weight: Annotated[float, "Weight of the losses of desirable answers (kto)."] = 1.0
     undesirable_weight: Annotated[float, "Weight of the losses of other answers (kto)."] = 1.0
     simpo_gamma: Annotated[float, "Margin by which rewards are to differ (simpo)."] = 0.5
+    center_rewards_coefficient: Annotated[
+        float | None, "Weight of the square of a pair's summed scores, which centres them (reward); 0.01 is usual."
+    ] = None
 
     def __post_init__(self) -> None:
         positive("objective.beta", self.beta)
         fraction("objective.label_smoothing", self.label_smoothing, below_one=True)
         not_negative("objective.simpo_gamma", self.simpo_gamma)
+        if self.center_rewards_coefficient is not None:
+            not_negative("objective.center_rewards_coefficient", self.center_rewards_coefficient)
         positive("objective.desirable_weight", self.desirable_weight)
         positive("objective.undesirable_weight", self.undesirable_weight)
         for field in dataclasses.fields(self):

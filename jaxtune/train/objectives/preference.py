@@ -72,26 +72,12 @@ def answers(model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, d
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference:
-    """What preference objectives share; see objective.Objective. beta: of the rewards, which are beta times what the
-    objective compares (of DPO, the log-ratios whatever its loss).
-
-    form: of the rows. by_mean: log p of an answer is a mean over its tokens, in what is compared and in metrics.
-    documents: see Answers.
-    """
-
-    beta: float = 0.1
+class Pairs:
+    """What objectives over pairs of documents share. form: of the rows."""
 
     name: ClassVar[str]
     form: ClassVar[str] = PREFERENCE
     unit: ClassVar[str] = "pairs"
-    sums: ClassVar[tuple[str, ...]] = METRICS
-    by_mean: ClassVar[bool] = False
-    documents: ClassVar[bool] = False
-
-    @property
-    def reference_runs(self) -> int:
-        return 0
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
@@ -114,6 +100,25 @@ class Preference:
                 "prepared with the tokenizer of another model"
             )
         return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference(Pairs):
+    """What preference objectives share; see objective.Objective. beta: of the rewards, which are beta times what the
+    objective compares (of DPO, the log-ratios whatever its loss).
+
+    by_mean: log p of an answer is a mean over its tokens, in what is compared and in metrics. documents: see Answers.
+    """
+
+    beta: float = 0.1
+
+    sums: ClassVar[tuple[str, ...]] = METRICS
+    by_mean: ClassVar[bool] = False
+    documents: ClassVar[bool] = False
+
+    @property
+    def reference_runs(self) -> int:
+        return 0
 
     def check(self, model: Decoder) -> None:
         """Refuses a model that the objective cannot train."""

@@ -24,6 +24,7 @@ from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import compute_in_fp8, quantize
 from jaxtune.models.residual_plan import residuals_of
+from jaxtune.models.reward import reward_model
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
@@ -330,6 +331,8 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
             model = quantize(model, config.model.load_in)
             if config.model.compute == "fp8":
                 model = compute_in_fp8(model)
+        if config.objective.name == "reward":
+            model = reward_model(model)
         if config.adapter is not None:
             settings = dataclasses.asdict(config.adapter)
             settings.pop("path")

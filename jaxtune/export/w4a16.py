@@ -1,0 +1,168 @@
+"""Weights in four bits, activations in 16, for vLLM: compressed-tensors' `pack-quantized`.
+
+The numbers of a group of a row are codes of -8..7 times its scale, as quantisation-aware training rounds them
+(fake_quant.int4): a model that was trained so is stored as it is. Beside `X.weight_packed` int32[out, in / 8], each of
+which holds eight codes plus 8, the first in its lowest bits, lie `X.weight_scale` [out, in / group] and
+`X.weight_shape` int64[2].
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtune.export import folders
+from jaxtune.models import hf, shards
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.fake_quant import int4_codes, int4_scales
+from jaxtune.models.lora import experts, linears
+from jaxtune.models.model_folder import weight_entries
+from jaxtune.models.quant import dequantize, is_quantized
+
+GROUP = 128
+_PACKED = 8  # codes in an int32
+
+
+def write(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
+    """Linears and experts in int4; what does not fit whole groups stays in 16 bits, which a note says."""
+    group = GROUP if model.qat is None else model.qat.group_size
+    model = dequantize(model) if is_quantized(model) else model
+    planned, dtype = hf.checkpoint_tensors(model), model.dtype
+    names = [f"{name}.weight" for name, _ in linears(model)] + [name for name, _ in experts(model)]
+    weights = {key: part for parts in planned.values() for key, part in parts.items()}
+    packed, left = [], []
+    for name in names:
+        parts = planned[name]
+        if any(len(shape) != 2 for shape, *_ in parts.values()):
+            raise ValueError(
+                f"w4a16: the experts of {model.config.family!r} are stored as one tensor, which compressed-tensors "
+                "does not pack; take fp8 or mxfp4"
+            )
+        planned[name] = {}
+        for key, (shape, stored, fetch) in parts.items():
+            if not key.endswith(".weight") or shape[1] % group:
+                left += [key.removesuffix(".weight")] if key.endswith(".weight") else []
+                planned[name][key] = (shape, stored, fetch)
+            else:
+                packed.append(key.removesuffix(".weight"))
+                planned[name] |= _tensors(packed[-1], shape, group, dtype, fetch)
+    if not packed:
+        raise ValueError(f"w4a16: no linear has whole groups of {group} columns; take fp8")
+    others = {key for parts in planned.values() for key, (shape, *_) in parts.items() if len(shape) == 2}
+    plain = {key.removesuffix(".weight") for key in others if key.endswith(".weight")} - {"model.embed_tokens"}
+    ignored = sorted({model.config.head_name, *plain})
+    says = {"quantization_config": quantization_config(group, ignored)}
+    folders.write_planned(model, folder, tokenizer, max_shard_bytes, planned, says, loads=False)
+    _verify_codes(folder, packed, weights, group, dtype)
+    return [f"{len(left)} linears are kept in 16 bits: their rows are not whole groups of {group}"] if left else []
+
+
+def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
+    """What config.json says. ignored: modules that stay in 16 bits."""
+    weights = {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group, "dynamic": False,
+        "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ignored,
+    }
+
+
+def _tensors(name: str, shape: tuple[int, int], group: int, dtype: str, fetch) -> dict[str, tuple]:
+    """{tensor name: (shape, dtype, function that gives it)} of a linear [out, in]."""
+
+    @functools.cache
+    def encoded() -> tuple[np.ndarray, np.ndarray]:
+        codes, scales = _encode(jnp.asarray(fetch()), group, dtype)
+        return _pack(np.asarray(codes)), np.asarray(scales)
+
+    def part(index: int) -> np.ndarray:
+        found = encoded()[index]
+        if index == 1:
+            encoded.cache_clear()  # the second of the two that a file asks for
+        return found
+
+    out_size, in_size = shape
+    return {
+        f"{name}.weight_packed": (
+            (out_size, in_size // _PACKED), np.dtype(np.int32), functools.partial(part, 0),
+        ),
+        f"{name}.weight_scale": ((out_size, in_size // group), jnp.dtype(dtype), functools.partial(part, 1)),
+        f"{name}.weight_shape": ((2,), np.dtype(np.int64), lambda: np.asarray(shape, np.int64)),
+    }  # fmt: skip
+
+
+def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """(codes int8[out, in], scales [out, in / group] in dtype).
+
+    Of weights that lie on such a grid, 7 times a scale is rounded, and a seventh of that may be the scale's neighbour:
+    where a neighbour gives the very weights, it is taken. Not jitted: in one program XLA would leave out the rounding
+    to 16 bits that this is about.
+    """
+    groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
+    first = int4_scales(groups, dtype)
+    bits = {2: jnp.int16, 4: jnp.int32}[first.dtype.itemsize]
+    chosen = None
+    for step in (0, 1, -1):
+        scale = lax.bitcast_convert_type(lax.bitcast_convert_type(first, bits) + bits(step), first.dtype)
+        scale = jnp.where(first == 0, first, scale)
+        wide = scale.astype(jnp.float32)
+        codes = int4_codes(groups, wide)
+        error = jnp.square((codes * wide).astype(dtype).astype(jnp.float32) - groups).sum(-1, keepdims=True)
+        if chosen is None:
+            chosen = codes, scale, error
+        else:
+            better = (error == 0) & (chosen[2] > 0)
+            chosen = tuple(jnp.where(better, new, old) for new, old in zip((codes, scale, error), chosen, strict=True))
+    assert chosen is not None
+    codes, scale, _ = chosen
+    return codes.astype(jnp.int8).reshape(weight.shape), scale[..., 0]
+
+
+def _pack(codes: np.ndarray) -> np.ndarray:
+    """int8[out, in] of -8..7 -> int32[out, in / 8]."""
+    places = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
+    return (places << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
+
+
+def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
+    """float32[out, in] of what a file holds of a linear."""
+    codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
+    codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
+    return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
+
+
+def _verify_codes(folder: Path, packed: list[str], wanted: dict[str, tuple], group: int, dtype: str) -> None:
+    """Reads every packed linear as its readers do and compares it with the model's weight.
+
+    Raises:
+      ArithmeticError: a number is further from the weight than half a step of its group, and rounding of the scale.
+    """
+    entries = weight_entries(folder)
+    for name in packed:
+        arrays = (shards.read_tensor(entries[f"{name}.weight_{part}"]) for part in ("packed", "scale", "shape"))
+        packed_codes, scales, shape = arrays
+        weight = np.asarray(jax.device_get(wanted[f"{name}.weight"][2]()), np.float32)
+        steps = np.repeat(scales.astype(np.float32), group, axis=1)
+        # The least and the largest of a group lie off the grid by what the scale was rounded by, 8 times.
+        allowed = (0.5 + 8 * float(jnp.finfo(dtype).eps)) * steps
+        if (np.abs(unpack(packed_codes, scales, shape) - weight) > allowed + 1e-12).any():
+            raise ArithmeticError(f"{folder.name}: read back, {name} is not the model's weight in steps of its groups")

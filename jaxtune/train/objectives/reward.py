@@ -1,0 +1,124 @@
+"""Reward models: a model that scores texts, so that the chosen answer of a pair scores above the rejected one.
+
+The score of a document is what the head makes of its last token's hidden state, as in Hugging Face's
+ForSequenceClassification. Names of options and metrics are TRL's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.models import partition
+from jaxtune.models.decoder import Decoder
+from jaxtune.train.config import DataConfig
+from jaxtune.train.data import Batch
+from jaxtune.train.data.formats import PREFERENCE
+from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
+from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.loss import Forward
+from jaxtune.train.objectives.preference import Pairs
+
+
+def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
+    """float32[rows, most pairs, 2]: the scores of the documents of a batch of pairs; of no document, a number that
+    means nothing.
+
+    Args:
+      hidden: [rows, length, hidden] of the batch, after the final norm.
+    """
+    rows, most = batch.extra[PAIRS].shape
+    within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
+    last = jnp.where(within, jnp.arange(within.shape[1])[:, None], 0).max(1)
+    ends = jnp.take_along_axis(hidden, last[..., None], axis=1)
+    return model.logits(ends).reshape(rows, most, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward(Pairs):
+    """The Bradley-Terry model of preferences (arXiv 2203.02155, eq. 1): -log sigmoid(chosen's score - rejected's), or,
+    of rows with a column `margin`, -log sigmoid(chosen's score - rejected's - margin) (arXiv 2307.09288, eq. 2).
+
+    Args:
+      center_rewards_coefficient: adds so many times the square of the sum of a pair's scores (arXiv 2312.09244, eq. 2);
+        None: nothing.
+    """
+
+    center_rewards_coefficient: float | None = None
+
+    name: ClassVar[str] = "reward"
+    sums: ClassVar[tuple[str, ...]] = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
+
+    @property
+    def reference_runs(self) -> int:
+        return 0
+
+    def prepare(
+        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+    ) -> PairDataset:
+        made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        if isinstance(rows, PairDataset):
+            return made
+        # A text that is cut has no end to be scored at.
+        return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows), whole=True)
+
+    def check(self, model: Decoder) -> None:
+        if model.config.num_labels is None:
+            raise ValueError(
+                "objective = reward: this model has no head that scores texts: give it one (jaxtune.reward_model), and "
+                "then an adapter"
+            )
+
+    def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        given, there = scores(model, forward(model, batch), batch), batch.extra[PAIRS]
+        with jax.named_scope("loss"):
+            chosen, rejected = given[..., 0], given[..., 1]
+            margin = batch.extra.get(LABELS, 0.0)
+            losses = -jax.nn.log_sigmoid(chosen - rejected - margin)
+            if self.center_rewards_coefficient is not None:
+                losses += self.center_rewards_coefficient * (chosen + rejected) ** 2
+            count, whole = there.sum(), there[..., None] > 0
+            any_pair = partition.total(count) > 0
+            lowest, highest = (
+                partition.largest(jnp.where(whole, sign * given, -jnp.inf).max()) * sign for sign in (-1.0, 1.0)
+            )
+            values = {"mean_reward": given.mean(-1), "accuracy": chosen > rejected, "margin": chosen - rejected}
+            sums = {name: jnp.where(there > 0, value, 0.0).sum() for name, value in values.items()}
+            # Of a micro-batch; of several, the mean over their pairs.
+            sums |= {"min_reward": jnp.where(any_pair, lowest, 0.0) * count}
+            sums |= {"max_reward": jnp.where(any_pair, highest, 0.0) * count}
+            return jnp.where(there > 0, losses, 0.0).sum(), count, jax.lax.stop_gradient(sums)
+
+    def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: sums[name] / (sums["count"] + (sums["count"] == 0)) for name in self.sums}
+
+
+def margins(rows: Any, documents: Documents, max_rows: int | None = None) -> np.ndarray | None:
+    """float32[pairs]: the column `margin` of the rows that the pairs of documents were made of; None if they have none.
+
+    Raises:
+      ValueError: a margin that is no finite number, or is missing where others have one.
+    """
+    places = {documents.source(2 * pair): pair for pair in range(len(documents) // 2)}
+    found: dict[int, float] = {}
+    for row in read_rows(open_sources(rows), PREFERENCE, max_rows):
+        pair = places.get(row.place)
+        if pair is None or row.value is None or row.value.get("margin") is None:
+            continue
+        margin = row.value["margin"]
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
+            raise ValueError(f"{row.place}: margin = {margin!r}: must be a finite number")
+        found[pair] = float(margin)
+    if not found:
+        return None
+    if lacking := sorted(set(places.values()) - found.keys()):
+        raise ValueError(
+            f"{documents.source(2 * lacking[0])}: no margin, and {len(found)} rows have one: give it to all, or to none"
+        )
+    return np.asarray([found[pair] for pair in range(len(places))], np.float32)

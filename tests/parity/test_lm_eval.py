@@ -1,0 +1,93 @@
+"""lm-eval's own package over a model of jaxtune, beside its Hugging Face model: a task of shared rows."""
+
+from __future__ import annotations
+
+import json
+
+import lm_eval
+import numpy as np
+import pytest
+import reference
+import transformers
+from lm_eval.models.huggingface import HFLM
+from tiny import CONFIGS
+
+from jaxtune.harness import JaxtuneLM
+from jaxtune.models.hf import from_pretrained
+from jaxtune.models.reward import reward_model
+from tests.train.data.conftest import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("lm_eval") / "base", make_tokenizer()
+    shape = dict(vocab_size=len(tokenizer), max_position_embeddings=96)
+    reference.make_checkpoint(folder, CONFIGS["qwen2"] | shape)
+    tokenizer.pad_token = tokenizer.eos_token  # lm-eval would add one, past the end of the vocabulary
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(test_data, tmp_path_factory):
+    """Questions with four answers to choose from, texts to continue, and texts whose perplexity counts."""
+    lines = (test_data / "datasets/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    rows = [json.loads(line) for line in lines]
+    file = tmp_path_factory.mktemp("task") / "rows.jsonl"
+    with file.open("w", encoding="utf-8") as out:
+        for index, row in enumerate(rows):
+            choices = [" " + other["question"][: 12 + 5 * number] for number, other in enumerate(rows[:4])]
+            question = row["question"][: 40 + 30 * index]
+            out.write(json.dumps({"question": question, "choices": choices, "answer": index % 4}) + "\n")
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+    return [
+        data | {
+            "task": "choosing", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}],
+        },
+        data | {
+            "task": "continuing", "output_type": "generate_until", "doc_to_text": "{{question}}",
+            "doc_to_target": "{{choices[0]}}", "metric_list": [{"metric": "exact_match"}],
+            "generation_kwargs": {"until": ["e"], "max_gen_toks": 8, "do_sample": False},
+        },
+        data | {
+            "task": "reading", "output_type": "loglikelihood_rolling", "doc_to_text": "",
+            "doc_to_target": "{{question}}", "metric_list": [{"metric": "word_perplexity"}],
+        },
+    ]  # fmt: skip
+
+
+def test_scores_and_texts_are_those_of_its_hugging_face_model(base, tasks):
+    model, tokenizer = from_pretrained(base, dtype="float32")
+    theirs = HFLM(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32"), tokenizer=tokenizer, batch_size=3,
+        max_length=96, device="cpu",
+    )  # fmt: skip
+    found = []
+    for lm in (JaxtuneLM(model, tokenizer, batch_size=4), theirs):
+        results = lm_eval.simple_evaluate(lm, tasks=tasks, bootstrap_iters=0, log_samples=True)
+        found.append(results)
+    ours, wanted = found
+    for task in ("choosing", "continuing", "reading"):
+        for one, other in zip(ours["samples"][task], wanted["samples"][task], strict=True):
+            if task == "continuing":
+                assert one["resps"] == other["resps"]
+                continue
+            flat = [np.asarray([np.ravel(np.float64(r)) for r in each["filtered_resps"]]) for each in (one, other)]
+            np.testing.assert_allclose(*flat, rtol=1e-4, err_msg=task)
+    assert ours["results"]["choosing"]["acc,none"] == wanted["results"]["choosing"]["acc,none"]
+    assert any(text for sample in ours["samples"]["continuing"] for text in sample["resps"][0])
+
+
+def test_what_it_refuses(base):
+    model, tokenizer = from_pretrained(base, dtype="float32")
+    for make, message in (
+        (lambda: JaxtuneLM(model), "tokenizer is missing"),
+        (lambda: JaxtuneLM(model, tokenizer, batch_size="auto"), "batch_size = 'auto': must be a positive number"),
+        (lambda: JaxtuneLM(model, tokenizer, max_length=97), "max_length = 97: must lie between 2 and the model's 96"),
+        (lambda: JaxtuneLM(model, tokenizer, peft="x"), "peft is unknown"),
+        (lambda: JaxtuneLM(reward_model(model), tokenizer), "this model scores texts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
