@@ -78,6 +78,28 @@ STEPS = {
         "--shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute",
         steps=5,
     ),
+    # The planner chooses, as a model's 16-bit residuals take more than there is.
+    "qwen35_9b": Step("qwen3.5-9b bf16, 8 x 2,048, planned", "--shape qwen3.5-9b --plan auto"),
+    "qwen35_9b_packed": Step(
+        "qwen3.5-9b bf16, packed, 8 x 2,048, planned", "--shape qwen3.5-9b --plan auto --documents packed"
+    ),
+    "qwen35_9b_nf4": Step(
+        "qwen3.5-9b nf4, 8 x 2,048, planned for 16 GB",
+        "--shape qwen3.5-9b --load-in nf4 --plan auto --budget-gb 16",
+    ),
+    "qwen35_27b_nf4": Step(
+        "qwen3.5-27b nf4, 8 x 2,048, planned for 32 GB",
+        "--shape qwen3.5-27b --load-in nf4 --plan auto --budget-gb 32",
+        steps=5,
+    ),
+    "qwen35_35b": Step(
+        "qwen3.5-35b-a3b bf16, 8 x 2,048, planned for 100 GB",
+        "--shape qwen3.5-35b-a3b --plan auto --budget-gb 100 --optim adamw_8bit",
+    ),
+    "qwen35_35b_nf4": Step(
+        "qwen3.5-35b-a3b nf4, 8 x 2,048, planned for 36 GB",
+        "--shape qwen3.5-35b-a3b --load-in nf4 --plan auto --budget-gb 36 --optim adamw_8bit",
+    ),
     **{name + end: step for name, steps in _EXPERTS.items() for end, step in steps.items()},
 }
 # What a change that may cost speed is held against.

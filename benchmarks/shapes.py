@@ -20,5 +20,8 @@ SHAPES = {
     "qwen3-14b": PUBLISHED["Qwen/Qwen3-14B"],
     "qwen3-32b": PUBLISHED["Qwen/Qwen3-32B"],
     "qwen3-30b-a3b": PUBLISHED["Qwen/Qwen3-30B-A3B"],
+    "qwen3.5-9b": PUBLISHED["Qwen/Qwen3.5-9B"],
+    "qwen3.5-27b": PUBLISHED["Qwen/Qwen3.5-27B"],
+    "qwen3.5-35b-a3b": PUBLISHED["Qwen/Qwen3.5-35B-A3B"],
     "gpt-oss-20b": PUBLISHED["openai/gpt-oss-20b"],
 }

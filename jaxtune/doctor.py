@@ -98,7 +98,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
         return Finding(
             "wrong", f"driver: {version}", f"install NVIDIA's driver {min(_DRIVERS.values())} or newer, better 580"
         )
-    return Finding("ok", f"driver: {version}, which runs pip install 'jaxtune[{extra}]'")
+    return Finding("ok", f"driver: {version}, which runs pip install '.[{extra}]'")
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
             fix = (
                 "JAX_PLATFORMS keeps JAX from it: unset it"
                 if "cpu" in os.environ.get("JAX_PLATFORMS", "")
-                else "pip install 'jaxtune[cuda13]' (or cuda12: see the driver above)"
+                else "pip install '.[cuda13]' in a clone of jaxtune (or cuda12: see the driver above)"
                 if missing is None
                 else "see what JAX says: python -c 'import jax; jax.devices(\"cuda\")'"
             )

@@ -32,8 +32,8 @@ def test_a_machine_without_a_gpu_is_told_so(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("version", "state", "words"),
     [
-        ("580.65.06", "ok", "pip install 'jaxtune[cuda13]'"),
-        ("550.54.15", "ok", "pip install 'jaxtune[cuda12]'"),
+        ("580.65.06", "ok", "pip install '.[cuda13]'"),
+        ("550.54.15", "ok", "pip install '.[cuda12]'"),
         ("470.10", "wrong", "install NVIDIA's driver 525 or newer"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_gpu_that_jax_does_not_use_is_wrong(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     [finding] = doctor._devices({"name": "NVIDIA H200", "memory.used": "500"})
-    assert "pip install 'jaxtune[cuda13]'" in finding.fix
+    assert "pip install '.[cuda13]'" in finding.fix
 
 
 def test_slow_cards_and_old_ones_are_named(monkeypatch):

@@ -121,7 +121,7 @@ def kernels(arrays, dout, layout) -> dict[str, float]:
         times["forward, saving states" if save else "forward"] = milliseconds(states, query, key, value, *made)
     _, error, kept = states(query, key, value, *made)
     back = jax.jit(triton._backward)
-    times["reverse and gradient"] = milliseconds(back, query, key, dout, beta, error, kept, layout, *made)
+    times["backward"] = milliseconds(back, query, key, dout, beta, error, kept, layout, *made)
     times["reverse"] = milliseconds(jax.jit(triton._reverse), query, key, dout, *made)
     return times
 

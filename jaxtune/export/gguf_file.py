@@ -32,7 +32,7 @@ def require_gguf() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ValueError("gguf: the gguf package is missing: pip install 'jaxtune[gguf]'") from None
+        raise ValueError("gguf: the gguf package is missing: pip install gguf") from None
 
 
 def stored_type(tensor: Tensor, outtype: str) -> str:

@@ -114,6 +114,36 @@ _MIXTRAL_8X7B: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+# The text models, as transformers' default configs of their types have them (27B: as its card states).
+_QWEN35_9B: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_QWEN35_27B = _QWEN35_9B | {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}  # fmt: skip
+_QWEN35_35B_A3B = _QWEN35_9B | {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": _LLAMA_8B,
@@ -124,6 +154,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-14B": _QWEN3_14B,
     "Qwen/Qwen3-32B": _QWEN3_32B,
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen3.5-9B": _QWEN35_9B,
+    "Qwen/Qwen3.5-27B": _QWEN35_27B,
+    "Qwen/Qwen3.5-35B-A3B": _QWEN35_35B_A3B,
     "openai/gpt-oss-20b": _GPT_OSS_20B,
     "openai/gpt-oss-120b": _GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128},
     "mistralai/Mixtral-8x7B-Instruct-v0.1": _MIXTRAL_8X7B,

@@ -300,9 +300,9 @@ class MetricsConfig:
 
     __pydantic_config__ = _STRICT
 
-    tensorboard: Annotated[bool, "Write TensorBoard files (pip install 'jaxtune[tensorboard]')."] = False
-    wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install 'jaxtune[wandb]')."] = None
-    trackio_project: Annotated[str | None, "Log to this trackio project (pip install 'jaxtune[trackio]')."] = None
+    tensorboard: Annotated[bool, "Write TensorBoard files (pip install tensorboardX)."] = False
+    wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install wandb)."] = None
+    trackio_project: Annotated[str | None, "Log to this trackio project (pip install trackio)."] = None
     log_every: Annotated[int, "Steps between two lines of metrics."] = 1
 
     def __post_init__(self) -> None:

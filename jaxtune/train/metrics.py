@@ -191,20 +191,18 @@ class _TrackioSink(_Sink):
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
     """Imports what the loggers that are asked for need. Raises ValueError, with the key and how to install it."""
     if tensorboard:
-        _require_package("tensorboardX", "metrics.tensorboard", "tensorboard")
+        _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:
-        _require_package("wandb", "metrics.wandb_project", "wandb")
+        _require_package("wandb", "metrics.wandb_project")
     if trackio_project is not None:
-        _require_package("trackio", "metrics.trackio_project", "trackio")
+        _require_package("trackio", "metrics.trackio_project")
 
 
-def _require_package(package: str, key: str, extra: str) -> None:
+def _require_package(package: str, key: str) -> None:
     try:
         importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(
-            f"{key} needs {package} ({error}): pip install 'jaxtune[{extra}]', or leave {key} out"
-        ) from None
+        raise ValueError(f"{key} needs {package} ({error}): pip install {package}, or leave {key} out") from None
 
 
 def _plain(value: Any) -> Any:

@@ -9,8 +9,9 @@ chunk's own tokens, both 16-bit, and what a token keeps, reads and writes of the
 row, a program for some columns of a head's state, which stays in its registers in float32 and is rounded to 16 bits
 only on its way into products. For the backward it leaves the state before each chunk, and z.
 
-The backward is two kernels: the gradients of the states walk back, leaving that after each chunk and dvalue; then all
-other gradients, chunk by chunk. No inverse is differentiated: d(1 + B) = -dv z^T. Every sum has one fixed order.
+The backward is four kernels: the gradients of the states walk back, leaving that after each chunk and dvalue; then,
+chunk by chunk, the gradients of the two matrices, dquery, and dkey with ddecay and dbeta. No inverse is differentiated:
+d(1 + B) = -dv z^T. Every sum has one fixed order.
 
 The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
 """
@@ -31,10 +32,11 @@ from jaxtune.pallas.delta_rule import reference
 from jaxtune.pallas.delta_rule.chunked import CHUNK
 
 DIM = 128  # of keys and of values
-_WIDTH = 64  # columns of a state that a program holds: the rows of a Hopper matrix product
+# Columns at a time: of a state, the rows of a Hopper matrix product; else what a kernel takes per step.
+_WIDTH = {"forward": 64, "reverse": 64, "pairs": 32, "dkey": 32}
 _WARPS = 4
-# Chunks that are on their way while a row is walked along, where shared memory has room for two (107 and 115 KB).
-_STAGES = {"forward": 2, "reverse": 2}
+# Steps that are on their way while a kernel goes through them, where shared memory has room for them.
+_STAGES = {"forward": 2, "reverse": 2, "pairs": 3, "dkey": 3}
 _ROOMY = ((8, 0), (8, 7), (9, 0))
 
 
@@ -135,7 +137,7 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
         KEY_DIM=key.shape[-1],
         VALUE_DIM=value_dim,
         SCALE=key.shape[-1] ** -0.5,
-        WIDTH=_WIDTH,
+        WIDTH=_WIDTH.get(kernel, DIM),
         **constants,
     )
 
@@ -169,7 +171,7 @@ def _states(query, key, value, inverse, weights, total, kept, read, written, fad
         "forward",
         (query, key, value, inverse, weights, kept, read, written, faded),
         (like_value, *((like_value, states) if save else (nothing, nothing))),
-        (value_dim // _WIDTH, heads, rows),
+        (value_dim // _WIDTH["forward"], heads, rows),
         key,
         value,
         SAVE=save,
@@ -184,7 +186,7 @@ def _reverse(query, key, dout, inverse, weights, total, kept, read, written, fad
         "reverse",
         (query, key, dout, inverse, weights, kept, read, written, faded),
         (jax.ShapeDtypeStruct(dout.shape, dout.dtype), jax.ShapeDtypeStruct(states, key.dtype)),
-        (value_dim // _WIDTH, heads, rows),
+        (value_dim // _WIDTH["reverse"], heads, rows),
         key,
         dout,
     )
@@ -193,12 +195,34 @@ def _reverse(query, key, dout, inverse, weights, total, kept, read, written, fad
 def _backward(query, key, dout, beta, error, states, layout, *made):
     """(dquery, dkey, dvalue, ddecay, dbeta); made: what _chunks gives."""
     dvalue, dstates = _reverse(query, key, dout, *made)
-    dquery, dkey, ddecay_read, ddecay, dbeta = _call(
-        "gradient",
-        (query, key, beta, layout.doc_start, layout.doc_end, error, dvalue, dout, states, dstates, made[2]),
-        tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (query, key, beta, beta, beta)),
-        (key.shape[2], math.ceil(dout.shape[1] / CHUNK), dout.shape[0]),
+    bounds, total = (layout.doc_start, layout.doc_end), made[2]
+    matrices = jax.ShapeDtypeStruct(made[0].shape, made[0].dtype)
+    numbers = jax.ShapeDtypeStruct(total.shape, total.dtype)
+    like_query, like_beta = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (query, beta))
+    rows, length, heads = beta.shape
+    chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
+    to_weights, to_system, flow, dbeta = _call(
+        "pairs",
+        (query, key, beta, *bounds, error, dvalue, dout, total),
+        (matrices, matrices, numbers, numbers),
+        (heads, chunks, rows),
         key,
         dout,
     )
-    return dquery, dkey, dvalue, ddecay_read + ddecay, dbeta
+    dquery, read = _call(
+        "dquery",
+        (query, key, *bounds, dout, states, total, to_weights),
+        (like_query, numbers),
+        (key_heads, chunks, rows),
+        key,
+        dout,
+    )
+    dkey, ddecay, dbeta = _call(
+        "dkey",
+        (query, key, beta, *bounds, error, dvalue, states, dstates, total, to_weights, to_system, flow, dbeta, read),
+        (like_query, like_beta, like_beta),
+        (key_heads, chunks, rows),
+        key,
+        dout,
+    )
+    return dquery, dkey, dvalue, ddecay, dbeta

@@ -37,14 +37,14 @@ def test_kernels_fit(capability, tmp_path):
     with dispatch.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(step, *arguments())
     assert [kernel.__name__ for kernel, *_ in calls] == [
-        "chunk_kernel", "forward_kernel", "reverse_kernel", "gradient_kernel",
+        "chunk_kernel", "forward_kernel", "reverse_kernel", "pairs_kernel", "dquery_kernel", "dkey_kernel",
     ]  # fmt: skip
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
         assert 0 < compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name
         assert ("wgmma" in compiled.ptx) == (capability == (9, 0)), compiled.name
-        if capability == (9, 0):  # what a chunk's last kernel holds is more than a thread's registers
-            assert compiled.spilled_bytes <= (2560 if compiled.name == "gradient_kernel" else 0), compiled.name
+        if capability == (9, 0):  # dkey's sums of a chunk fill half of a thread's registers twice
+            assert compiled.spilled_bytes <= (640 if compiled.name == "dkey_kernel" else 0), compiled.name
 
 
 def test_a_step_lowers_through_jax_triton_and_compiles():
@@ -52,4 +52,4 @@ def test_a_step_lowers_through_jax_triton_and_compiles():
     with gpu.lowering():
         text = jax.jit(step).lower(*arguments(where=gpu.sharding())).compile().as_text()
     assert dispatch.record["gated_delta_rule"] == ("triton", {})
-    assert text.count('custom_call_target="triton_kernel_call"') == 4
+    assert text.count('custom_call_target="triton_kernel_call"') == 6
