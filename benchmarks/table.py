@@ -51,7 +51,8 @@ def load(folder: Path = RESULTS) -> list[dict]:
 
 def _versions(record: dict) -> str:
     cudnn = next((v for k, v in record["versions"].items() if k.startswith("nvidia-cudnn")), "none")
-    return f"{record['device']}, jax {record['versions']['jax']}, cuDNN {cudnn}, commit {record['commit'][:7]}"
+    commits = ", ".join(commit[:7] for commit in record["commit"].split(", "))
+    return f"{record['device']}, jax {record['versions']['jax']}, cuDNN {cudnn}, commit {commits}"
 
 
 def _seconds(value: float | None) -> str:
@@ -234,15 +235,21 @@ def mesh_table(record: dict) -> list[str]:
     ]
     for name, runs in record["cases"].items():
         case = MESH_CASES[name]
+        if any("failed" in run for run in runs):
+            continue
         speeds = " and ".join(f"{run['tokens_per_second_per_gpu']:,.0f}" for run in runs)
         peaks = " and ".join(f"{max(run['peak_memory_gb_of_each']):.1f}" for run in runs)
-        ratio, floor = record["ratios"].get(name), case.floor
-        missed = " (missed)" if ratio is not None and floor is not None and ratio < floor else ""
-        beside = "-" if ratio is None else f"**{ratio:.3f}**{missed}"
+        ratio, beside = record["ratios"].get(name), "-"
+        if ratio is not None:
+            beside = f"**{ratio['speed']:.3f}**" + (" (missed)" if ratio["speed"] < (case.floor or 0) else "")
+            peaks += f" ({ratio['memory']:.2f} of it alone)"
+            exposed = {row[0]: row[2] for row in runs[0].get("parts", {}).get("transfers", ())}
+            if "collectives" in exposed:
+                beside += f", {exposed['collectives']:.0f} ms of collectives under no kernel"
         mesh = f"mesh.{case.axis}={record['devices']}" if case.axis else "each alone, at once"
-        lines.append(
-            f"| {case.title}, {case.rows} x 2,048 a GPU, {mesh} | {speeds} | {beside} | {floor or '-'} | {peaks} |"
-        )
+        mesh += "" if runs[0]["micro_batches"] == 1 else f", {runs[0]['micro_batches']} micro-batches"
+        floor = case.floor or (f"{case.least:,} tokens/s" if case.least else "-")
+        lines.append(f"| {case.title}, {case.rows} x 2,048 a GPU, {mesh} | {speeds} | {beside} | {floor} | {peaks} |")
     return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
 
 

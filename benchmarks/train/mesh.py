@@ -4,8 +4,9 @@
 
 Each GPU gets the same tokens in every case. A step alone runs on all GPUs at once, a process each, and the slowest of
 them is what a mesh is held against: GPUs of one host differ by a percent. Each run is one of benchmarks/train/step.py
-in a process of its own; all programs are compiled beforehand, side by side. The file is written after each run, runs
-that it has are not made again, and --seconds ends the call before a run that would not fit.
+in processes of its own, one case after the other: programs that compile beside others take longer, and time each
+other's products. The file is written after each run and runs that it has are not made again. A case has a limit of its
+own, so that one slow compile does not take the time of the rest.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.record import honest, write
 
 STEP = Path(__file__).with_name("step.py")
-LEAST_SECONDS = 40  # a run of compiled programs takes as long
+LEAST_SECONDS = 60  # less is not worth a start
 
 
 @dataclass(frozen=True)
 class Case:
     """title: what trains. arguments: of step.py. rows: a GPU. axis: of the mesh that all GPUs make, or None: each
-    alone. beside: the case that it is held against, and floor the least ratio of tokens per second and GPU."""
+    alone. beside: the case that it is held against, floor the least ratio of tokens per second and GPU, memory the
+    largest ratio of peaks, least the least tokens per second and GPU. limit: seconds. profiled: a trace says what of
+    its collectives ran under kernels."""
 
     title: str
     arguments: str
@@ -40,6 +43,10 @@ class Case:
     axis: str | None = None
     beside: str | None = None
     floor: float | None = None
+    memory: float | None = None
+    least: int | None = None
+    limit: int = 150
+    profiled: bool = False
 
     def command(self, devices: int) -> list[str]:
         rows = self.rows * (devices if self.axis else 1)
@@ -47,30 +54,33 @@ class Case:
         return [sys.executable, str(STEP), *shlex.split(self.arguments), "--rows", str(rows), *mesh]
 
 
-_LORA = ("llama-3.1-8b bf16 LoRA r=16", "--steps 8")
+_LORA = ("llama-3.1-8b bf16 LoRA r=16", "--plan auto --steps 8")
 _FULL = ("llama-3.1-8b, all parameters, 8-bit AdamW", "--rank 0 --optim adamw_8bit --plan auto --steps 6")
+# 0.70 of what a card alone takes with 8 rows: divided states alone leave 0.79 of it, residuals are each GPU's own.
+_FULL_SMALL = (_FULL[0], _FULL[1] + " --budget-gb 73")
 _EXPERTS = (
     "qwen3-30b-a3b bf16 LoRA r=16 on attention and experts",
     "--shape qwen3-30b-a3b --optim adamw_8bit --plan auto --steps 6",
 )
-_70B = ("llama-3.3-70b nf4 LoRA r=16", "--shape llama-3.3-70b --load-in nf4 --plan auto --steps 4")
-CASES = {
-    "8b_lora": Case(*_LORA, 8),
-    "8b_lora_data": Case(*_LORA, 8, "data", "8b_lora", 0.985),
-    "8b_lora_fsdp": Case(*_LORA, 8, "fsdp", "8b_lora", 0.97),
+_70B = ("llama-3.3-70b nf4 LoRA r=16", "--shape llama-3.3-70b --load-in nf4 --plan auto --steps 5")
+CASES = {  # what matters most, first
+    "70b_nf4_fsdp": Case(*_70B, 3, "fsdp", least=1600, limit=330),
     "8b_full": Case(*_FULL, 8),
-    "8b_full_fsdp": Case(*_FULL, 8, "fsdp", "8b_full", 0.95),
+    "8b_full_fsdp": Case(*_FULL_SMALL, 8, "fsdp", "8b_full", 0.95, 0.70, profiled=True),
     "8b_full_short": Case(*_FULL, 2),
-    "8b_full_short_fsdp": Case(*_FULL, 2, "fsdp", "8b_full_short", 0.95),
-    "qwen3_moe": Case(*_EXPERTS, 8),
-    "qwen3_moe_fsdp": Case(*_EXPERTS, 8, "fsdp", "qwen3_moe", 0.92),
-    "70b_nf4_fsdp": Case(*_70B, 4, "fsdp"),
+    "8b_full_short_fsdp": Case(*_FULL, 2, "fsdp", "8b_full_short", 0.95, 0.70, profiled=True),
+    "8b_lora": Case(*_LORA, 8),
+    "8b_lora_fsdp": Case(*_LORA, 8, "fsdp", "8b_lora", 0.97, profiled=True),
+    "8b_lora_data": Case(*_LORA, 8, "data", "8b_lora", 0.985, profiled=True),
+    "qwen3_moe": Case(*_EXPERTS, 8, limit=200),
+    "qwen3_moe_fsdp": Case(*_EXPERTS, 8, "fsdp", "qwen3_moe", 0.92, limit=200, profiled=True),
 }
-ENVIRONMENT = ("device", "versions", "commit", "time")
+ENVIRONMENT = ("device", "versions")
 KEPT = (
-    *ENVIRONMENT,
+    *ENVIRONMENT, "commit", "time",
     "tokens_per_second_per_gpu", "step_seconds", "step_seconds_all", "peak_memory_gb_of_each", "residuals",
-    "micro_batches", "mfu", "compile_seconds_cold", "compile_seconds_cached", "losses",
+    "micro_batches", "mfu", "init_seconds", "compile_seconds_cold", "compile_seconds_cached", "predicted_peak_gb",
+    "predicted_tokens_per_second", "losses",
 )  # fmt: skip
 
 
@@ -86,43 +96,33 @@ class Runs:
     def left(self) -> float:
         return self._end - time.monotonic()
 
-    def start(self, name: str, card: int | None, *more: str, **variables: str) -> tuple[subprocess.Popen, Path]:
+    def start(self, name: str, card: int | None) -> tuple[subprocess.Popen, Path]:
         """A process on one card or on all, and the file of its record; its words go to the file's .log."""
         output = self._folder / f"{name}_{card}.json"
         command = [*CASES[name].command(self.devices), "--cache", str(self._folder / "cache"), "--output", str(output)]
-        if card is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = str(card)
+        if CASES[name].profiled:
+            command += ["--profile", str(output.with_suffix(""))]
+        variables = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
         with output.with_suffix(".log").open("a") as log:
-            return subprocess.Popen([*command, *more], stdout=log, stderr=log, env=os.environ | variables), output
-
-    def compile(self, names: list[str]) -> None:
-        """All programs, side by side, within half of the time; what is cut off compiles in its own run."""
-        started = {
-            name: self.start(
-                name, None if CASES[name].axis else 0, "--compile-only", XLA_PYTHON_CLIENT_PREALLOCATE="false"
-            )[0]
-            for name in names
-        }
-        until = time.monotonic() + self.left / 2
-        for name, process in started.items():
-            if not _ended(process, until - time.monotonic()):
-                print(f"{name}: its compiling is cut off", flush=True)
+            return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables), output
 
     def run(self, name: str) -> list[dict]:
         """The record of each process: one of a mesh, one of each card alone."""
         cards: list[int | None] = [None] if CASES[name].axis else [*range(self.devices)]
+        until = time.monotonic() + min(CASES[name].limit, self.left)
         started = [self.start(name, card) for card in cards]
         found = []
         for process, output in started:
-            if not _ended(process, self.left):
-                found.append({"failed": "the time ended"})
-            elif process.returncode:
-                words = output.with_suffix(".log").read_text(errors="replace").splitlines() or ["no words"]
-                found.append({"failed": words[-1][:300]})
-            else:
+            ended = _ended(process, until - time.monotonic())
+            if ended and not process.returncode:
                 record = json.loads(output.read_text(encoding="utf-8"))
                 problem = honest(record)
-                found.append({"failed": problem} if problem else {key: record[key] for key in KEPT})
+                kept = {key: record[key] for key in (*KEPT, *(["parts"] if CASES[name].profiled else []))}
+                found.append({"failed": problem} if problem else kept)
+                continue
+            words = output.with_suffix(".log").read_text(errors="replace").splitlines() or ["no words"]
+            print(*words[-12:], sep="\n", flush=True)
+            found.append({"failed": words[-1][:300] if ended else "its time ended"})
         return found
 
 
@@ -142,41 +142,75 @@ def speed(runs: list[dict] | None) -> float | None:
     return None if None in speeds else min(speed for speed in speeds if speed is not None)
 
 
-def ratios(cases: dict[str, list[dict]]) -> dict[str, float]:
-    """Of each mesh whose step alone was measured too: its tokens per second and GPU over the slower card's alone."""
+def commits(cases: dict[str, list[dict]]) -> str:
+    """Those that the runs are of, the oldest run's first."""
+    runs = [run for found in cases.values() for run in found if "commit" in run]
+    return ", ".join(dict.fromkeys(run["commit"] for run in sorted(runs, key=lambda run: run["time"])))
+
+
+def peak(runs: list[dict]) -> float:
+    """GB of the fullest GPU."""
+    return max(gb for run in runs for gb in run["peak_memory_gb_of_each"])
+
+
+def ratios(cases: dict[str, list[dict]]) -> dict[str, dict[str, float]]:
+    """Of each mesh whose step alone was measured too: its tokens per second and GPU over the slower card's alone, and
+    its peak over theirs."""
     found = {}
     for name, runs in cases.items():
         beside = CASES[name].beside
         here, alone = speed(runs), speed(cases.get(beside)) if beside else None
-        if here is not None and alone is not None:
-            found[name] = here / alone
+        if beside is not None and here is not None and alone is not None:
+            found[name] = {"speed": here / alone, "memory": peak(runs) / peak(cases[beside])}
     return found
 
 
-def main() -> int:
+def missed(cases: dict[str, list[dict]]) -> list[str]:
+    """What is under a floor or over the memory, in words."""
+    words = []
+    for name, runs in cases.items():
+        least, here = CASES[name].least, speed(runs)
+        if least is not None and here is not None and here < least:
+            words.append(f"{name}: {here:,.0f} tokens/s a GPU, at least {least:,}")
+    for name, ratio in ratios(cases).items():
+        case = CASES[name]
+        if ratio["speed"] < (case.floor or 0):
+            words.append(f"{name}: {ratio['speed']:.3f} of the speed alone, floor {case.floor}")
+        if case.memory is not None and ratio["memory"] > case.memory:
+            words.append(f"{name}: {ratio['memory']:.2f} of the memory alone, at most {case.memory}")
+    return words
+
+
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=list(CASES), default=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    wanted = options.cases or list(CASES)
+    if unknown := set(wanted) - set(CASES):
+        parser.error(f"no case of this name: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     record = {"benchmark": "train/mesh", "devices": options.devices}
     if options.output.exists():
         record = json.loads(options.output.read_text(encoding="utf-8"))
     cases = record.get("cases", {})
     runs = Runs(options.devices, options.seconds)
-    missing = [name for name in options.cases if speed(cases.get(name)) is None]
-    runs.compile(missing)
-    for name in missing:
+    for name in wanted:
+        if speed(cases.get(name)) is not None:
+            continue
         if runs.left < LEAST_SECONDS:
             print(f"{name}: no time is left", flush=True)
             continue
+        began = runs.left
         cases[name] = runs.run(name)
         record |= {key: run.pop(key) for run in cases[name] for key in ENVIRONMENT if key in run}
-        write(options.output, {**record, "cases": cases, "ratios": ratios(cases)})
-        print(name, [run.get("failed") or round(run["tokens_per_second_per_gpu"]) for run in cases[name]], flush=True)
-    low = [name for name, ratio in ratios(cases).items() if ratio < (CASES[name].floor or 0)]
-    return int(bool(low) or any(speed(cases.get(name)) is None for name in options.cases))
+        write(options.output, {**record, "commit": commits(cases), "cases": cases, "ratios": ratios(cases)})
+        said = [run.get("failed") or round(run["tokens_per_second_per_gpu"]) for run in cases[name]]
+        print(f"{name}: {said}, {began - runs.left:.0f} s", flush=True)
+    found = ratios(cases)
+    print(*(f"{name}: {ratio}" for name, ratio in found.items()), *missed(cases), sep="\n", flush=True)
+    return int(bool(missed(cases)) or any(speed(cases.get(name)) is None for name in wanted))
 
 
 if __name__ == "__main__":

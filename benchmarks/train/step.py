@@ -14,7 +14,6 @@ it trained. benchmarks/train/memory.py runs many cases of it. Run one case a pro
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -62,6 +61,7 @@ from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flop
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.trainer import Trainer
 
+PROFILED_STEPS = 3
 OBJECTIVES = {
     "sft": ObjectiveConfig(),
     "dpo": ObjectiveConfig("dpo"),
@@ -140,11 +140,13 @@ def build(options) -> tuple[Trainer, int]:
 
 
 def parts_of(trace: str) -> dict:
-    """ms of the profiled steps: {"categories": [[name, ms]], "scopes": [[name, phase, ms]]}."""
+    """ms of a profiled step: {"categories": [[name, ms]], "scopes": [[name, phase, ms]], "transfers": [[name, ms, of
+    which under no kernel]]}."""
     report = jaxtune.profile.show(trace)
     return {
         "categories": [[row.name, round(row.ms, 2)] for row in report.categories],
         "scopes": [[row.name, row.phase, round(row.ms, 2)] for row in report.scopes[:12]],
+        "transfers": [[row.name, round(row.ms, 2), round(row.exposed_ms, 2)] for row in report.transfers],
     }
 
 
@@ -189,16 +191,19 @@ def measure(options) -> dict:
         norms.append(np.asarray(latest["grad_norms"]))
         first_seconds.append(time.perf_counter() - begun)
     waiting = None
-    trace = jax.profiler.trace(options.profile) if options.profile else contextlib.nullcontext()
-    with trace:
-        begun = time.perf_counter()
-        for number in range(options.steps):
-            state, sums, latest = step(number, state, sums)
-            if waiting is not None:  # as the loop does: a step late
-                float(waiting)
-                arrivals.append(time.perf_counter() - begun)
-            waiting = latest["loss"]
-        float(waiting)
+    begun = time.perf_counter()
+    for number in range(options.steps):
+        state, sums, latest = step(number, state, sums)
+        if waiting is not None:  # as the loop does: a step late
+            float(waiting)
+            arrivals.append(time.perf_counter() - begun)
+        waiting = latest["loss"]
+    float(waiting)
+    if options.profile:  # which slows a step
+        with jax.profiler.trace(options.profile):
+            for number in range(PROFILED_STEPS):
+                state, sums, latest = step(number, state, sums)
+            float(latest["loss"])
     step_seconds = rate(arrivals)
     counts = [c for _, c in loaded]
     flops = statistics.mean(trainer.flops(c["tokens"], c["sum_squared"]) for c in counts)
@@ -289,7 +294,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache", help="folder of compiled programs; default: an empty one, filled by a process of its own"
     )
-    parser.add_argument("--profile", help="folder for a trace of the timed steps; the record says their parts")
+    parser.add_argument("--profile", help="folder for a trace of more steps; the record says their parts")
     parser.add_argument("--output")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
         """int32[B, T] -> [B, T, hidden] in the compute dtype."""
         with jax.named_scope("embed"):
             # Out-of-range ids are refused where data is prepared; here XLA would clamp them in silence.
-            x = _rows(partition.whole(self.embedding.weight), tokens).astype(self.dtype)
+            x = partition.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x

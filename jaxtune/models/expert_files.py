@@ -141,14 +141,15 @@ def _gather_mxfp4(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards
     return whole
 
 
-def read_stacked(entry: StackedEntry) -> np.ndarray:
-    """The whole tensor in its stored dtype."""
-    host = np.empty(entry.shape, shards.DTYPES[entry.dtype])
-    flat, at = host.reshape(-1).view(np.uint8), 0
+def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
+    """uint8[stop - start]: the tensor's bytes from `start` to before `stop`."""
+    data, at = np.empty(stop - start, np.uint8), 0
     for part in entry.parts:
-        flat[at : at + part.size_bytes] = shards.read_bytes(part)
+        first, last = max(start, at), min(stop, at + part.size_bytes)
+        if first < last:
+            data[first - start : last - start] = shards.read_bytes(part, first - at, last - at)
         at += part.size_bytes
-    return host
+    return data
 
 
 def read_packed_experts(entry: StackedPackedEntry) -> tuple[FourBit, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -125,8 +126,9 @@ def _stream(
 ) -> tuple[dict[str, jax.Array | Stored], str]:
     """({name: array in dtype}, fingerprint). Reads and transfers run in a few threads.
 
-    where: (name, tensor) -> how its arrays are to lie; None: on the default device. Of a divided tensor each device is
-    sent its own part, but what is encoded here is so on the default device first, one tensor at a time.
+    where: (name, tensor) -> how its arrays are to lie; None: on the default device. Of a divided tensor the parts of
+    this process's devices are read, each for its own; but what is packed is read whole, and what is encoded here is so
+    on the default device first, one tensor at a time (four bits' offset is the mean over all of a tensor).
 
     Tensors named in `encoded` are turned into that format on the device, one at a time; packed ones stay as they are,
     but for those named in `opened`.
@@ -151,7 +153,12 @@ def _stream(
             host, digest = expert_files.read_mxfp4(entry, dtype)
         else:
             stacked = isinstance(entry, expert_files.StackedEntry)
-            host = expert_files.read_stacked(entry) if stacked else shards.read_tensor(entry)
+            read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
+            lies = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, dtype))
+            if lies is not None and not lies.is_fully_replicated:
+                divided = shards.over_devices(entry, lies, read)
+                return jax.block_until_ready(divided.astype(dtype)), shards.entry_digest(name, entry, read)
+            host = read(0, entry.size_bytes).view(shards.DTYPES[entry.dtype]).reshape(entry.shape)
             digest = shards.tensor_digest(name, host)
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
@@ -204,7 +211,8 @@ class Pretrained:
 
     Args and errors: as in from_pretrained, but for a tensor's own bytes, which `load` reads.
 
-    Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in few bits).
+    Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in few bits),
+      stored_in (of quant.LOAD_IN, what of it is, or None).
     """
 
     def __init__(
@@ -252,6 +260,7 @@ class Pretrained:
             raise ValueError(f"{folder}: {_listed(packed - quantizable)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
         stored = {"fp8" if isinstance(entries[name], fp8_files.FP8Entry) else "nf4" for name in packed}
+        self.stored_in = min(stored, default=None)
         if load_in is not None and stored - {load_in}:
             raise ValueError(
                 f"{folder}: load_in = {load_in!r}, but its weights are stored in {' and '.join(sorted(stored))}: leave "

@@ -104,10 +104,13 @@ class ResidualPlan:
     tile_tokens: where set, layers that recompute all that is inside their tokenwise segments (gate and up of an MLP)
       run these over tiles of this many tokens of each row, which it must divide. Sums of the weights' gradients are
       then over tiles.
+    whole_weights: where weights are divided over devices, those of the last so many layers stay whole from forward to
+      backward, and are not gathered again. Those of the last layer do anyway.
     """
 
     layers: tuple[LayerPlan, ...]
     tile_tokens: int | None = None
+    whole_weights: int = 0
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:

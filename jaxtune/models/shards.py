@@ -12,7 +12,7 @@ import json
 import math
 import os
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +109,17 @@ def check_size(entry: TensorEntry) -> None:
         )
 
 
-def read_bytes(entry: TensorEntry) -> np.ndarray:
-    """uint8[size_bytes], whatever the tensor's dtype."""
-    data = np.empty(entry.size_bytes, np.uint8)
+def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """uint8[size_bytes], whatever the tensor's dtype; or those from `start` to before `stop`."""
+    size = (entry.size_bytes if stop is None else stop) - start
+    data = np.empty(size, np.uint8)
     view, done = memoryview(data), 0
     descriptor = os.open(entry.file, os.O_RDONLY)
     try:
-        while done < entry.size_bytes:
-            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], entry.offset + done)
+        while done < size:
+            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], entry.offset + start + done)
             if count == 0:
-                raise ValueError(
-                    f"{entry.file}: ended {entry.size_bytes - done} bytes early while reading {entry.name}"
-                )
+                raise ValueError(f"{entry.file}: ended {size - done} bytes early while reading {entry.name}")
             done += count
     finally:
         os.close(descriptor)
@@ -135,11 +134,38 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
 def tensor_digest(name: str, array: np.ndarray) -> bytes:
     """A digest of name, dtype, shape and up to 64 evenly spaced blocks of 4 KiB: content, at a cost near nothing."""
     data = array.reshape(-1).view(np.uint8)
-    last = max(0, data.size - _SAMPLE_BYTES)
+    return _digest(f"{name} {array.dtype.name} {array.shape}", data.size, lambda start, stop: data[start:stop])
+
+
+def entry_digest(name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray]) -> bytes:
+    """tensor_digest of a tensor that is not in memory; read: gives its bytes from one to before another."""
+    return _digest(f"{name} {_STORED[entry.dtype].name} {entry.shape}", entry.size_bytes, read)
+
+
+def _digest(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> bytes:
+    last = max(0, size - _SAMPLE_BYTES)
     starts = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
     # In one piece: each larger piece that hashlib is given hands Python's lock over, and getting it back can take long.
-    blocks = b"".join([data[start : start + _SAMPLE_BYTES].tobytes() for start in starts])
-    return hashlib.sha256(f"{name} {array.dtype.name} {array.shape}".encode() + blocks).digest()
+    blocks = b"".join([read(start, min(start + _SAMPLE_BYTES, size)).tobytes() for start in starts])
+    return hashlib.sha256(what.encode() + blocks).digest()
+
+
+def over_devices(
+    entry: TensorEntry, sharding: jax.sharding.Sharding, read: Callable[[int, int], np.ndarray]
+) -> jax.Array:
+    """A tensor in its stored dtype that devices divide along its first axis: each part is read by itself, and once,
+    however many devices of this process have it; read: as of entry_digest."""
+    parts: dict[tuple[int, int], np.ndarray] = {}
+    row = entry.size_bytes // entry.shape[0]
+
+    def part(index):
+        first, last, _ = index[0].indices(entry.shape[0])
+        if (first, last) not in parts:
+            bytes_ = read(first * row, last * row)
+            parts[first, last] = bytes_.view(_STORED[entry.dtype]).reshape(last - first, *entry.shape[1:])
+        return parts[first, last][(slice(None), *index[1:])]
+
+    return jax.make_array_from_callback(entry.shape, sharding, part)
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:

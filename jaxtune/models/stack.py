@@ -57,11 +57,16 @@ class _Layer:
 @dataclasses.dataclass(frozen=True)
 class _Static:
     """What a program of the stack is specialised on. aux: names of what leaves it beside its output. short: whether any
-    residual is not kept."""
+    residual is not kept. whole_weights: as in ResidualPlan, at least 1."""
 
     layers: tuple[_Layer, ...]
     aux: tuple[str, ...]
     short: bool
+    whole_weights: int
+
+    def stays_whole(self, index: int) -> bool:
+        """Whether the weights of a layer are not gathered again for its backward."""
+        return index >= len(self.layers) - self.whole_weights
 
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
@@ -269,7 +274,7 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
-    kept, hosted, aux = [], [], []
+    kept, hosted, aux, whole = [], [], [], []
     names, leaving = (), ()  # of the layer before: they go to the host while this layer computes
     last = len(static.layers) - 1
     coming = _first_gathered(trainables, frozens)
@@ -281,6 +286,7 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
         x, residuals, copies, coming = layer_forward(
             layer.graph, layer.spec, wanted, *arguments, tile=layer.tile, in_fp8=layer.in_fp8
         )
+        whole.append(gathered if static.stays_whole(index) else [])
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
         if index:
             hosted.append(dict(zip(names, copies, strict=True)))
@@ -289,15 +295,14 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
         block = nnx.merge(layer.graph, *weights)
         leaving = cut([residuals[name] for name in names], _work(block.segments(), block, x))
         kept.append({name: value for name, value in residuals.items() if name not in names})
-    # The backward begins with the last layer: its weights stay.
-    return (x, _total(aux)), (trainables, frozens, gathered, kept, [*hosted, {}], layout, keys, sums)
+    return (x, _total(aux)), (trainables, frozens, whole, kept, [*hosted, {}], layout, keys, sums)
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
     dx, daux = gradient  # of a sum over the layers: the same for each of them
-    trainables, frozens, gathered, kept, hosted, layout, keys, sums = residuals
+    trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)
-    arrived, scatters = (), []
+    arrived, scatters, gathered = (), [], []
 
     def settle(index, parts):
         """The gradients of a layer, each device's parts of them in place, are added to their sums."""
@@ -316,6 +321,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
         # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them. So
         # it does with trained weights in the compute dtype: 26 MB a layer of adapters on a 30B model's experts.
+        gathered = whole_weights[index] if static.stays_whole(index) else gathered
         whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
         saved, dx, trainable = optimization_barrier((saved, dx, whole))
         coming = tuple(hosted[index - 1].values()) if index else ()
@@ -329,7 +335,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
             layout,
             _layer_key(keys, index),
             coming,
-            _shards_of(trainables, frozens, index - 1),
+            [] if static.stays_whole(index - 1) else _shards_of(trainables, frozens, index - 1),
             scatters,
             tile=layer.tile,
             daux={name: daux[name] for name in static.aux if name in layer.aux},
@@ -406,7 +412,8 @@ def run_stack(
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
     if gradient_sums is not None:  # a layer of which nothing trains is not in it
         gradient_sums = tuple(gradient_sums.get(index, nnx.State({})) for index in range(len(layers)))
-    static = _Static(described, aux, short=any(layer != KEEP for layer in plan.layers))
+    short = any(layer != KEEP for layer in plan.layers)
+    static = _Static(described, aux, short, max(plan.whole_weights, 1))
     return _stack(static, tuple(s[1] for s in splits), tuple(s[2] for s in splits), x, layout, keys, gradient_sums)
 
 

@@ -18,7 +18,8 @@ class DataSheet:
 
     bf16_tflops, fp8_tflops: products summed in fp32 (None: the chip has no FP8). copy_tbps, memory_gib: of its memory.
     link_gbps: each way to the host; 0 where device and host share one memory. fp32_tflops: without TF32. host_gb: of a
-    machine's memory, for each such device, as such machines are usually sold or rented.
+    machine's memory, for each such device, as such machines are usually sold or rented. nvlink_gbps: each way to the
+    others of its host; None: they talk through the host.
     """
 
     bf16_tflops: float
@@ -28,23 +29,24 @@ class DataSheet:
     link_gbps: float
     fp32_tflops: float
     host_gb: float
+    nvlink_gbps: float | None = None
 
 
 _PCIE5, _PCIE4, _PCIE4_X8 = 63.0, 31.5, 15.75
 
 DATA_SHEETS: dict[str, DataSheet] = {
     # Data centres
-    "B200": DataSheet(2250, 4500, 8.0, 179, _PCIE5, 75, 256),
-    "GB200": DataSheet(2500, 5000, 8.0, 185, 450, 80, 240),
+    "B200": DataSheet(2250, 4500, 8.0, 179, _PCIE5, 75, 256, 900),
+    "GB200": DataSheet(2500, 5000, 8.0, 185, 450, 80, 240, 900),
     "GB10": DataSheet(125, 250, 0.273, 119, 0, 31, 128),
-    "H200": DataSheet(989, 1979, 4.8, 140, _PCIE5, 67, 256),
-    "H200 NVL": DataSheet(835, 1671, 4.8, 140, _PCIE5, 60, 256),
-    "GH200": DataSheet(989, 1979, 4.9, 96, 450, 67, 480),
+    "H200": DataSheet(989, 1979, 4.8, 140, _PCIE5, 67, 256, 450),
+    "H200 NVL": DataSheet(835, 1671, 4.8, 140, _PCIE5, 60, 256, 450),
+    "GH200": DataSheet(989, 1979, 4.9, 96, 450, 67, 480, 450),
     "H100 PCIe": DataSheet(756, 1513, 2.0, 80, _PCIE5, 51, 128),
-    "H100 NVL": DataSheet(835, 1671, 3.9, 94, _PCIE5, 60, 256),
-    "H100": DataSheet(989, 1979, 3.35, 80, _PCIE5, 67, 256),
-    "A100": DataSheet(312, None, 2.0, 80, _PCIE4, 19.5, 128),
-    "A100-SXM4-40GB": DataSheet(312, None, 1.56, 40, _PCIE4, 19.5, 128),
+    "H100 NVL": DataSheet(835, 1671, 3.9, 94, _PCIE5, 60, 256, 300),
+    "H100": DataSheet(989, 1979, 3.35, 80, _PCIE5, 67, 256, 450),
+    "A100": DataSheet(312, None, 2.0, 80, _PCIE4, 19.5, 128, 300),
+    "A100-SXM4-40GB": DataSheet(312, None, 1.56, 40, _PCIE4, 19.5, 128, 300),
     "A100-PCIE-40GB": DataSheet(312, None, 1.56, 40, _PCIE4, 19.5, 128),
     "A30": DataSheet(165, None, 0.933, 24, _PCIE4, 10.3, 64),
     "A40": DataSheet(149.7, None, 0.696, 45, _PCIE4, 37.4, 64),

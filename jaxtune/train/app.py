@@ -40,6 +40,7 @@ from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
 from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
+from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.record import CONFIG, digest
 from jaxtune.train.results import ADAPTER, MERGED, read_result, require_own, write_result
@@ -74,7 +75,9 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
         return
     assert wanted.path is not None
     pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
-    mesh = None if config.mesh.fsdp == 1 else partition.make_mesh(config.mesh.data, config.mesh.fsdp)
+    stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
+    chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
+    mesh = None if chosen.fsdp == 1 else partition.make_mesh(chosen.data, chosen.fsdp)
     if pretrained.packed or (config.adapter is not None and config.adapter.path is not None):
         yield None, _tokenizer(config, pretrained.folder), _adapted(pretrained.load(mesh=mesh), config)
         return
@@ -305,6 +308,11 @@ def show_plan(config: TrainConfig, console: Console) -> None:
             "adapter.path=null and adapter.r"
         )
     shape = config_from_hf(find_config(config.model.from_config or config.model.path or ""))
+    if config.plan.device is None:
+        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
+        config = replace(config, mesh=chosen)
+        if why is not None:
+            console.print(why, markup=False, highlight=False)
     device = devices.find_device(name, limit, config.plan.host_gb)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory

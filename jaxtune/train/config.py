@@ -372,7 +372,7 @@ class TrainConfig:
     ] = None  # fmt: skip
     memory: MemoryConfig = MemoryConfig()
     plan: PlanConfig = PlanConfig()
-    mesh: MeshConfig = MeshConfig()
+    mesh: Annotated[MeshConfig | None, "Which devices share the work; null: chosen by the planner."] = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     guards: GuardConfig = GuardConfig()
@@ -385,7 +385,7 @@ class TrainConfig:
         """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
-            rows % devices == 0, "mesh.data" if self.mesh.fsdp == 1 else "mesh.data x mesh.fsdp", devices,
+            rows % devices == 0, "mesh.data x mesh.fsdp" if self.mesh and self.mesh.fsdp != 1 else "mesh.data", devices,
             f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
         )  # fmt: skip
 
@@ -410,9 +410,9 @@ class TrainConfig:
         )  # fmt: skip
         rows, parts = self.rows_per_step, self.micro_batches or 1
         require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
-        if self.mesh.data > 0 and self.mesh.fsdp > 0:
+        if self.mesh is not None and self.mesh.data > 0 and self.mesh.fsdp > 0:
             self.require_rows_for(self.mesh.data * self.mesh.fsdp)
-        if self.mesh.fsdp != 1:
+        if self.mesh is not None and self.mesh.fsdp != 1:
             fsdp = self.mesh.fsdp
             require(
                 not self.optim.offload, "optim.offload", True,

@@ -156,7 +156,7 @@ class Engine:
         unsummed = self.program.sums_shardings(state.trainable, where)
 
         def of(program: StepProgram, update: Future, before: Programs | None) -> Programs:
-            with jax.set_mesh(self.mesh):
+            with partition.compiling(self.mesh):
                 accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=unsummed)
                 accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
             evaluate = self.compile_evaluate(program, state, frozen) if self._held_out is not None else None
@@ -183,7 +183,7 @@ class Engine:
         return self._compiled(program, self._by_rows, state, frozen, rows)
 
     def _compiled(self, function, out, state: TrainState, frozen, rows: Rows):
-        with jax.set_mesh(self.mesh):
+        with partition.compiling(self.mesh):
             lowered = jax.jit(function, out_shardings=out).lower(
                 abstract(state), abstract(frozen), self._abstract_batch(rows)
             )

@@ -181,6 +181,9 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     if parts.hosted_bytes:
         seconds = state_seconds(parts, device)
         lines.append(f"  optimizer states on the host: {parts.hosted_bytes / 1e9:.2f} GB, {seconds:.2f} s a step")
+    if parts.devices > 1:
+        seconds, lost = forecast.collective_seconds, forecast.exposed_seconds
+        lines.append(f"  between {parts.devices} devices: {seconds:.3f} s a step, of which {lost:.3f} s are lost")
     peak = f"  predicted peak {forecast.peak_bytes / 1e9:.2f} GB"
     peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"

@@ -46,6 +46,7 @@ from jaxtune.train.own_parts import (
 )
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops
+from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.programs import Engine, Programs
@@ -182,18 +183,15 @@ class Trainer:
             before_qat = dataclasses.replace(program, graph=self.model.plain_graph)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        mesh = partition.make_mesh(config.mesh.data, config.mesh.fsdp)
+        of_step: dict[str, Any] = dict(
+            length=self.batches.length, keeps_model=keeps_model, reference_runs=self.objective.reference_runs,
+            optimizer=optimizer if "optimizer" in self.own else None,
+        )  # fmt: skip
+        chosen, why = mesh_of(config, lambda: self.model.prepared, **of_step)
+        mesh = partition.make_mesh(chosen.data, chosen.fsdp)
+        config = dataclasses.replace(config, mesh=chosen)
         config.require_rows_for(mesh.size)
-        own_states = None if "optimizer" not in self.own else optimizer
-        planner = Planner(
-            self.model.prepared,
-            config,
-            self.batches.length,
-            mesh.devices.flat[0],
-            keeps_model,
-            own_states,
-            self.objective.reference_runs,
-        )
+        planner = Planner(self.model.prepared, config, device=mesh.devices.flat[0], note=why, **of_step)
         held_out = self.eval_data and self.eval_data.rows
         self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, held_out)
 

@@ -128,12 +128,13 @@ def plan_record(parts, config: TrainConfig, name: str) -> dict:
 
 def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers: int):
     """({"accumulate": compiled, "update": compiled}, text of the plan) of a run's step on `target`, a
-    tests.gpu.aot.target.Target: with `layers` of the model's layers, under the plan that is chosen for all of them."""
+    tests.gpu.aot.target.Target: with `layers` of the model's layers, under the plan that is chosen for all of them, but
+    for weights that stay whole: they are gathered again, as those of most layers are where memory is short."""
     found = choice(cost(hf, config), config, target.kind)
     plan = found.plan
     count = len(plan.residuals.layers)
     kept = tuple(plan.residuals.layers[round(i * (count - 1) / (layers - 1))] for i in range(layers))
-    plan = dataclasses.replace(plan, residuals=dataclasses.replace(plan.residuals, layers=kept))
+    plan = dataclasses.replace(plan, residuals=dataclasses.replace(plan.residuals, layers=kept, whole_weights=0))
     config = dataclasses.replace(
         config,
         micro_batches=plan.micro_batches,

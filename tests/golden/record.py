@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import tests.conftest  # settings of the environment, before jax
 from tests.golden.flags import set_flags
@@ -22,7 +23,7 @@ if "programs" in sys.argv:
 else:
     set_flags()
 
-sys.path.append(str(tests.conftest.ROOT / "tests" / "models"))
+sys.path.append(str(Path(tests.conftest.__file__).parent / "models"))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from tests.golden import records

@@ -17,6 +17,7 @@ from jaxtune.train.config import (
     AdapterConfig,
     ConfigError,
     DataConfig,
+    MeshConfig,
     ModelConfig,
     OptimConfig,
     QatConfig,
@@ -266,7 +267,7 @@ def test_every_key_has_help_and_is_listed_once():
     assert by_name["adapter"].default == "null"
     assert by_name["optim.name"].type == "adamw | adamw_8bit | adafactor | sgd"
     # The listed keys are those of a config with every section open.
-    sections = dict(adapter=AdapterConfig(), qat=QatConfig())
+    sections = dict(adapter=AdapterConfig(), qat=QatConfig(), mesh=MeshConfig())
     full = config_to_dict(TrainConfig(ModelConfig(path="m"), DataConfig(train="d"), **sections))
     assert set(flat_keys(full)) == set(names) - set(sections)
 

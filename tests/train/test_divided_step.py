@@ -25,7 +25,7 @@ from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
-from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.models.reward import reward_model
 from jaxtune.pallas import draws
 from jaxtune.pallas.quant_matmul import reference
@@ -103,7 +103,8 @@ DIVIDED = {
         dict(dropout=True),
     ),
     "all trained, packed rows and a window": (
-        lambda: tiny_model(layers=(LayerSpec(window=5), LayerSpec())), dict(batch=PACKED, micro_batches=1)
+        lambda: tiny_model(layers=(LayerSpec(window=5), LayerSpec())),
+        dict(batch=PACKED, micro_batches=1, plan=ResidualPlan((KEEP, KEEP), whole_weights=2)),
     ),
     "all trained, recomputed": (
         tiny_model, dict(plan=ResidualPlan.uniform(RECOMPUTE, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 
 import jax
@@ -14,7 +15,7 @@ from random_weights import write_checkpoint
 from tiny import CONFIGS
 from tiny_models import tiny_model
 
-from jaxtune.models import partition
+from jaxtune.models import partition, shards
 from jaxtune.models.config import MoEConfig
 from jaxtune.models.generate import generate
 from jaxtune.models.hf import Pretrained
@@ -66,9 +67,8 @@ def test_quantised_weights_are_cut_at_blocks(load_in):
     for each in (model, merge_adapter(model), dequantize(model)):
         for name, matrix in matrices(each):
             places = jax.tree.leaves(partition.shardings(matrix.weight, mesh))
-            shared = [leaf.shape for leaf in jax.tree.leaves(matrix.weight)]
-            for place, shape in zip(places, shared, strict=True):
-                assert place.is_fully_replicated == (shape in ((), (256,)) and load_in == "nf4"), name
+            for index, place in enumerate(places):  # codes and scales; the rest is small
+                assert place.is_fully_replicated == (index >= 2), name
         for variable in (each.embedding.weight, each.head.weight):
             assert not partition.shardings(variable, mesh).get_value().is_fully_replicated
     small = jax.tree.leaves(partition.shardings(nnx.state(model, nnx.Param), mesh))
@@ -125,6 +125,61 @@ def test_a_checkpoint_is_loaded_in_parts(load_in, tmp_path):
     assert any(share(array) < 1 for array in jax.tree.leaves(state))
     with pytest.raises(ValueError, match="generate: the model's weights are divided over 2 devices"):
         generate(got, [[1, 2]], 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_each_part_of_a_checkpoint_is_read_by_itself_and_once(family, tmp_path, monkeypatch):
+    """On two groups of two devices, which hold the same: no read is of more than a part, but samples for digests."""
+    config = CONFIGS[family]
+    write_checkpoint(tmp_path, config, shapes_of(config))
+    pretrained, read, reads = Pretrained(tmp_path, "float32"), shards.read_bytes, collections.defaultdict(list)
+
+    def counted(entry, start=0, stop=None):
+        reads[entry.name, entry.size_bytes].append((start, entry.size_bytes if stop is None else stop))
+        return read(entry, start, stop)
+
+    monkeypatch.setattr(shards, "read_bytes", counted)
+    model = pretrained.load(mesh=partition.make_mesh(2, 2))
+    parts = 0
+    for (name, size), ranges in reads.items():
+        large = [(start, stop) for start, stop in ranges if stop - start > 4096]  # bytes of a sample
+        if size <= 8192 or "norm" in name or "gate.weight" in name:
+            continue
+        assert sorted(large) == [(0, size // 2), (size // 2, size)]
+        parts += len(large)
+    assert parts
+    want = jax.tree.leaves(nnx.state(Pretrained(tmp_path, "float32").load()))
+    for ours, theirs in zip(jax.tree.leaves(nnx.state(model)), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("tokens", [4, 64])  # of a table of 64 rows: looked up where they lie, or in the whole table
+def test_rows_of_a_divided_table_and_their_gradients(tokens):
+    mesh = partition.make_mesh(1, 4)
+    table = nnx.State({"w": nnx.Param(jax.random.normal(jax.random.key(0), (64, 8)), axes=("vocab", "hidden"))})
+    index = jax.random.randint(jax.random.key(1), (4, tokens), 0, 64)
+    cotangent = jax.random.normal(jax.random.key(2), (4, tokens, 8))
+
+    def taken(table, index, cotangent):
+        """(rows, the gradient of their product with the cotangent)"""
+
+        def product(table):
+            rows = partition.rows_of(table["w"], index, lambda table, index: table[index])
+            return (rows * cotangent).sum(), rows
+
+        gradient, rows = jax.grad(product, has_aux=True)(table)
+        return rows, gradient
+
+    want = taken(table, index, cotangent)
+    parts = partition.divide(table, mesh)
+    rows, whole = partition.ROWS, partition.specs(parts)
+    run = jax.jit(partition.divided(taken, mesh, (whole, rows, rows), (rows, whole)))
+    got = run(parts, index, cotangent)
+    whole_table = "f32[64,8] = all_gather" in str(jax.make_jaxpr(run)(parts, index, cotangent))
+    assert whole_table == (tokens == 64)
+    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
+    ours, theirs = (jax.tree.leaves(partition.undivided(one)) for one in (got[1], want[1]))
+    np.testing.assert_allclose(np.asarray(ours[0]), np.asarray(theirs[0]), rtol=1e-5, atol=1e-5)
 
 
 def test_8_bit_moments_are_those_of_one_device():

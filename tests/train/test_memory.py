@@ -73,6 +73,8 @@ def parts_8b():
         "gate=offload, up=offload",
         "0-1: recompute; 2-4: gate=recompute, up=recompute; 5-5: keep",
         "recompute, layer_input=offload; tile=8192",
+        "keep; whole=4",
+        "0-2: recompute; 3-5: keep; tile=8192; whole=6",
     ],
 )
 def test_the_text_of_a_plan_is_read_as_it_was_written(text):
@@ -98,6 +100,7 @@ def test_a_word_with_exceptions_is_what_it_says():
         ("0-1: keep; 1: recompute", "layer 1 is named twice"),
         ("up=offload, keep", "cannot read 'keep'"),
         ("tile=8", "cannot read 'tile=8'"),
+        ("keep; whole=3", "whole=3 is more than the model's 2 layers"),
     ],
 )
 def test_a_plan_that_cannot_be_read(text, words):

@@ -22,7 +22,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype_name: str
-    shared: ClassVar[tuple[str, ...]] = ()  # names of arrays that every part of a divided tensor needs whole
+    shared: ClassVar[tuple[str, ...]] = ()  # names of arrays that every part of a divided tensor has whole
 
     @property
     def dtype(self) -> np.dtype:

@@ -119,11 +119,23 @@ def choose(
         else:
             for tile in (None, _tile_tokens(parts, config)):
                 table = _best_layers(parts, tokens, device, tile)
-                found += [_best_pair(parts, table, micro, chunk, device, budget, tile) for chunk in chunks]
+                pairs = [_best_pair(parts, table, micro, chunk, device, budget, tile) for chunk in chunks]
+                found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
     fitting = [one for one in found if one.peak_bytes <= budget]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
     return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
+
+
+def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
+    """The plan with the weights of as many layers whole from forward to backward as there is room for: to gather them
+    again takes less time than to make residuals again, so these come first."""
+    size, room = parts.whole_layer_bytes, budget - found.peak_bytes
+    if not size or room <= 0:
+        return found
+    count = parts.num_layers if math.isinf(room) else min(parts.num_layers, 1 + int(room / size))
+    residuals = dataclasses.replace(found.plan.residuals, whole_weights=count)
+    return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
 
 
 def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:

@@ -33,7 +33,7 @@ from jaxtune.pallas.formats import FP8, FourBit, Stored
 from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.train import optimizer_offload
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.optim import make_optimizer, weight_storage
 from jaxtune.train.schedule import learning_rate_schedule
 
@@ -107,17 +107,31 @@ class LayerKind:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Bytes that a device receives from the others of its mesh. weights: of all layers, for a forward, and again for a
+    backward; gradients: of what trains of them and is divided, in a backward; around: both of embedding and head, under
+    which nothing runs; sums: of what trains and is whole, once a step."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    around: float = 0.0
+    sums: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class StepCost:
     """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
 
     known: the residuals of all layers. residuals: {name: bytes a token} of a layer, the mean of all layers; padding:
     {name: bytes} beside that, whatever the tokens. segments: likewise, the mean of all layers. kinds: the different
     layers there are. tiled: residuals that exist for a tile only where layers run in tiles.
+    trained: parameters; trained_here: those that a device updates.
     fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained
     weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
     float32. head_gradient_bytes: later, of it alone.
     reference_runs: forward passes, in each micro-batch, of a model that does not train.
+    whole_layer_bytes: of the largest layer's weights that are divided over devices, whole.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
     """
 
@@ -138,13 +152,16 @@ class StepCost:
     head_bytes: float
     head_gradient_bytes: float
     head_trains: bool
-    trained: float  # parameters
+    trained: float
+    trained_here: float
     has_experts: bool = False
     tiled: tuple[str, ...] = ()
     hosted_bytes: float = 0.0
     update_bytes: float = 0.0
     less_sums: float = 0.0
     reference_runs: int = 0
+    exchange: Exchange = Exchange()
+    whole_layer_bytes: float = 0.0
 
     def fixed_bytes(self, micro_batches: int) -> float:
         """Of a step of so many."""
@@ -183,7 +200,8 @@ def step_cost(
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     leaves = jax.tree.leaves(frozen, is_leaf=_is_stored)
     packed = sum(nbytes(leaf) for leaf in leaves if isinstance(leaf, FourBit))
-    data, fsdp = partition.mesh_shape(config.mesh.data, config.mesh.fsdp)
+    mesh = config.mesh or MeshConfig()
+    data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
     share = partition.held_bytes(masters, fsdp) / nbytes(masters)  # of what trains, on a device
     fixed = {
         "frozen weights": partition.held_bytes(frozen, fsdp) + _PACKED_SLACK * packed / fsdp,
@@ -220,12 +238,40 @@ def step_cost(
         head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
         head_trains=head_trains,
         trained=nbytes(masters) / 4,
+        trained_here=share * nbytes(masters) / 4,
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         hosted_bytes=on_host * devices,
         update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
+        exchange=_exchange(kept, frozen, data, fsdp),
+        whole_layer_bytes=max(
+            sum(
+                partition.divided_sizes(tree["layers"][i], fsdp)[0]
+                for tree in (kept, frozen)
+                if i in tree.get("layers", {})
+            )
+            for i in range(len(kinds))
+        ),
+    )
+
+
+def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
+    """trained, frozen: states of variables, as they are kept on the devices."""
+    received, layers = 1 - 1 / fsdp, [tree["layers"] for tree in (trained, frozen) if "layers" in tree]
+    weights = sum(partition.divided_sizes(tree, fsdp)[0] for tree in layers)
+    _, gradients = partition.divided_sizes(trained["layers"], fsdp) if "layers" in trained else (0.0, 0.0)
+    every, (_, divided) = partition.divided_sizes((trained, frozen), fsdp)[0], partition.divided_sizes(trained, fsdp)
+    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
+    devices = data * fsdp
+    # As partition.scatter sends gradients; sums of what is whole in float32.
+    width = 4.0 if fsdp > 2 else partition.divided_sizes(trained, fsdp)[0] / max(divided, 1.0)
+    return Exchange(
+        weights=received * weights,
+        gradients=received * width * gradients,
+        around=received * (every - weights + width * (divided - gradients)),
+        sums=8.0 * (whole * (1 - 1 / devices) + divided / fsdp * (1 - 1 / data)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import math
 import os
 import resource
 import sys
@@ -17,6 +18,7 @@ from jaxtune.train.config import TrainConfig
 # Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned
 # host memory 55 of 63 GB/s. Other devices are taken to reach the same shares until somebody measures them.
 _GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
+_PEER_SHARE = 0.75  # of NVLink's or the host link's rate, that collectives are taken to reach
 _SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
 CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
 # Of the allocator's memory that cannot be used: a share, and no less than so many bytes. A program's temporaries are
@@ -28,7 +30,8 @@ _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 class Device:
     """Rates in FLOP/s and bytes/s. memory_bytes: for arrays and programs, or None where nothing limits them.
 
-    link: of one direction to the host; 0 where offload is of no use (one memory for both). host_bytes: of its memory
+    link: of one direction to the host; 0 where offload is of no use (one memory for both). peer: of one direction to
+    the other devices of its host, as collectives reach it. host_bytes: of its memory
     that may be pinned. note: how the rates are known. hopper: it runs the kernels for compute capability 9.0.
     host_note: where host_bytes comes from, for a device that is not here; usual_host_bytes: what may be pinned of the
     memory that a machine with such a device usually has.
@@ -44,9 +47,11 @@ class Device:
     hopper: bool = False
     host_note: str = ""
     usual_host_bytes: float | None = None
+    peer: float = math.inf
 
 
 _PINNED_SHARE = 0.7  # of the host's memory
+_ONE_MEMORY_GBPS = 25.0  # between machines whose device and host share a memory, by their network
 # XLA pins no more than this many GiB; without it, 64.
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # Whose rates an unknown device that is here is taken to have, until they are measured: they only rank plans.
@@ -92,6 +97,7 @@ def find_device(name: str, memory_bytes: float | None = None, host_gb: float | N
     if (reason := refusal(name)) is not None:
         raise ValueError(f"{'this GPU' if here else 'plan.device'} = {name!r}: {reason}")
     sheet, known = data_sheet(name), known_ceilings(name)
+    rated = sheet or DATA_SHEETS[_STAND_IN]
     if sheet is None and not here:
         near = difflib.get_close_matches(name, known_devices(), 3, 0.85)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -102,7 +108,6 @@ def find_device(name: str, memory_bytes: float | None = None, host_gb: float | N
         rates = (known.gemm_bf16_tflops * 1e12 * _SUSTAINED, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
         note = "rates measured on this machine"
     else:
-        rated = sheet or DATA_SHEETS[_STAND_IN]
         rates = (
             rated.bf16_tflops * 1e12 * _GEMM_SHARE, rated.copy_tbps * 1e12 * _COPY_SHARE,
             rated.link_gbps * 1e9 * _LINK_SHARE,
@@ -115,14 +120,15 @@ def find_device(name: str, memory_bytes: float | None = None, host_gb: float | N
     if sheet is not None and sheet.link_gbps == 0:
         rates = (*rates[:2], 0.0)
     hopper = "H100" in name or "H200" in name
+    peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * _PEER_SHARE
     if memory_bytes is not None:
-        return Device(name, memory_bytes, *rates, _pinnable_bytes(), note, hopper)
+        return Device(name, memory_bytes, *rates, _pinnable_bytes(), note, hopper, peer=peer)
     assert sheet is not None
     host = sheet.host_gb if host_gb is None else host_gb
     source = "usual beside it; plan.host_gb says what yours has" if host_gb is None else "plan.host_gb"
     return Device(
         name, sheet.memory_gib * 2**30 - CONTEXT_BYTES, *rates, host * 1e9 * _PINNED_SHARE, note, hopper,
-        host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
+        peer=peer, host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
         usual_host_bytes=sheet.host_gb * 1e9 * _PINNED_SHARE,
     )  # fmt: skip
 

@@ -7,7 +7,9 @@
 - `gate=fp8, up=fp8`: kept, rounded to e4m3, in layers that compute in FP8;
 - `recompute, layer_input=offload`: a word for all, then exceptions;
 - `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layers, all of them named;
-- `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row.
+- `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row;
+- `keep; whole=8`: where weights are divided over devices, those of the last 8 layers are not gathered again for the
+  backward.
 
 Which residuals there are, the model's layers say (models/layers).
 """
@@ -61,23 +63,30 @@ def residuals_text(plan: ResidualPlan) -> str:
             groups[-1] = (groups[-1][0], index, layer)
         else:
             groups.append((index, index, layer))
-    tile = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
+    more = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
+    more += [f"whole={plan.whole_weights}"] if plan.whole_weights else []
     if len(groups) == 1:
-        return "; ".join([str(groups[0][2]), *tile])
-    return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *tile])
+        return "; ".join([str(groups[0][2]), *more])
+    return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *more])
 
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
     """A plan from its text, for a model of `num_layers` layers that have these residuals.
 
     Raises:
-      ValueError: an unknown word, residual or placement; layers that are named twice, not at all, or not there.
+      ValueError: an unknown word, residual or placement; layers that are named twice, not at all, or not there; more
+        layers than there are whose weights should stay whole.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
-    *parts, last_part = text.split(";")
-    tile = re.fullmatch(r"\s*tile\s*=\s*([1-9]\d*)\s*", last_part) if parts else None
+    first_part, *parts = text.split(";")
+    numbers: dict[str, int] = {}
+    while parts and (match := re.fullmatch(r"\s*(tile|whole)\s*=\s*([1-9]\d*)\s*", parts[-1])):
+        numbers[match[1]] = int(match[2])
+        parts.pop()
     try:
-        for part in parts if tile else [*parts, last_part]:
+        if numbers.get("whole", 0) > num_layers:
+            raise ValueError(f"whole={numbers['whole']} is more than the model's {num_layers} layers")
+        for part in [first_part, *parts]:
             match = re.fullmatch(r"\s*(?:(\d+)(?:-(\d+))?\s*:)?(.*)", part, re.DOTALL)
             assert match is not None
             first = int(match[1]) if match[1] else 0
@@ -99,7 +108,8 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
             f"memory.plan = {text!r}: {error}. Residuals: {names}; placements: {', '.join(PLACEMENTS)}; "
             "layers: 0-11: recompute; 12-31: keep"
         ) from None
-    return ResidualPlan(tuple(layer for layer in layers if layer is not None), int(tile[1]) if tile else None)
+    known = tuple(layer for layer in layers if layer is not None)
+    return ResidualPlan(known, numbers.get("tile"), numbers.get("whole", 0))
 
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:

@@ -32,7 +32,7 @@ class Planner:
     Args:
       model: what is trained. length: of its rows, in tokens. device: a jax.Device. keeps_model: whether somebody holds
         the model beside the run. optimizer: what moves the weights, if not what config.optim says.
-      reference_runs: Objective.reference_runs.
+      reference_runs: Objective.reference_runs. note: said before the plan, such as why it is on this mesh.
 
     Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan
     in force).
@@ -50,9 +50,10 @@ class Planner:
         keeps_model: bool = True,
         optimizer: optax.GradientTransformation | None = None,
         reference_runs: int = 0,
+        note: str | None = None,
     ):
         self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
-        self.config, self.shape = config, model.config
+        self.config, self.shape, self._note = config, model.config, note
         limit = (device.memory_stats() or {}).get("bytes_limit")
         self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
         self.budget_bytes = devices.budget(config, self.device)
@@ -65,7 +66,8 @@ class Planner:
 
     def lines(self) -> list[str]:
         """The plan in words."""
-        return plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
+        lines = plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
+        return lines if self._note is None else [self._note, *lines]
 
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes a checkpoint's plan, unless the config asks for another: one chosen anew might not be the same."""

@@ -1,0 +1,126 @@
+"""The mesh of a run whose config names none."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from jaxtune.models.published import PUBLISHED
+from jaxtune.models.registry import config_from_hf
+from jaxtune.train.config import (
+    AdapterConfig,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from jaxtune.train.planning import devices, meshes
+from jaxtune.train.planning.cost import abstract_model, step_cost
+
+SMALL = PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": 4}
+LARGE = PUBLISHED["meta-llama/Llama-3.1-8B"] | {"num_hidden_layers": 16}
+
+
+def chosen(hf, device, count, **settings):
+    """(mesh, why) of a full fine-tuning of 16-bit weights."""
+    settings = dict(rows_per_step=8, micro_batches=1, optim=OptimConfig("adamw_8bit")) | settings
+    config = TrainConfig(
+        model=ModelConfig(path="x"), data=DataConfig(train="x", length=512), steps=1, output="x", **settings
+    )
+    model, device = abstract_model(config_from_hf(hf), config), devices.find_device(device)
+
+    def cost_on(mesh):
+        return step_cost(model, dataclasses.replace(config, mesh=mesh))
+
+    return meshes.choose_mesh(cost_on, config, device, devices.budget(config, device), count)
+
+
+def test_what_fits_each_device_is_not_divided():
+    mesh, why = chosen(SMALL, "H200", 2)
+    assert mesh == MeshConfig(2, 1)
+    assert why.startswith("mesh: data=2 fsdp=1, ") and "; data=1 fsdp=2 " in why
+
+
+def test_what_does_not_fit_one_device_is_divided():
+    mesh, why = chosen(LARGE, "RTX 4090", 4)
+    assert mesh.fsdp > 1 and mesh.data * mesh.fsdp == 4
+    assert "data=4 fsdp=1 needs " in why
+
+
+def test_devices_that_cannot_share_the_rows_are_left_out():
+    mesh, why = chosen(SMALL, "H200", 4, rows_per_step=6)
+    assert mesh == MeshConfig(3, 1) and "1 of 4 devices are left out: 6 rows cannot be shared by them all" in why
+
+
+def test_states_on_the_host_are_not_divided():
+    offloaded = OptimConfig("adamw_8bit", offload=True)
+    assert chosen(SMALL, "H200", 2, optim=offloaded)[0] == MeshConfig(2, 1)
+
+
+def test_where_nothing_fits_the_mesh_that_needs_least_is_planned():
+    mesh, why = chosen(LARGE, "RTX 3060", 2)
+    assert mesh == MeshConfig(1, 2) and "; data=2 fsdp=1 needs " in why and "; data=1 fsdp=2 needs " in why
+
+
+@pytest.fixture(scope="module")
+def lora():
+    """A function of mesh and budget in GB (None: the device's) to the forecast of a LoRA step of 8B, twice the rows of
+    one H200; `plan`: of memory.plan."""
+    config = TrainConfig(
+        model=ModelConfig(path="x"), data=DataConfig(train="x", length=2048), steps=1, output="x", rows_per_step=16,
+        adapter=AdapterConfig(), micro_batches=1,
+    )  # fmt: skip
+    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config)
+    device = devices.find_device("NVIDIA H200")
+
+    def forecast(mesh, budget_gb=None, plan=None):
+        changed = dataclasses.replace(config, mesh=mesh, memory=MemoryConfig(budget_gb=budget_gb, plan=plan))
+        return meshes.choose(step_cost(model, changed), changed, device, devices.budget(changed, device))
+
+    forecast.device = device
+    return forecast
+
+
+def test_gathers_cost_time(lora):
+    """A step over two divided H200s is slower than each alone by what was measured."""
+    alone, divided = lora(MeshConfig(2, 1)), lora(MeshConfig(1, 2), plan="keep")
+    assert 0.94 < alone.step_seconds / divided.step_seconds < 0.97
+    # Half of each layer's 436 MB, there and (but the last one's) back, and of embedding and head.
+    received = 31.5 * 436e6 + 1.05e9
+    assert divided.collective_seconds == pytest.approx(received / lora.device.peer, rel=0.05)
+    assert alone.exposed_seconds < 0.01 * alone.step_seconds
+
+
+def test_room_is_used_to_gather_weights_once(lora):
+    mesh = MeshConfig(1, 2)
+    again, once, some = lora(mesh, plan="keep"), lora(mesh), lora(mesh, budget_gb=70)
+    assert [f.plan.residuals.whole_weights for f in (again, once)] == [0, 32]
+    assert once.peak_bytes == pytest.approx(again.peak_bytes + 31 * 436e6, rel=0.01)
+    assert once.exposed_seconds == pytest.approx(0.55 * again.exposed_seconds, rel=0.05)
+    assert 1 < some.plan.residuals.whole_weights < 32 and some.peak_bytes < 70e9
+    assert again.step_seconds > some.step_seconds > once.step_seconds
+    assert lora(MeshConfig(2, 1)).plan.residuals.whole_weights == 0
+
+
+@pytest.mark.parametrize("named", [MeshConfig(1, 2), None])
+def test_a_named_mesh_and_cpus_leave_nothing_to_choose(named):
+    config = TrainConfig(
+        model=ModelConfig(path="x"), data=DataConfig(train="x"), rows_per_step=8, output="x", adapter=AdapterConfig(),
+        mesh=named,
+    )  # fmt: skip
+    assert len(jax.devices()) > 1
+    assert meshes.mesh_of(config, lambda: pytest.fail("asked for a model")) == (named or MeshConfig(), None)
+
+
+def test_several_gpus_are_used_unasked(monkeypatch):
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 1.4e11})
+    monkeypatch.setattr(meshes.jax, "devices", lambda: [gpu, gpu])
+    config = TrainConfig(
+        model=ModelConfig(path="x"), data=DataConfig(train="x"), rows_per_step=8, output="x", steps=1,
+        adapter=AdapterConfig(),
+    )  # fmt: skip
+    mesh, why = meshes.mesh_of(config, lambda: abstract_model(config_from_hf(SMALL), config))
+    assert mesh == MeshConfig(2, 1) and "tokens/s at" in why
