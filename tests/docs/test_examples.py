@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 EXAMPLES = ROOT / "examples"
 MOVED = ("unsloth_quickstart.py", "trl_quickstart.py", "peft_training_arguments.py")
+WITH_TORCH = ("compare_flax_and_torch.py",)  # run by tests/parity/test_compared_programs.py
 # Numbers that are smaller here.
 SMALLER = {"own_loop.py": {"LENGTH, STEPS = 1024, 100": "LENGTH, STEPS = 64, 2"}}
 
@@ -26,7 +27,7 @@ def run_text(text: str, name: str, namespace: dict | None = None) -> dict:
     return namespace
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in MOVED))
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in MOVED + WITH_TORCH))
 def test_an_example_runs(name, workplace):
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     for large, small in SMALLER.get(name, {}).items():
