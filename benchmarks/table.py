@@ -387,11 +387,14 @@ def headlines(records: list[dict]) -> list[str]:
         return f"{record['tokens_per_second']:,.0f} tokens/s in {record['peak_memory_gb']:.1f} GB"
 
     packed = next(r for r in steps if r["shape"] == "llama-3.1-8b" and r["documents"] == "packed")
+    divided = by_kind["train/mesh"]["cases"]["70b_nf4_fsdp"][0]
+    on_two = f"{divided['tokens_per_second_per_gpu']:,.0f} tokens/s in {max(divided['peak_memory_gb_of_each']):.1f} GB"
     longest = memory["longest"]
     rows = [
         ("Llama-3.1-8B, LoRA in 16 bits, packed rows", speed(packed)),
         ("Llama-3.1-8B, QLoRA within 16 GB", speed(memory["16gb"])),
         ("gpt-oss-20b, QLoRA on attention and experts", speed(step("gpt-oss-20b", "nf4", "full"))),
+        ("Llama-3.3-70B, QLoRA over two H200s, each", on_two),
         (
             "longest single document, Llama-3.1-8B, QLoRA",
             f"{longest['length']:,} tokens in {longest['peak_memory_gb']:.1f} GB",
