@@ -68,7 +68,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
             self.wfile.write(data)
 
         def log_message(self, format, *args):
-            pass
+            pass  # the page asks every two seconds: a line for each would bury the address in the terminal
 
     try:
         return http.server.ThreadingHTTPServer((HOST, port), Handler)
