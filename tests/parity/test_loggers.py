@@ -34,12 +34,14 @@ def records(path):
 
 
 def test_wandb_offline_continues_its_run(tmp_path, monkeypatch):
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for step, resumed in ((1, None), (2, 1)):
         log(tmp_path, step, resumed, wandb_project="p")
+    wandb.teardown()  # the package's own process writes the last records after finish() has returned; this waits for it
     found, configs, ids = {}, [], set()
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in records(path):
