@@ -46,7 +46,7 @@ parity: env-parity  ## checks against torch, transformers, peft, trl and bitsand
 	.venv-parity/bin/python -m pytest tests/parity -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
 
 aot: env-aot  ## compile the GPU programs without a GPU
-	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist loadfile -p tests.remembered $(PYTEST_ARGS)
+	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
 
 llama-cpp:  ## greedy text of exported GGUF files in llama.cpp itself (built from source once, about 20 minutes)
 	@sh scripts/setup_env.sh .venv-llama-cpp

@@ -100,6 +100,7 @@ def reachable(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
     return frozenset(found)
 
 
+@functools.cache
 def _by_name(file: Path) -> bool:
     """Whether a file of the tests can reach others than it imports, or reads files that it finds."""
     if {name.split(".")[0] for name, _ in _imported(_tree(file).body)} & {"importlib", "runpy", "multiprocessing"}:
@@ -125,9 +126,19 @@ def _everything() -> frozenset[Path]:
 @functools.cache
 def _data(folders: frozenset[Path]) -> frozenset[Path]:
     """Files that are no modules: of the package, the stored results, and those in `folders`; and pytest's settings."""
-    chosen = (ROOT / "jaxtune", ROOT / "tests" / "goldens", *folders)
-    found = {file for file in _everything() if file.suffix != ".py" and any(c in file.parents for c in chosen)}
+    chosen = tuple(f"{folder}{os.sep}" for folder in (ROOT / "jaxtune", ROOT / "tests" / "goldens", *folders))
+    found = {file for path, file in _no_modules().items() if path.startswith(chosen)}
     return frozenset(found | ({ROOT / "pyproject.toml"} & _everything()))
+
+
+@functools.cache
+def _no_modules() -> dict[str, Path]:
+    return {str(file): file for file in _everything() if file.suffix != ".py"}
+
+
+@functools.cache
+def _of_tests(file: Path) -> bool:
+    return "tests" in file.relative_to(ROOT).parts
 
 
 @functools.cache
@@ -138,7 +149,7 @@ def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
     found = reachable(test_file, folders)
     for file in conftests & _everything():
         found |= reachable(file, folders)
-    of_tests = {file for file in found if "tests" in file.relative_to(ROOT).parts}
+    of_tests = {file for file in found if _of_tests(file)}
     if any(_by_name(file) for file in of_tests):
         found |= _everything()
     if family is not None:
@@ -150,7 +161,8 @@ def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
 
 
 @functools.cache
-def _versions() -> str:
+def versions() -> str:
+    """The interpreter, the system, the processor and every package that is installed."""
     found = sorted({f"{one.metadata['Name']}=={one.version}" for one in metadata.distributions()})
     return " ".join([sys.version, platform.platform(), _instructions(), *found])
 
@@ -174,8 +186,13 @@ def _real_data() -> str:
 
 @functools.cache
 def _key_of_files(test_file: Path, family: str | None) -> str:
-    lines = [f"{file.relative_to(ROOT)} {_digest(file)}" for file in sorted(files_of(test_file, family))]
-    return hashlib.sha256("\n".join([_versions(), *lines]).encode()).hexdigest()
+    lines = sorted(map(_line, files_of(test_file, family)))
+    return hashlib.sha256("\n".join([versions(), *lines]).encode()).hexdigest()
+
+
+@functools.cache
+def _line(file: Path) -> str:
+    return f"{file.relative_to(ROOT)} {_digest(file)}"
 
 
 def _family(item: pytest.Item) -> str | None:

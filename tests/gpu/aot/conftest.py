@@ -10,3 +10,6 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs for an absent d
 
 def pytest_configure():
     pytest.importorskip("jax_plugins.xla_cuda13", reason="run these with `make aot`")
+    from tests.gpu.aot.kept import keep_what_is_said  # not before the settings above
+
+    keep_what_is_said()

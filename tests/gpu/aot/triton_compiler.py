@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import subprocess
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import compat
+from tests.gpu.aot.kept import recall
 from tests.gpu.aot.target import H200, Target
 
 # Shared memory that a block may have, in KB, by compute capability (CUDA C++ Programming Guide, technical
@@ -60,8 +62,6 @@ def recorded_calls():
 
 def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
     """Compiles a recorded call to machine code, as jax-triton has it compiled."""
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel, types, settings = call
@@ -80,9 +80,20 @@ def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
         "num_stages": settings["stages"],
         "enable_fp_fusion": settings.get("contract", True),
     }
+    number = 10 * capability[0] + capability[1]
+    said = recall(
+        (source.hash(), number, sorted(options.items())), functools.partial(_compile, source, number, options, folder)
+    )
+    return Compiled(kernel.__name__, **said)
+
+
+def _compile(source, number: int, options: dict, folder) -> dict:
+    """The fields of Compiled, but its name."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.cache, "dir", str(folder))
-        number = 10 * capability[0] + capability[1]
         compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
         assembler = triton.knobs.nvidia.ptxas_blackwell if number >= 100 else triton.knobs.nvidia.ptxas
     assert compiled.asm["cubin"]
@@ -96,4 +107,4 @@ def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
     ).stderr  # fmt: skip
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert spilled is not None, said
-    return Compiled(kernel.__name__, compiled.metadata.shared, int(spilled[1]), ptx)
+    return {"shared_bytes": compiled.metadata.shared, "spilled_bytes": int(spilled[1]), "ptx": ptx}
