@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +27,24 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cac
 # Small programs too: thousands of them take a minute to compile, and the workers of a run share what one has compiled.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
+# Tokenised rows and what was measured: each process of a run has its own, and none meets what another run left.
+os.environ["JAXTUNE_CACHE"] = tempfile.mkdtemp(prefix="jaxtune-tests-")
+atexit.register(shutil.rmtree, os.environ["JAXTUNE_CACHE"], ignore_errors=True)
 
 # The same examples on every run: a test that fails here fails everywhere.
-hypothesis.settings.register_profile("jaxtune", derandomize=True, database=None, deadline=None, max_examples=30)
+# No limit of time: a busy machine is no finding.
+hypothesis.settings.register_profile(
+    "jaxtune", derandomize=True, database=None, deadline=None, max_examples=30,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=3000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "jaxtune"))
+
+
+def pytest_collection_finish():
+    """What is imported stays: the garbage collector need not look through it again and again (a tenth of the time)."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

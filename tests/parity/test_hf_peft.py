@@ -18,7 +18,7 @@ def test_their_cases_train_and_one_that_fails_says_why():
         "hf_gpt_oss": SHAPES["gpt-oss-20b"] | TINY | {"num_local_experts": 4, "num_experts_per_tok": 2},
     }
     todo = [(THEIRS[name], shape, 2, 32, 1) for name, shape in shapes.items()]
-    four_bit, failed, experts = in_processes(todo, time.monotonic() + 300)
+    four_bit, failed, experts = in_processes(todo, time.monotonic() + 3600)
     assert "rms_norm_eps" in failed["failed"]
     for found in (four_bit, experts):
         assert "failed" not in found and len(found["losses"]) == 3 and found["rows_at_once"] == 2
