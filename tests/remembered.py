@@ -19,14 +19,14 @@ import functools
 import hashlib
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from tests.versions import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 _FAMILIES = ROOT / "jaxtune" / "models" / "families"
@@ -103,7 +103,8 @@ def reachable(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
 @functools.cache
 def _by_name(file: Path) -> bool:
     """Whether a file of the tests can reach others than it imports, or reads files that it finds."""
-    if {name.split(".")[0] for name, _ in _imported(_tree(file).body)} & {"importlib", "runpy", "multiprocessing"}:
+    modules = {f"{module}.{name}" for module, name in _imported(_tree(file).body)} - {"importlib.metadata"}
+    if {module.split(".")[0] for module in modules} & {"importlib", "runpy", "multiprocessing"}:
         return True
     nodes = list(ast.walk(_tree(file)))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -158,22 +159,6 @@ def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
     # The folder of all tests is that of every conftest; a test that stands in it reads what it likes.
     beside = {file.parent for file in of_tests} - {ROOT / "tests"} | {test_file.parent}
     return found | _data(frozenset(beside))
-
-
-@functools.cache
-def versions() -> str:
-    """The interpreter, the system, the processor and every package that is installed."""
-    found = sorted({f"{one.metadata['Name']}=={one.version}" for one in metadata.distributions()})
-    return " ".join([sys.version, platform.platform(), _instructions(), *found])
-
-
-def _instructions() -> str:
-    """What the processor can do, by which XLA compiles; empty where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 @functools.cache

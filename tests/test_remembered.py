@@ -81,6 +81,7 @@ def suite(tmp_path):
     (folder / "tests").mkdir(parents=True)
     text = (ROOT / "tests" / "remembered.py").read_text()
     (folder / "tests" / "remembered.py").write_text(text.replace("from tiny import CONFIGS", "return None"))
+    (folder / "tests" / "versions.py").write_text((ROOT / "tests" / "versions.py").read_text())
     for name, text in SUITE.items():
         (folder / name if name == "helper.py" else folder / "tests" / name).write_text(text)
 

@@ -22,7 +22,7 @@ from jaxtune.train.signals import EXIT_SAVED
 from tests.faults.command import make_folder
 
 LONG = os.environ.get("JAXTUNE_LONG_KILLS") == "1"
-STEPS, KILLS = (2000, 20) if LONG else (200, 6)
+STEPS, KILLS = (2000, 20) if LONG else (200, 4)
 OVERRIDES = [
     f"steps={STEPS}",
     f"checkpoint.every_steps={STEPS // 20}",

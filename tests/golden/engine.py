@@ -7,6 +7,7 @@ tensors have in files.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train.config import MemoryConfig, TrainConfig
+from jaxtune.train.config import DataConfig, MemoryConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.planning import choice as choosing
 from jaxtune.train.planning import devices
@@ -95,7 +96,12 @@ def device(name: str):
 
 def cost(hf: dict, config: TrainConfig):
     """What the planner knows of a step of a model of this config.json."""
-    return step_cost(abstract_model(config_from_hf(hf), config), config)
+    asks = {key: getattr(config, key) for key in ("model", "adapter", "precision", "seed", "objective")}
+    model = _abstract(config_from_hf(hf), TrainConfig(data=DataConfig(train="none"), output="not written", **asks))
+    return step_cost(model, config)
+
+
+_abstract = functools.cache(abstract_model)  # seconds each, and only read: the cases of a model share it
 
 
 def choice(parts, config: TrainConfig, name: str) -> Forecast:

@@ -16,6 +16,7 @@ from jaxtune.models.config import LayerSpec, RopeConfig, Source
 from jaxtune.models.generate import _decode, _prefill
 from jaxtune.models.sampling import Sampling, filtered
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
 
 # With rows of mixed lengths; the other features of the families are in the goldens.

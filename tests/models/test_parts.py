@@ -31,6 +31,7 @@ from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_tex
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] + [2] * 8 + [0] * 3], np.int32)
 
 

@@ -300,8 +300,8 @@ def test_two_models_and_changing_lengths_in_one_process():
 
         return compute(trainable, frozen)
 
-    got = [gradients(model, length, offload) for length in (8, 32, 6, 64) for model in models]
-    want = [gradients(model, length, PLANS["keep"]) for length in (8, 32, 6, 64) for model in models]
+    got = [gradients(model, length, offload) for length in (8, 32, 6) for model in models]
+    want = [gradients(model, length, PLANS["keep"]) for length in (8, 32, 6) for model in models]
     for one, other in zip(got, want, strict=True):
         assert_same(one, other)
 

@@ -27,25 +27,31 @@ from jaxtune.pallas.routing import (
 
 TILE = 8
 HIDDEN = 5
-rng = np.random.default_rng(0)
+_draw = np.random.default_rng(0)
 
 # name -> (choice int32[T, k], number of experts)
 CASES = {
-    "random": (np.stack([rng.permutation(6)[:3] for _ in range(70)]), 6),
+    "random": (np.stack([_draw.permutation(6)[:3] for _ in range(70)]), 6),
     "one token": (np.array([[3, 0]]), 5),
     "all in one expert": (np.full((37, 1), 2), 4),
     "whole tiles": (np.repeat(np.arange(4), 2 * TILE)[:, None], 4),
     "one over a tile": (np.array([[0]] * (TILE + 1) + [[2]] * (2 * TILE - 1)), 3),
     "one expert": (np.zeros((9, 1), int), 1),
-    "many experts": (np.stack([rng.permutation(256)[:8] for _ in range(40)]), 256),
-    "more pairs than a block counts": (np.stack([rng.permutation(3)[:2] for _ in range(400)]), 3),
-    "padding": (np.where(rng.random((50, 1)) < 0.4, 6, np.stack([rng.permutation(6)[:2] for _ in range(50)])), 6),
+    "many experts": (np.stack([_draw.permutation(256)[:8] for _ in range(40)]), 256),
+    "more pairs than a block counts": (np.stack([_draw.permutation(3)[:2] for _ in range(400)]), 3),
+    "padding": (np.where(_draw.random((50, 1)) < 0.4, 6, np.stack([_draw.permutation(6)[:2] for _ in range(50)])), 6),
     "nothing but padding": (np.full((11, 2), 4), 4),
 }
 CASES = {name: (choice.astype(np.int32), experts) for name, (choice, experts) in CASES.items()}
 cases = pytest.mark.parametrize("case", CASES)
 # Compiled as a whole: operation by operation, that takes several times as long as the tests themselves.
 compiled_route = jax.jit(route, static_argnums=(1, 2))
+
+
+@pytest.fixture
+def rng():
+    """A test's own numbers: the same whichever tests ran before it."""
+    return np.random.default_rng(1)
 
 
 @cases
@@ -71,7 +77,7 @@ def test_pairs_are_sorted_stably_into_whole_tiles(case):
 
 @cases
 @pytest.mark.gpu
-def test_permute_weigh_and_back_against_a_loop(case):
+def test_permute_weigh_and_back_against_a_loop(case, rng):
     choice, experts = CASES[case]
     tokens, k = choice.shape
     routing = compiled_route(choice, experts, TILE)
@@ -113,7 +119,7 @@ def test_mosaic_sorts_as_the_reference(case):
 
 @pytest.mark.parametrize("case", ["all in one expert", "one token", "padding", "nothing but padding"])
 @pytest.mark.gpu
-def test_mosaic_moves_rows_as_the_reference(case):
+def test_mosaic_moves_rows_as_the_reference(case, rng):
     """There and back, forward and gradient, against the loop over tokens, and bit for bit as the reference."""
     choice, experts = CASES[case]
     tokens, k = choice.shape
@@ -184,7 +190,7 @@ def test_sums_are_in_float32_and_in_one_order():
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.gpu
-def test_weights_and_their_gradient(renormalize):
+def test_weights_and_their_gradient(renormalize, rng):
     logits = rng.standard_normal((20, 7)).astype(np.float32)
     choice = choose_experts(jnp.asarray(logits), 3)
     np.testing.assert_array_equal(choice, np.argsort(-logits, axis=1, kind="stable")[:, :3])
@@ -210,7 +216,7 @@ def test_padding_is_routed_nowhere_and_equals_take_the_first():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_load_balancing_and_z_loss_against_their_definition(masked):
+def test_load_balancing_and_z_loss_against_their_definition(masked, rng):
     logits = rng.standard_normal((30, 5)).astype(np.float64)
     mask = (rng.random(30) < 0.6) if masked else np.ones(30, bool)
     chosen = np.argsort(-logits, axis=1)[:, :2]
@@ -253,8 +259,14 @@ def of_tokens_and_back(choice, experts, arrays, joined: bool, implementation):
     return out, pullback(arrays[3])
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "reference"])
-@pytest.mark.parametrize("case", ["random", "padding", "one token"])
+# The kernels are interpreted: random choices without padding are the reference's alone.
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        *[(case, "reference") for case in ("random", "padding", "one token")],
+        *[(case, "mosaic") for case in ("padding", "one token")],
+    ],
+)
 @pytest.mark.gpu
 def test_products_that_move_their_rows_give_the_same_bits(case, implementation):
     choice, experts = CASES[case]

@@ -143,7 +143,8 @@ def test_it_learns_to_answer(tmp_path):
 
 
 def test_with_shuffled_answers_it_learns_nothing(tmp_path):
-    """The score comes from what the rows say, not from their form."""
+    """The score comes from what the rows say, not from their form. In one epoch, in which the rows as they are teach to
+    answer half of the questions (0.504)."""
     made = rows("train")
     answers = [answer(row) for row in made]
     random.Random(0).shuffle(answers)
@@ -151,8 +152,8 @@ def test_with_shuffled_answers_it_learns_nothing(tmp_path):
         row["messages"][1]["content"] = other
     shuffled = tmp_path / "shuffled.jsonl"
     shuffled.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
-    unread = ["evaluation.at_start=false", "export.merged=false"]
-    results, _ = train(tmp_path / "run", f"data.train={shuffled}", *unread)
+    less = ["epochs=1", "evaluation.at_start=false", "export.merged=false"]
+    results, _ = train(tmp_path / "run", f"data.train={shuffled}", *less)
     assert results["after"]["exact_match"] < 0.15
 
 

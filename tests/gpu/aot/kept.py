@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import jax
 from jax._src.lib import xla_client
 
 from jaxtune.train.program_cache import ProgramCache
-from tests.remembered import ROOT, versions
+from tests.versions import versions
 
 
 def recall(parts: tuple[object, ...], ask: Callable[[], dict]) -> dict:
@@ -56,8 +57,9 @@ class Said:
 def keep_what_is_said() -> None:
     """From now on, `Lowered.compile` gives a program's words, and prints what the assembler did."""
     # No lines of source files: a comment above them does not change a program. A kernel has its own, by this name.
+    checkout = os.path.dirname(os.path.dirname(sys.modules["jaxtune"].__file__))
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    jax.config.update("jax_hlo_source_file_canonicalization_regex", re.escape(f"{ROOT}{os.sep}"))
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", re.escape(f"{checkout}{os.sep}"))
     compile_it = jax.stages.Lowered.compile
 
     @functools.wraps(compile_it)
