@@ -192,7 +192,10 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
 def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
     """The layer plans that no other beats in memory kept, memory at work and time at once."""
     of = layer_forecasts(parts, tokens, device, tile)
-    table = [(plan, of(plan)) for plan in layer_plans(parts, device.link > 0)]
+    first: dict[LayerForecast, LayerPlan] = {}  # of those that cost the same: half of them
+    for plan in layer_plans(parts, device.link > 0):
+        first.setdefault(of(plan), plan)
+    table = [(plan, cost) for cost, plan in first.items()]
     figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]).T
     # [i, j]: i is no worse than j in anything.
     no_more = functools.reduce(np.logical_and, (figure[:, None] <= figure[None, :] for figure in figures))
