@@ -47,6 +47,10 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries say at the end that they were not tidied up
+
+
 @pytest.fixture(scope="session", autouse=True)
 def programs_are_kept_as_the_command_keeps_them():
     """From the first test on, whichever it is: else the first one that runs the command would begin another cache."""
