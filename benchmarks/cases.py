@@ -131,7 +131,6 @@ PARTS = {
     "fp8": Part("benchmarks/kernels/fp8.py --output {folder}/fp8.json", 300),
     "generate": Part("benchmarks/generate.py --output {folder}/generate.json", 300),
     "quality": Part("benchmarks/train/quality.py --output {folder}/quality.json", 500),
-    "pair": Part("benchmarks/train/profile_pair.py {folder}/pair", 180),
     "hf_peft": Part("benchmarks/train/hf_peft.py --output {folder}/hf_peft.json", 240),  # needs bitsandbytes
     "mesh": Part("benchmarks/train/mesh.py --output {folder}/mesh_2.json", 580),  # needs two GPUs
     # Each adds its cases to one file.

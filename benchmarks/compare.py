@@ -45,6 +45,24 @@ _KEPT = (
 
 
 @dataclass(frozen=True)
+class Run:
+    """A process of step.py, the file of its record, and the log of what it prints."""
+
+    process: subprocess.Popen
+    output: Path
+    log: Path
+
+    def record(self, seconds: float) -> dict:
+        """Its record, or {"failed": why}; a run that takes longer is ended."""
+        problem = _wait(self.process, seconds)
+        if not self.output.is_file():
+            last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            return {"failed": f"{problem or 'no record'}; {' '.join(last)}"}
+        record = json.loads(self.output.read_text(encoding="utf-8"))
+        return {"failed": record["rejected"]} if "rejected" in record else record
+
+
+@dataclass(frozen=True)
 class Side:
     """One commit's files, and the folder that its compiled programs go to."""
 
@@ -63,6 +81,11 @@ class Side:
                 [sys.executable, script, *arguments], cwd=self.folder, env=os.environ | variables,
                 stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
+
+    def start(self, arguments: Iterable[str], output: Path, log: Path, cached: bool = True, **variables: str) -> Run:
+        """Starts a run of step.py. cached: with this side's cache, which an earlier run may have filled."""
+        options = [*(["--cache", str(self.cache)] if cached else []), "--output", str(output)]
+        return Run(self.run("benchmarks/train/step.py", [*arguments, *options], log, **variables), output, log)
 
 
 def commit_of(folder: Path) -> str:
@@ -108,17 +131,11 @@ def _wait(process: subprocess.Popen, seconds: float) -> str | None:
     return None if status == 0 else f"exit status {status}"
 
 
-def run_once(side: Side, case: Step, log: Path, seconds: float) -> dict:
-    """The record of one run, or {"failed": why}."""
+def run_once(side: Side, case: Step, log: Path, seconds: float, cached: bool = True, **variables: str) -> dict:
+    """The record of one run, or {"failed": why}; see Side.start."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "step.json"
-        arguments = [*step_arguments(case, Path(folder) / "trace"), "--cache", str(side.cache), "--output", str(output)]
-        problem = _wait(side.run("benchmarks/train/step.py", arguments, log), seconds)
-        if not output.is_file():
-            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            return {"failed": f"{problem or 'no record'}; {' '.join(last)}"}
-        record = json.loads(output.read_text(encoding="utf-8"))
-        return {"failed": record["rejected"]} if "rejected" in record else record
+        arguments = step_arguments(case, Path(folder) / "trace")
+        return side.start(arguments, Path(folder) / "step.json", log, cached, **variables).record(seconds)
 
 
 class Call:

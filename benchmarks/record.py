@@ -15,14 +15,18 @@ RESULTS = Path(__file__).parent / "results"
 _COLUMNS = 160
 
 
+def commit_here() -> str:
+    """The commit of this checkout; JAXTUNE_COMMIT where there is none."""
+    if given := os.environ.get("JAXTUNE_COMMIT"):
+        return given
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
 def environment() -> dict[str, Any]:
-    """Device, versions, commit (JAXTUNE_COMMIT where there is no git checkout), time."""
+    """Device, versions, commit, time."""
     import jax
 
-    commit = os.environ.get("JAXTUNE_COMMIT")
-    if not commit:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = found.stdout.strip() or "unknown"
     versions = {}
     for name in ("jax", "jaxlib", "flax", "optax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "torch", "transformers"):
         try:
@@ -33,7 +37,7 @@ def environment() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "versions": versions,
-        "commit": commit,
+        "commit": commit_here(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -157,7 +157,7 @@ def pair_text(record: dict) -> list[str]:
     text = (
         "Beside Hugging Face + PEFT in one session ({shape} bf16, LoRA r=16, {rows} x {length:,} tokens, their "
         "gradient checkpointing {hf_peft_gradient_checkpointing}): **{ours:.3f} s** a step against {theirs:.3f} s, "
-        "{speedup:.1f} times. {where}. `python benchmarks/train/profile_pair.py`."
+        "{speedup:.1f} times. {where}. `git show 5e2aafc:benchmarks/train/profile_pair.py`."
     )
     return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]
 

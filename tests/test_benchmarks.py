@@ -249,7 +249,7 @@ def test_every_case_is_one_that_the_step_can_run(name):
     if name in cases.STEPS:
         texts = compare.step_arguments(cases.STEPS[name], "trace")
     else:
-        texts = memory.arguments_of(name, SimpleNamespace(shape="llama-3.1-8b", steps=5, override="{}"))
+        texts = compare.step_arguments(memory.step_of(name), "trace")
     wanted = step.arguments().parse_args(texts)
     config = step.train_config(wanted)  # as the Trainer will have it: it refuses what cannot be
     assert wanted.optim_offload == config.optim.offload == case.get("optim_offload", False)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import table
+from benchmarks import compare, table
 from benchmarks.train import mesh
 
 STEP = """
@@ -32,9 +32,10 @@ pathlib.Path(options.output).write_text(json.dumps(record))
 @pytest.fixture
 def call(tmp_path, monkeypatch):
     """A function of cases to (exit status, [(rows, fsdp, card) of each process], the record)."""
-    calls, output, step = tmp_path / "calls.txt", tmp_path / "out.json", tmp_path / "step.py"
+    calls, output, step = tmp_path / "calls.txt", tmp_path / "out.json", tmp_path / "benchmarks/train/step.py"
+    step.parent.mkdir(parents=True)
     step.write_text(STEP.format(calls=str(calls), kept=mesh.KEPT))
-    monkeypatch.setattr(mesh, "STEP", step)
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def run(**cases):
@@ -79,7 +80,7 @@ def test_a_case_that_fails_or_takes_too_long_leaves_the_rest_their_time(call, ca
     status, _, record = call(slow=slow, broken=broken, alone=ALONE)
     assert status == 1
     assert {name: [run.get("failed") for run in runs] for name, runs in record["cases"].items()} == {
-        "slow": ["its time ended"],
-        "broken": ["no memory"],
+        "slow": ["its time ran out; "],
+        "broken": ["exit status 1; no memory"],
         "alone": [None, None],
     }

@@ -9,15 +9,15 @@ beforehand, in one process, into one cache: where XLA times algorithms in the me
 peak. 8B shape, NF4 + LoRA r=16, 8 x 2,048 tokens unless said.
 
 A FILE.json that is there is added to: cases that it holds without a failure are not run again, and the verdicts are
-made anew over all of them; so several calls of at most --seconds make one record. `--shape` and `--override` make it
-smaller.
+made anew over all of them; so several calls of at most --seconds make one record. Beside it, a .log of what the runs
+print.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +27,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import compare
+from benchmarks.cases import Step
+from benchmarks.record import commit_here, environment, write
 
 EVERYTHING = "layer_input, query, key, value, attention_out, lse, mid, gate, up"
 _OFFLOAD_ALL = ", ".join(f"{name}=offload" for name in EVERYTHING.split(", "))
@@ -63,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full_8b_states_on_host": dict(_FULL, plan="keep", micro_batches=1, optim_offload=True),
     "full_8b_adamw_on_host": dict(_FULL, optim="adamw", plan="keep", micro_batches=1, optim_offload=True),
 }  # fmt: skip
+STEPS = 8  # unless said
 DEFAULT = "kept,24gb,24gb_one,16gb,16gb_one,10.8gb,recompute,inputs_offloaded"
 # case: (whose speed it is held against, floor of the ratio or None, goal or None)
 COMPARED: dict[str, tuple[str, float | None, float | None]] = {
@@ -95,15 +100,15 @@ PEAKS = (0.97, 1.07)  # predicted over measured
 PEAK_CASES = 8  # that this is asked of: of at least so many
 
 
-def arguments_of(name: str, options) -> list[str]:
-    """Of step.py."""
-    case = {key: value for key, value in CASES[name].items() if key != "cold"}
-    settings = dict(shape=options.shape, load_in="nf4", steps=options.steps) | case | json.loads(options.override)
+def step_of(name: str) -> Step:
+    case = {"shape": "llama-3.1-8b", "load_in": "nf4", "steps": STEPS} | CASES[name]
+    steps = case.pop("steps")
+    case.pop("cold", None)
     texts = []
-    for key, value in settings.items():
+    for key, value in case.items():
         if value is not None and value is not False:
             texts += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return texts
+    return Step(name, shlex.join(texts), steps)
 
 
 def device_memory_bytes() -> float | None:
@@ -114,32 +119,19 @@ def device_memory_bytes() -> float | None:
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
 
 
-def run_case(name: str, options, cache: str, folder: Path, seconds: float) -> dict:
+def run_case(name: str, side: compare.Side, log: Path, seconds: float) -> dict:
     """The record of one case, or {"failed": why}."""
     from jaxtune.train.planning.devices import CONTEXT_BYTES
 
-    case, environment = CASES[name], dict(os.environ)
+    case, variables = CASES[name], {}
     total = device_memory_bytes()
     if case.get("budget_gb") and total:
         pool = case["budget_gb"] * 1e9 - CONTEXT_BYTES
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool / total:.5f}"
-    output = folder / f"{name}.json"
-    script = Path(__file__).with_name("step.py")
-    command = [sys.executable, str(script), *arguments_of(name, options), "--output", str(output)]
-    if not case.get("cold"):
-        command += ["--cache", cache]
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool / total:.5f}"
     began = time.perf_counter()
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {seconds:.0f} s"}
-    if not output.exists():
-        lines = [line for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
-        return {"failed": " | ".join(lines[-3:])[:1000] or f"exit code {done.returncode}"}
-    record = json.loads(output.read_text(encoding="utf-8"))
-    if "rejected" in record:
-        return {"failed": f"it proves nothing: {record['rejected']}"}
-    record["seconds_in_all"] = time.perf_counter() - began
+    record = compare.run_once(side, step_of(name), log, seconds, cached=not case.get("cold"), **variables)
+    if "failed" not in record:
+        record["seconds_in_all"] = time.perf_counter() - began
     return record
 
 
@@ -200,14 +192,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=DEFAULT, help="some of those of --list, by commas")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--override", default="{}", help="JSON: step.py's arguments of every case")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=8, help="programs that are compiled side by side")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a case may take")
     parser.add_argument("--seconds", type=float, default=560.0, help="for all: a case begins only if it could end")
-    parser.add_argument("--cache", default=tempfile.mkdtemp(), help="folder of compiled programs")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)  # this process only compiles these cases
     parser.add_argument("--output")
     options = parser.parse_args()
     if options.list:
@@ -215,44 +201,33 @@ def main() -> int:
         return 0
     if options.output is None:
         parser.error("--output is missing")
-    if options.compile:
-        from benchmarks.train.compile_ahead import compile_ahead
-
-        names = options.compile.split(",")
-        compile_ahead({name: arguments_of(name, options) for name in names}, options.cache, options.threads)
-        return 0
     names = options.cases.split(",")
     unknown = [name for name in names if name not in CASES]
     if unknown:
         parser.error(f"--cases: there is no {unknown[0]!r}; there are {', '.join(CASES)}")
-    from benchmarks.record import environment, write
-
     began = time.perf_counter()
     record: dict[str, Any] = {"benchmark": "train/memory", "cases": {}}
     if Path(options.output).exists():
         record = json.loads(Path(options.output).read_text(encoding="utf-8"))
     names = [name for name in names if "failed" in record["cases"].get(name, {"failed": "not run"})]
-    together = [name for name in names if not CASES[name].get("cold")]
-    if together:
-        # In a process of its own: it must give the device back before the cases begin.
-        flags = ["--shape", options.shape, "--override", options.override, "--steps", str(options.steps)]
-        flags += ["--threads", str(options.threads), "--cache", options.cache, "--output", options.output]
-        subprocess.run([sys.executable, __file__, "--compile", ",".join(together), *flags], check=False)
+    side = compare.Side("new", compare.ROOT, commit_here(), Path(tempfile.mkdtemp()))
+    log = Path(options.output).with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if together := [step_of(name) for name in names if not CASES[name].get("cold")]:
+        compare.compile_ahead([side], together, log, options.seconds)
         record["compile_seconds_side_by_side"] = time.perf_counter() - began
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            left = options.seconds - (time.perf_counter() - began)
-            if left < 30:
-                record["cases"].setdefault(name, {"failed": "no time was left"})
-                continue
-            allowed = min(left, options.timeout)
-            found = record["cases"][name] = run_case(name, options, options.cache, Path(folder), allowed)
-            record["must_show"] = must_show(record["cases"])
-            speed, peak = (found.get(key, float("nan")) for key in ("tokens_per_second", "peak_memory_gb"))
-            print(name, found.get("failed") or f"{speed:,.0f} tokens/s {peak:.2f} GB", flush=True)
-            ran = next((case for case in record["cases"].values() if "device" in case), {})
-            where = {key: ran[key] for key in ("device", "versions", "commit", "time") if key in ran}
-            write(options.output, {**record, **where})  # after every case: a run that is cut short is not lost
+    for name in names:
+        left = options.seconds - (time.perf_counter() - began)
+        if left < 30:
+            record["cases"].setdefault(name, {"failed": "no time was left"})
+            continue
+        found = record["cases"][name] = run_case(name, side, log, min(left, options.timeout))
+        record["must_show"] = must_show(record["cases"])
+        speed, peak = (found.get(key, float("nan")) for key in ("tokens_per_second", "peak_memory_gb"))
+        print(name, found.get("failed") or f"{speed:,.0f} tokens/s {peak:.2f} GB", flush=True)
+        ran = next((case for case in record["cases"].values() if "device" in case), {})
+        where = {key: ran[key] for key in ("device", "versions", "commit", "time") if key in ran}
+        write(options.output, {**record, **where})  # after every case: a run that is cut short is not lost
     record["must_show"] = must_show(record["cases"])
     ran = next((case for case in record["cases"].values() if "device" in case), None) or environment()
     write(options.output, {**record, **{key: ran[key] for key in ("device", "versions", "commit", "time")}})

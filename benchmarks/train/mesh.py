@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.record import honest, write
+from benchmarks import compare
+from benchmarks.record import commit_here, write
 
-STEP = Path(__file__).with_name("step.py")
 LEAST_SECONDS = 60  # less is not worth a start
 
 
@@ -48,10 +46,10 @@ class Case:
     limit: int = 150
     profiled: bool = False
 
-    def command(self, devices: int) -> list[str]:
+    def step_arguments(self, devices: int) -> list[str]:
         rows = self.rows * (devices if self.axis else 1)
         mesh = [f"--{self.axis}", str(devices)] if self.axis else []
-        return [sys.executable, str(STEP), *shlex.split(self.arguments), "--rows", str(rows), *mesh]
+        return [*shlex.split(self.arguments), "--rows", str(rows), *mesh]
 
 
 _LORA = ("llama-3.1-8b bf16 LoRA r=16", "--plan auto --steps 8")
@@ -84,56 +82,26 @@ KEPT = (
 )  # fmt: skip
 
 
-class Runs:
-    """The processes of one call, which share a cache of compiled programs and a limit of seconds."""
-
-    def __init__(self, devices: int, seconds: float):
-        self.devices = devices
-        self._end = time.monotonic() + seconds
-        self._folder = Path(tempfile.mkdtemp())
-
-    @property
-    def left(self) -> float:
-        return self._end - time.monotonic()
-
-    def start(self, name: str, card: int | None) -> tuple[subprocess.Popen, Path]:
-        """A process on one card or on all, and the file of its record; its words go to the file's .log."""
-        output = self._folder / f"{name}_{card}.json"
-        command = [*CASES[name].command(self.devices), "--cache", str(self._folder / "cache"), "--output", str(output)]
-        if CASES[name].profiled:
-            command += ["--profile", str(output.with_suffix(""))]
+def run(name: str, devices: int, side: compare.Side, folder: Path, seconds: float) -> list[dict]:
+    """The record of each process: one of a mesh, one of each card alone. folder: what they print goes there, too."""
+    case = CASES[name]
+    until = time.monotonic() + min(case.limit, seconds)
+    started = []
+    for card in [None] if case.axis else range(devices):
+        output = folder / f"{name}_{card}.json"
+        arguments = case.step_arguments(devices)
+        arguments += ["--profile", str(output.with_suffix(""))] if case.profiled else []
         variables = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
-        with output.with_suffix(".log").open("a") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables), output
-
-    def run(self, name: str) -> list[dict]:
-        """The record of each process: one of a mesh, one of each card alone."""
-        cards: list[int | None] = [None] if CASES[name].axis else [*range(self.devices)]
-        until = time.monotonic() + min(CASES[name].limit, self.left)
-        started = [self.start(name, card) for card in cards]
-        found = []
-        for process, output in started:
-            ended = _ended(process, until - time.monotonic())
-            if ended and not process.returncode:
-                record = json.loads(output.read_text(encoding="utf-8"))
-                problem = honest(record)
-                kept = {key: record[key] for key in (*KEPT, *(["parts"] if CASES[name].profiled else []))}
-                found.append({"failed": problem} if problem else kept)
-                continue
-            words = output.with_suffix(".log").read_text(errors="replace").splitlines() or ["no words"]
-            print(*words[-12:], sep="\n", flush=True)
-            found.append({"failed": words[-1][:300] if ended else "its time ended"})
-        return found
-
-
-def _ended(process: subprocess.Popen, seconds: float) -> bool:
-    try:
-        process.wait(timeout=max(seconds, 1))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return False
-    return True
+        started.append(side.start(arguments, output, output.with_suffix(".log"), **variables))
+    found = []
+    for one in started:
+        record = one.record(until - time.monotonic())
+        if "failed" in record:
+            print(*one.log.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True)
+            found.append({"failed": record["failed"][:300]})
+        else:
+            found.append({key: record[key] for key in (*KEPT, *(["parts"] if case.profiled else []))})
+    return found
 
 
 def speed(runs: list[dict] | None) -> float | None:
@@ -195,19 +163,20 @@ def main(words: list[str] | None = None) -> int:
     if options.output.exists():
         record = json.loads(options.output.read_text(encoding="utf-8"))
     cases = record.get("cases", {})
-    runs = Runs(options.devices, options.seconds)
+    end, folder = time.monotonic() + options.seconds, Path(tempfile.mkdtemp())
+    side = compare.Side("new", compare.ROOT, commit_here(), folder / "cache")
     for name in wanted:
         if speed(cases.get(name)) is not None:
             continue
-        if runs.left < LEAST_SECONDS:
+        if end - time.monotonic() < LEAST_SECONDS:
             print(f"{name}: no time is left", flush=True)
             continue
-        began = runs.left
-        cases[name] = runs.run(name)
+        began = time.monotonic()
+        cases[name] = run(name, options.devices, side, folder, end - began)
         record |= {key: run.pop(key) for run in cases[name] for key in ENVIRONMENT if key in run}
         write(options.output, {**record, "commit": commits(cases), "cases": cases, "ratios": ratios(cases)})
         said = [run.get("failed") or round(run["tokens_per_second_per_gpu"]) for run in cases[name]]
-        print(f"{name}: {said}, {began - runs.left:.0f} s", flush=True)
+        print(f"{name}: {said}, {time.monotonic() - began:.0f} s", flush=True)
     found = ratios(cases)
     print(*(f"{name}: {ratio}" for name, ratio in found.items()), *missed(cases), sep="\n", flush=True)
     return int(bool(missed(cases)) or any(speed(cases.get(name)) is None for name in wanted))

@@ -1,6 +1,6 @@
 """What becomes of an argument that the callee's own signature does not follow: it is idle, or it is refused.
 
-tables.py holds one table for each callee; the documentation's table is written from them.
+arguments.yaml holds a table for each callee; the documentation's tables are written from them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,6 @@ class Argument:
     idle: bool
     text: str
     free: tuple
-
-
-def idle(why: str, *free: Any) -> Argument:
-    return Argument(True, why, free)
-
-
-def refused(instead: str, *free: Any) -> Argument:
-    return Argument(False, instead, free)
 
 
 _told: set[tuple[str, str]] = set()

@@ -1,7 +1,6 @@
 """The optimised HLO of a traced program: instructions in launch order, their shapes, scopes, FLOPs and bytes.
 
-An XPlane file holds the HloProto of every module that ran; nothing else is needed. Field numbers are those of XLA's
-xla/service/hlo.proto and xla/xla_data.proto.
+An XPlane file holds the HloProto of every module that ran; nothing else is needed.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import functools
 import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
-from jaxtune.profile.wire import fields, repeated_ints, text
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 # xla_data.proto, PrimitiveType: (name, bits)
 _TYPES = {
@@ -29,8 +29,7 @@ SILENT = frozenset((
     "replica-id", "add-dependency", "domain", "copy-done", "async-done", "async-update", "all-reduce-done",
     "all-gather-done", "reduce-scatter-done", "collective-permute-done",
 ))  # fmt: skip
-# HloInstructionProto fields that change no kernel: name, metadata, control edges.
-_NOT_COMPILED = (1, 7, 37)
+_LAST_COMPILED = 63  # of HloInstructionProto: fields with a larger number change no kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Instruction:
     called: tuple[int, ...] = ()
     target: str = ""  # custom_call_target
     config: bytes = b""
-    dot: tuple[tuple[int, ...], ...] = ((), (), (), ())  # contracting lhs, rhs; batch lhs, rhs
+    contracting: tuple[int, ...] = ()  # of a dot's left side
     parameter: int = -1
     computation: Computation | None = None
 
@@ -104,61 +103,33 @@ class Computation:
 
 
 class Module:
-    """One HloProto, parsed a computation at a time, on demand."""
+    """One HloProto (messages.py), of which a computation becomes ours on demand."""
 
-    def __init__(self, proto: memoryview):
-        module = buffers = None
-        for number, value in fields(proto):
-            if number == 1:
-                module = value
-            elif number == 3:
-                buffers = value
-        if module is None:
+    def __init__(self, proto: Any):
+        if not proto.HasField("hlo_module"):
             raise ValueError("an HLO proto without a module")
-        self.name, entry_name, self.entry_id = "", "", 0
-        self._raw: dict[int, memoryview] = {}
-        self._schedule: dict[int, list[int]] = {}
-        self._parsed: dict[int, Computation] = {}
-        self._buffers = buffers
-        names = {}
-        for number, value in fields(module):
-            if number == 1:
-                self.name = text(value)
-            elif number == 2:
-                entry_name = text(value)
-            elif number == 3:
-                head = {n: v for n, v in fields(value) if n in (1, 5)}
-                self._raw[head.get(5, 0)] = value  # protobuf leaves a zero out
-                names[text(head[1])] = head.get(5, 0)
-            elif number == 6:
-                self.entry_id = value
-            elif number == 7:
-                self._schedule = _schedule(value)
-        if self.entry_id not in self._raw:
-            self.entry_id = names[entry_name]
+        module = proto.hlo_module
+        self.name, self.entry_id = module.name, module.entry_computation_id
+        self._protos = {computation.id: computation for computation in module.computations}
+        self._schedule = {entry.key: entry.value.instruction_ids for entry in module.schedule.sequences}
+        self._made: dict[int, Computation] = {}
+        self._buffers = proto.buffer_assignment
+        if self.entry_id not in self._protos:
+            named = {computation.name: computation.id for computation in module.computations}
+            self.entry_id = named[module.entry_computation_name]
 
     def computation(self, id: int) -> Computation:
-        if id not in self._parsed:
-            self._parsed[id] = _computation(self._raw[id], self._schedule.get(id), self)
-        return self._parsed[id]
+        if id not in self._made:
+            self._made[id] = _computation(self._protos[id], self._schedule.get(id), self)
+        return self._made[id]
 
     def fingerprint(self, id: int) -> int:
         place, rows = {}, []
-        for number, raw in fields(self._raw[id]):
-            if number != 2:
-                continue
-            row, operands, own = [], [], 0
-            for n, v in fields(raw):
-                if n == 35:
-                    own = v
-                elif n == 36:
-                    operands += repeated_ints(v)
-                elif n == 38:
-                    row += [self.fingerprint(called) for called in repeated_ints(v)]
-                elif n not in _NOT_COMPILED and n < 64:
-                    row.append((n, v if isinstance(v, int) else bytes(v)))
-            place[own] = len(rows)
-            rows.append((tuple(row), tuple(place.get(i, -1) for i in operands)))
+        for proto in self._protos[id].instructions:
+            called = tuple(self.fingerprint(inner) for inner in proto.called_computation_ids)
+            operands = tuple(place.get(operand, -1) for operand in proto.operand_ids)
+            place[proto.id] = len(rows)
+            rows.append((*_compiled(proto), called, operands))
         return hash(tuple(rows))
 
     @property
@@ -205,11 +176,11 @@ class Module:
     def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
         """(bytes, instruction, kind) of each buffer that is live at the moment of the device's peak; kind is
         "argument", "output", "temporary", "constant" or "fragmentation"."""
-        return [] if self._buffers is None else _peak_buffers(self._buffers, self)
+        return _peak_buffers(self._buffers, self)
 
     @functools.cached_property
     def _every_instruction(self) -> dict[int, Instruction]:
-        return {i.id: i for id in self._raw for i in self.computation(id).instructions}
+        return {i.id: i for id in self._protos for i in self.computation(id).instructions}
 
 
 def trip_count(loop: Instruction) -> int:
@@ -219,86 +190,47 @@ def trip_count(loop: Instruction) -> int:
         return 1
 
 
-def _schedule(message: memoryview) -> dict[int, list[int]]:
-    out = {}
-    for number, entry in fields(message):
-        if number == 1:
-            pair = dict(fields(entry))
-            out[pair[1]] = [i for n, v in fields(pair[2]) if n == 1 for i in repeated_ints(v)] if 2 in pair else []
-    return out
+def _compiled(proto: Any) -> tuple:
+    """What a kernel depends on of an instruction, but for what it calls and takes: neither names nor metadata."""
+    known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
+    parts = (proto.shape, proto.dot_dimension_numbers)
+    others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
+    return *known, *(part.SerializeToString() for part in parts), *(o for o in others if o[0] <= _LAST_COMPILED)
 
 
-def _computation(message: memoryview, order: list[int] | None, module: Module) -> Computation:
-    name, id, instructions = "", 0, []
-    for number, value in fields(message):
-        if number == 1:
-            name = text(value)
-        elif number == 2:
-            instructions.append(_instruction(value))
-        elif number == 5:
-            id = value
+def _computation(proto: Any, order: Any, module: Module) -> Computation:
+    instructions = [_instruction(one) for one in proto.instructions]
     if order:
         by_id = {i.id: i for i in instructions}
         instructions = [by_id[i] for i in order if i in by_id]
-    computation = Computation(name, id, instructions, module)
+    computation = Computation(proto.name, proto.id, instructions, module)
     for instruction in instructions:
         instruction.computation = computation
     return computation
 
 
-def _instruction(message: memoryview) -> Instruction:
-    out = Instruction("", "", Shape(""), 0)
-    operands: list[int] = []
-    called: list[int] = []
-    for number, value in fields(message):
-        if number == 1:
-            out.name = text(value)
-        elif number == 2:
-            out.opcode = text(value)
-        elif number == 3:
-            out.shape = _shape(bytes(value))
-        elif number == 7:
-            for n, v in fields(value):
-                if n == 2:
-                    out.scope = text(v)
-        elif number == 9:
-            out.parameter = value
-        elif number == 28:
-            out.target = text(value)
-        elif number == 30:
-            lists: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
-            for n, v in fields(value):
-                if n in lists:
-                    lists[n] += repeated_ints(v)
-            out.dot = tuple(tuple(lists[n]) for n in (1, 2, 3, 4))
-        elif number == 35:
-            out.id = value
-        elif number == 36:
-            operands += repeated_ints(value)
-        elif number == 38:
-            called += repeated_ints(value)
-        elif number == 43:
-            out.config = bytes(value)
-    out.operands, out.called = tuple(operands), tuple(called)
-    if out.opcode == "parameter":
-        out.parameter = max(out.parameter, 0)  # protobuf leaves a zero out
-    return out
+def _instruction(proto: Any) -> Instruction:
+    return Instruction(
+        name=proto.name,
+        opcode=proto.opcode,
+        shape=_shape(proto.shape),
+        id=proto.id,
+        scope=proto.metadata.op_name,
+        operands=tuple(proto.operand_ids),
+        called=tuple(proto.called_computation_ids),
+        target=proto.custom_call_target,
+        config=proto.backend_config,
+        contracting=tuple(proto.dot_dimension_numbers.lhs_contracting_dimensions),
+        parameter=proto.parameter_number if proto.opcode == "parameter" else -1,
+    )
 
 
-@functools.lru_cache(maxsize=65536)
-def _shape(message: bytes) -> Shape:
-    type_number, dims, parts = 0, [], []
-    for number, value in fields(memoryview(message)):
-        if number == 2:
-            type_number = value
-        elif number == 3:
-            dims += repeated_ints(value)
-        elif number == 4:
-            parts.append(_shape(bytes(value)))
-    if type_number == 13:
-        return Shape("tuple", parts=tuple(parts))
-    dtype, bits = _TYPES.get(type_number, ("token" if type_number == 17 else "?", 0))
-    return Shape(dtype, tuple(dims), bits)
+def _shape(proto: Any) -> Shape:
+    number = proto.element_type
+    if number == 13:
+        return Shape("tuple", parts=tuple(map(_shape, proto.tuple_shapes)))
+    dtype, bits = _TYPES.get(number, ("token" if number == 17 else "?", 0))
+    return Shape(dtype, tuple(proto.dimensions), bits)
 
 
 # ---- work
@@ -317,7 +249,7 @@ def flops(instruction: Instruction) -> int:
         named = instruction.scope.split("/")[-2:-1] in (["grouped_matmul"], ["fp8_matmul"])
         return 2 * math.prod(out[-2:]) * operands[0].dims[-1] if named and operands else 0
     if instruction.opcode == "dot":
-        return _dot_flops(instruction.shape, operands, instruction.dot[0])
+        return _dot_flops(instruction.shape, operands, instruction.contracting)
     if "matmul" in instruction.target:
         contracting = _cublas_contracting(instruction)
         return _dot_flops(_first(instruction.shape), operands, contracting)
@@ -404,38 +336,29 @@ def moved_bytes(instruction: Instruction) -> int:
 # ---- memory
 
 
-def _peak_buffers(message: memoryview, module: Module) -> list[tuple[int, Instruction | None, str]]:
+def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instruction | None, str]]:
     """Replays the compiler's buffer assignment: for an allocation that values share over time, the values live when it
     is fullest (by the heap simulator's trace), with what it holds unused; its largest value where there is no trace."""
-    sizes: dict[int, int] = {}
-    defined: dict[int, int] = {}
-    allocations, traces = [], []
-    for number, value in fields(message):
-        if number == 1:
-            logical = dict(fields(value))
-            sizes[logical.get(1, 0)] = logical.get(2, 0)
-            location = dict(fields(logical[3])) if 3 in logical else {}
-            defined[logical.get(1, 0)] = location.get(4, 0)
-        elif number == 3:
-            allocations.append(list(fields(value)))
-        elif number == 4:
-            heap = (dict(fields(v)) for n, v in fields(value) if n == 1)
-            traces.append([(event.get(1, 0), event.get(2, 0), event.get(5, 0)) for event in heap])
+    sizes = {buffer.id: buffer.size for buffer in assignment.logical_buffers}
+    defined = {buffer.id: buffer.defined_at.instruction_id for buffer in assignment.logical_buffers}
+    traces = [
+        [(event.kind, event.buffer_id, event.share_with_canonical_id) for event in trace.events]
+        for trace in assignment.heap_simulator_traces
+    ]
     out: list[tuple[int, Instruction | None, str]] = []
     instructions = module._every_instruction
-    for allocation in allocations:
-        simple = {n: v for n, v in allocation if n != 9}
-        if simple.get(8, 0):  # another memory space: host
+    for allocation in assignment.buffer_allocations:
+        if allocation.color:  # another memory space: host
             continue
-        size = int(simple.get(2) or 0)
-        assigned = [dict(fields(v)).get(1, 0) for n, v in allocation if n == 9]
+        size = allocation.size
+        assigned = [one.logical_buffer_id for one in allocation.assigned]
         kind = (
             "argument"
-            if simple.get(5)
+            if allocation.is_entry_computation_parameter
             else "constant"
-            if simple.get(12)
+            if allocation.is_constant
             else "output"
-            if simple.get(10)
+            if allocation.maybe_live_out
             else "temporary"
         )
         held = set(assigned)

@@ -1,7 +1,7 @@
 """XPlane files, what jax.profiler writes, read into a Trace.
 
 Events come through jax.profiler.ProfileData; the HLO of every program that ran stands in the plane "/host:metadata",
-which ProfileData does not show, so that plane is read from its bytes.
+which ProfileData does not show, so that plane is read by its message.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import dataclasses
 import re
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from jaxtune.profile.hlo import Instruction, Module, flops, moved_bytes
 from jaxtune.profile.launches import Launch, join
+from jaxtune.profile.messages import HloProto, XSpace
 from jaxtune.profile.scopes import categorise, is_collective, scope_of
 from jaxtune.profile.timeline import find_period
 from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, MEMSET, TO_DEVICE, TO_HOST, Buffer, Event, Trace, TraceError
 from jaxtune.profile.weights import linear_of
-from jaxtune.profile.wire import WireError, fields, text
 
 _COPY_KINDS = {"MemcpyD2H": TO_HOST, "MemcpyH2D": TO_DEVICE, "MemcpyD2D": COPY, "MemcpyP2P": COPY}
 # A program below such a share of the device time is no part of the step's rhythm; the first that gives one is taken.
@@ -42,7 +44,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.profiler import ProfileData
 
-        modules, versions = _metadata(memoryview(data), path)
+        modules, versions = _metadata(data, path)
         try:
             profile = ProfileData.from_serialized_xspace(data)
             planes = list(profile.planes)
@@ -89,45 +91,28 @@ def read_xplane(data: bytes, path: str) -> Trace:
     )
 
 
-def _metadata(data: memoryview, path: str) -> tuple[dict[str, Module], dict[str, str]]:
-    """Modules by program id (and by name), and the versions that the file records."""
+def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
+    """Modules by program id (or by name), and the versions that the file records."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
-        for number, plane in fields(data):
-            if number != 1:
+        for plane in XSpace.FromString(data).planes:
+            if plane.name != "/host:metadata":
                 continue
-            parts = list(fields(plane))
-            if not any(n == 2 and bytes(v) == b"/host:metadata" for n, v in parts):
-                continue
-            names = {}
-            for n, v in parts:
-                if n == 5:
-                    entry = dict(fields(v))
-                    names[entry[1]] = text(dict(fields(entry[2])).get(2, memoryview(b"")))
-            for n, v in parts:
-                if n == 4:
-                    _program(dict(fields(dict(fields(v))[2])), v, names, modules)
-                elif n == 6:
-                    stat = dict(fields(v))
-                    name = names.get(stat.get(1, 0), "")
-                    if name.endswith("_version") and 5 in stat:
-                        versions[name.removesuffix("_version")] = text(stat[5])
-    except (WireError, KeyError, TypeError, AttributeError, ValueError) as error:
+            names = {entry.key: entry.value.name for entry in plane.stat_metadata}
+            for program in (entry.value for entry in plane.event_metadata):
+                for stat in program.stats:
+                    if names.get(stat.metadata_id) == "Hlo Proto":
+                        module = Module(HloProto.FromString(stat.bytes_value))
+                        match = re.search(r"\((\d+)\)$", program.name)
+                        modules[match.group(1) if match else module.name] = module
+            for stat in plane.stats:
+                name = names.get(stat.metadata_id, "")
+                if name.endswith("_version"):
+                    versions[name.removesuffix("_version")] = stat.str_value
+    except (DecodeError, KeyError, ValueError) as error:
         raise TraceError(f"{path}: not a whole XPlane file: {error}") from error
     return modules, versions
-
-
-def _program(head: dict[int, Any], entry: memoryview, names: dict[int, str], modules: dict[str, Module]) -> None:
-    metadata = dict(fields(entry))[2]
-    for number, value in fields(metadata):
-        if number != 5:
-            continue
-        stat = dict(fields(value))
-        if names.get(stat.get(1, 0)) == "Hlo Proto" and 6 in stat:
-            module = Module(stat[6])
-            match = re.search(r"\((\d+)\)$", text(head[2])) if 2 in head else None
-            modules[match.group(1) if match else module.name] = module
 
 
 def _device_events(plane) -> list[_Raw]:

@@ -63,18 +63,14 @@ def test_scopes_of_ours():
 
 def test_flops_of_ours_are_those_of_the_model():
     """Frozen linears: 2 products (forward, input gradient); adapters: 3; head: 2; attention: 2 + 5, causal half."""
-    from record import LENGTH, ROWS, SHAPE
-
-    tokens = ROWS * LENGTH
-    hidden, inner, heads = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_attention_heads"]
-    kv = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    rows, length, layers, hidden, inner, heads, kv_heads, head_dim, vocab = 8, 1024, 2, 768, 2048, 12, 4, 64, 4096
+    tokens, kv = rows * length, kv_heads * head_dim
     linears = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
     linears += [(hidden, inner), (hidden, inner), (inner, hidden)]
     products = sum(2 * a * b for a, b in linears)
     adapters = sum(3 * 16 * (a + b) for a, b in linears)
-    attention = 7 * ROWS * heads * LENGTH * LENGTH * SHAPE["head_dim"]  # 7 products, 2 FLOPs each, half of them
-    layer = 2 * tokens * (products + adapters) + attention
-    expected = SHAPE["num_hidden_layers"] * layer + 2 * 2 * tokens * hidden * SHAPE["vocab_size"]
+    attention = 7 * rows * heads * length * length * head_dim  # 7 products, 2 FLOPs each, half of them
+    expected = layers * (2 * tokens * (products + adapters) + attention) + 2 * 2 * tokens * hidden * vocab
     # The first layer's input needs no gradient, and adapters may pad their rank.
     assert show(DATA / GOLDEN["ours"]).flops_per_step == pytest.approx(expected, rel=0.1)
 

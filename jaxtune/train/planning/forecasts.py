@@ -2,7 +2,7 @@
 
 Bytes of residuals are exact, from the shapes of the segments; what the compiler adds around them, and the rates, were
 fitted to programs compiled for an H200 and to steps measured on it. How well they hold is what
-benchmarks/train/predictions.py and memory.py record.
+tests/gpu/aot/test_memory.py checks and benchmarks/train/memory.py records.
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+"""The train step of a published shape, compiled for a GPU that is not there, beside what the planner says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.shapes import SHAPES
+from jaxtune.models.registry import config_from_hf
+from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
+from jaxtune.train.planning import cost, forecasts
+from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.plan import StepPlan, parse_residuals
+from jaxtune.train.programs import compiler_options
+from jaxtune.train.schedule import learning_rate_schedule
+from jaxtune.train.step import StepProgram
+from tests.gpu.aot.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Bytes of a step at its peak: memory_analysis of its programs with what lies beside their arguments, and the
+    planner's."""
+
+    compiled: float
+    predicted: float
+
+
+def step_peaks(
+    target: Target, shape: str, layers: int, rows: int, length: int, rank: int, load_in: Any, plan: str
+) -> Peaks:
+    """Of `layers` layers of a shape in one micro-batch. rank: of LoRA on all linears and experts; 0: all trains."""
+    hf = SHAPES[shape] | {"num_hidden_layers": layers}
+    experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if config_from_hf(hf).moe is not None else None
+    config = TrainConfig(
+        model=ModelConfig(path=shape, load_in=load_in),
+        data=DataConfig(train="none", length=length),
+        adapter=AdapterConfig(r=rank, target_parameters=experts) if rank else None,
+        rows_per_step=rows,
+        steps=10,
+        micro_batches=1,
+        memory=MemoryConfig(plan=plan),
+    )
+    optim = OptimConfig()
+    if not rank:  # as the whole model would have it
+        whole = nnx.split(cost.abstract_model(config_from_hf(SHAPES[shape]), config), nnx.Param, ...)[1]
+        storage = weight_storage(optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(whole)))
+        optim = dataclasses.replace(optim, weights=storage)
+    config = dataclasses.replace(config, optim=optim)
+    model = cost.abstract_model(config_from_hf(hf), config)
+    parts = cost.step_cost(model, config)
+    step_plan = StepPlan(parse_residuals(plan, layers, parts.known), 1, 2**26 // parts.vocab_size)
+    schedule = learning_rate_schedule(config.schedule, 1e-4, 10)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    program = StepProgram(
+        graph,
+        make_optimizer(optim, schedule),
+        schedule,
+        plan=step_plan.residuals,
+        max_documents=1,
+        chunk_tokens=step_plan.chunk_tokens,
+        weights=optim.weights or "fp32",
+        bound=update_bound(optim, config.max_grad_norm),
+        by_tensor=config.adapter is None,
+    )
+    where = target.sharding()
+
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
+    sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
+    batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))
+    options = compiler_options("gpu", deterministic=False)
+    with target.lowering():
+        lowered = (
+            jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, placed(frozen), batch, index),
+            jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums),
+        )
+    found = [one.compile(compiler_options=options).memory_analysis() for one in lowered]
+    needs = [m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found]
+    predicted = forecasts.forecast(parts, step_plan, find_device(target.kind)).peak_bytes
+    return Peaks(parts.fixed_bytes(1) + max(needs), predicted)
