@@ -114,6 +114,7 @@ class Part:
     seconds: float
 
 
+_ABLATION = "benchmarks/train/ablation.py --output {folder}/ablation.json --model "
 _MEMORY = "benchmarks/train/memory.py --output {folder}/memory.json --cases "
 PARTS = {
     "startup": Part("benchmarks/train/startup.py --output {folder}/startup_8b.json", 240),
@@ -124,7 +125,10 @@ PARTS = {
         "{data}/datasets/gsm8k/train.jsonl --rows {data}/datasets/gsm8k/train.jsonl --output {folder}/trajectory.json",
         280,
     ),
-    "ablation": Part("benchmarks/train/ablation.py --output {folder}/ablation.json --seconds 560", 600),
+    **{
+        f"ablation_{model}": Part(_ABLATION + model, 300)
+        for model in ("llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b", "gpt-oss-20b")
+    },
     "attention": Part("benchmarks/kernels/attention.py --output {folder}/attention.json", 220),
     "quant_matmul": Part("benchmarks/kernels/quant_matmul.py --output {folder}/quant_matmul.json", 150),
     "moe": Part("benchmarks/kernels/moe.py --output {folder}/moe.json", 600),

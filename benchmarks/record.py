@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import os
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,15 @@ def commit_here() -> str:
         return given
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
+
+
+def driver_bytes(what: str) -> float | None:
+    """Memory of the first GPU by the driver, "total" or "used" by all programs; None where there is no driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
 
 
 def environment() -> dict[str, Any]:

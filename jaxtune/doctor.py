@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -66,21 +65,9 @@ def _packages() -> Finding:
 
 
 def _nvidia_smi() -> dict[str, str] | None:
-    """What nvidia-smi says of the first GPU; None where there is none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    fields = ("name", "driver_version", "memory.total", "memory.used")
-    command = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"error": str(error)}
-    lines = done.stdout.strip().splitlines()
-    values = [value.strip() for value in lines[0].split(",")] if lines else []
-    if done.returncode != 0 or len(values) != len(fields):
-        return {"error": (done.stderr or done.stdout).strip().splitlines()[0] if done.stderr or done.stdout else "?"}
-    return dict(zip(fields, values, strict=True))
+    from jaxtune.profile.device import nvidia_smi
+
+    return nvidia_smi("name", "driver_version", "memory.total", "memory.used", units=False)
 
 
 def _driver(card: dict[str, str] | None) -> Finding:

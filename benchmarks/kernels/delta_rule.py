@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # the rest is torch's
@@ -26,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.timing import median_ms
 from benchmarks.record import environment, write
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.attention.shapes import log_normal_segments
@@ -33,21 +32,7 @@ from jaxtune.pallas.delta_rule import api, gated_delta_rule, triton
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
 CASES = {"8 x 2,048": (8, 2048, False), "8 x 2,048 packed": (8, 2048, True), "1 x 16,384": (1, 16384, False)}
-QUEUED = 16  # runs, so that what it takes to start the first does not count
 RESULTS = ("out", "dquery", "dkey", "dvalue", "ddecay", "dbeta")
-
-
-def milliseconds(function, *arguments) -> float:
-    """Median of 5 of the mean of runs queued together."""
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        for _ in range(QUEUED):
-            result = function(*arguments)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - begun) / QUEUED * 1e3)
-    return round(statistics.median(times), 4)
 
 
 def operands(rows: int, length: int):
@@ -115,14 +100,14 @@ def kernels(arrays, dout, layout) -> dict[str, float]:
     query, key, value, decay, beta = arrays
     chunks = jax.jit(triton._chunks)
     made = jax.block_until_ready(chunks(query, key, decay, beta, value, layout))
-    times = {"chunk": milliseconds(chunks, query, key, decay, beta, value, layout)}
+    times = {"chunk": median_ms(chunks, query, key, decay, beta, value, layout)}
     for save in (False, True):
         states = jax.jit(lambda *a, save=save: triton._states(*a, save=save))
-        times["forward, saving states" if save else "forward"] = milliseconds(states, query, key, value, *made)
+        times["forward, saving states" if save else "forward"] = median_ms(states, query, key, value, *made)
     _, error, kept = states(query, key, value, *made)
     back = jax.jit(triton._backward)
-    times["backward"] = milliseconds(back, query, key, dout, beta, error, kept, layout, *made)
-    times["reverse"] = milliseconds(jax.jit(triton._reverse), query, key, dout, *made)
+    times["backward"] = median_ms(back, query, key, dout, beta, error, kept, layout, *made)
+    times["reverse"] = median_ms(jax.jit(triton._reverse), query, key, dout, *made)
     return times
 
 
@@ -147,18 +132,6 @@ def flash_linear_attention(rows: int, length: int) -> dict:
     decay, beta = (to_torch(x).requires_grad_() for x in arrays[3:])
     gradient = to_torch(dout).bfloat16()
 
-    def timed(function):
-        function()
-        times = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            for _ in range(QUEUED):
-                function()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - begun) / QUEUED * 1e3)
-        return round(statistics.median(times), 4)
-
     def forward():
         repeated = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (query, key))
         return chunk_gated_delta_rule(*repeated, value, decay, beta, use_qk_l2norm_in_kernel=True)[0]
@@ -169,7 +142,7 @@ def flash_linear_attention(rows: int, length: int) -> dict:
     found: dict = {}
     for name, function in (("forward_ms", torch.no_grad()(forward)), ("both_ms", both)):
         try:
-            found[name] = timed(function)
+            found[name] = median_ms(function, wait=lambda _: torch.cuda.synchronize())
         except Exception as error:  # it refuses some GPUs with some releases of Triton
             found[name] = f"{type(error).__name__}: {str(error)[:200]}"
     return found
@@ -215,7 +188,7 @@ def main() -> int:
         found = record["times"].setdefault(case, {})
         for name in names:
             forward, both = programs(name, layout)
-            times = {"forward_ms": milliseconds(forward, arrays, dout), "both_ms": milliseconds(both, arrays, dout)}
+            times = {"forward_ms": median_ms(forward, arrays, dout), "both_ms": median_ms(both, arrays, dout)}
             found[name] = times
             say(case, name, times)
         if "triton" in names:

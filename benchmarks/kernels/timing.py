@@ -19,6 +19,11 @@ def queued_ms(function: Callable, *arguments, count: int, wait: Callable = jax.b
     return (time.perf_counter() - begun) / count * 1e3
 
 
+def median_ms(function: Callable, *arguments, count: int = 16, wait: Callable = jax.block_until_ready) -> float:
+    """Of five `queued_ms`."""
+    return round(statistics.median(queued_ms(function, *arguments, count=count, wait=wait) for _ in range(5)), 4)
+
+
 def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int = 5) -> dict[str, float]:
     """Median of what each of them returns, called in turns: the longer a GPU works, the slower it gets."""
     times: dict[str, list[float]] = {name: [] for name in ways}

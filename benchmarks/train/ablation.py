@@ -1,6 +1,6 @@
 """What each of the field's claims is worth in a step, each off and on, then all together; published beside ours.
 
-    python benchmarks/train/ablation.py --output FILE.json [--seconds 560] [--models NAME,...] [--arms NAME,...]
+    python benchmarks/train/ablation.py --model NAME --output FILE.json [--arms NAME,...]
 
   packed layout      metadata of packed rows built once a batch ("on"), or in every layer, kept apart by a barrier
                      ("layout_kept") or with a round trip to the host ("layout_host")
@@ -15,9 +15,8 @@ what is off over that of what is on, less one; five runs of some steps each, and
 median. `--layers` cuts the models short, because every arm compiles a program of its own: a layer's share is the same
 in a deeper model, that of embedding and head is larger here than there.
 
-Each model is a process of its own with a time limit: it compiles the programs of its arms side by side, then times one
-arm after the other. What was measured stands in the file and is not run again, so several calls finish what one cannot:
-call it until it says that nothing is left.
+A call compiles the programs of a model's arms side by side, then times one arm after the other. What was measured is
+added to the file and is not run again, so that several calls make one record.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -384,13 +381,10 @@ def measure(model_name: str, arms: list[str], options) -> Iterator[tuple[str, di
 # ---- all of them
 
 
-def pairs(models: list[str], arms: list[str]) -> list[tuple[str, str]]:
-    """(model, arm) of every program that a claim needs, models one after the other."""
-    found = []
-    for model in models:
-        wanted = {arm for _, off, on, of, _ in CLAIMS if model in of for arm in (off, on)}
-        found += [(model, arm) for arm in ARMS if arm in wanted and arm in arms]
-    return found
+def arms_of(model: str) -> list[str]:
+    """Those that a claim needs."""
+    wanted = {arm for _, off, on, models, _ in CLAIMS if model in models for arm in (off, on)}
+    return [arm for arm in ARMS if arm in wanted]
 
 
 def gains(entries: dict[str, dict]) -> list[dict]:
@@ -417,80 +411,33 @@ def gains(entries: dict[str, dict]) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--model", required=True, choices=list(MODELS))
+    parser.add_argument("--arms", help="by commas; default: those that the claims of the model need")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5, help="steps of each of the five runs")
-    parser.add_argument("--seconds", type=float, default=560, help="no model is begun after this, nor goes on")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that one model may take")
     parser.add_argument("--again", action="store_true", help="arms that failed, once more")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    models, arms = options.models.split(","), options.arms.split(",")
-    for given, known in ((models, MODELS), (arms, ARMS)):
-        if unknown := set(given) - set(known):
-            parser.error(f"{', '.join(sorted(unknown))}: not of {', '.join(known)}")
-    if options.child:
-        entries: dict[str, dict] = {}
-        for name, entry in measure(models[0], arms, options):
-            entries[name] = entry
-            write(options.child, entries)
-        return 0
-
-    started, output = time.monotonic(), Path(options.output)
+    arms = options.arms.split(",") if options.arms else arms_of(options.model)
+    if unknown := set(arms) - set(ARMS):
+        parser.error(f"{', '.join(sorted(unknown))}: not of {', '.join(ARMS)}")
+    output = Path(options.output)
     record = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     settings = {key: getattr(options, key) for key in ("rows", "length", "layers", "tiny")}
     if record and record["settings"] != settings:
         parser.error(f"{output} is of {record['settings']}: name another file")
     record = {"benchmark": "train/ablation", "settings": settings, "entries": record.get("entries", {})}
-    left: dict[str, list[str]] = {}
-    for model, name in pairs(models, arms):
-        done = record["entries"].get(f"{model} {name}")
-        if done is None or ("error" in done and options.again):
-            left.setdefault(model, []).append(name)
-    for model, names in left.items():
-        room = min(options.limit, options.seconds - (time.monotonic() - started))
-        if room < min(options.limit, 90):
-            break
-        found = _child(model, names, options, room)
-        for name in names:
-            if name not in found:
-                continue
-            entry = record["entries"][f"{model} {name}"] = found[name]
-            times = [statistics.median(entry[key]) for key in ("forward_ms", "forward_backward_ms") if key in entry]
-            print(model, name, [round(ms, 2) for ms in times] or entry["error"], flush=True)
+    done = {name: record["entries"].get(f"{options.model} {name}") for name in arms}
+    left = [name for name, entry in done.items() if entry is None or ("error" in entry and options.again)]
+    for name, entry in measure(options.model, left, options):
+        record["entries"][f"{options.model} {name}"] = entry
         record["claims"] = gains(record["entries"])
         write(output, record)
-    missing = [f"{model} {name}" for model, name in pairs(models, arms) if f"{model} {name}" not in record["entries"]]
-    print(f"call it again: left are {', '.join(missing)}" if missing else "nothing is left")
+        times = [statistics.median(entry[key]) for key in ("forward_ms", "forward_backward_ms") if key in entry]
+        print(options.model, name, [round(ms, 2) for ms in times] or entry["error"], flush=True)
     return 0
-
-
-def _child(model: str, names: list[str], options, seconds: float) -> dict[str, dict]:
-    """{arm: its record, or {"error": why there is none}} of a model, as far as its process came.
-
-    An arm in which the process died has an error; one that there was no time for is not there, unless the first of them
-    took all that a model may.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "arms.json"
-        keys = ("layers", "rows", "length", "steps")
-        command = [sys.executable, __file__, "--output", options.output, "--models", model, "--arms", ",".join(names)]
-        command += [text for key in keys for text in (f"--{key}", str(getattr(options, key)))]
-        command += ["--child", str(file), *(["--tiny"] if options.tiny else [])]
-        problem = None
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-            if done.returncode:
-                problem = f"exit {done.returncode}: {done.stderr[-800:]}"
-        except subprocess.TimeoutExpired:
-            problem = "out of time" if seconds >= options.limit else None
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        missing = [name for name in names if name not in found]
-        return found | ({missing[0]: {"error": problem}} if problem and missing else {})
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import compare
 from benchmarks.cases import Step
-from benchmarks.record import commit_here, environment, write
+from benchmarks.record import commit_here, driver_bytes, environment, write
 
 EVERYTHING = "layer_input, query, key, value, attention_out, lse, mid, gate, up"
 _OFFLOAD_ALL = ", ".join(f"{name}=offload" for name in EVERYTHING.split(", "))
@@ -111,20 +109,12 @@ def step_of(name: str) -> Step:
     return Step(name, shlex.join(texts), steps)
 
 
-def device_memory_bytes() -> float | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
-    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
-
-
 def run_case(name: str, side: compare.Side, log: Path, seconds: float) -> dict:
     """The record of one case, or {"failed": why}."""
     from jaxtune.train.planning.devices import CONTEXT_BYTES
 
     case, variables = CASES[name], {}
-    total = device_memory_bytes()
+    total = driver_bytes("total")
     if case.get("budget_gb") and total:
         pool = case["budget_gb"] * 1e9 - CONTEXT_BYTES
         variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool / total:.5f}"

@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from flax import nnx
 import jaxtune
 import jaxtune.profile
 from benchmarks.random_model import in_blocks, random_model
-from benchmarks.record import environment, honest, write
+from benchmarks.record import driver_bytes, environment, honest, write
 from benchmarks.shapes import SHAPES
 from benchmarks.transfers import transfers
 from jaxtune.models import partition
@@ -111,15 +110,6 @@ def make_trainer(options, model) -> Trainer:
     documents = random_documents(options.documents, options.rows, options.length, model.config.vocab_size)
     kind = TokenDataset if options.objective == "sft" else PairDataset
     return Trainer(model, None, train_config(options), kind(documents, Summary(), options.length), keeps_model=False)
-
-
-def driver_memory_gb() -> float | None:
-    """What the driver says is in use on the device: the allocator's whole pool, the context and its libraries."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20 / 1e9
 
 
 def build(options) -> tuple[Trainer, int]:
@@ -210,6 +200,7 @@ def measure(options) -> dict:
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)  # of one device
     slots = options.rows * options.length
     names, planner = trainer.names, trainer.planner
+    driver = driver_bytes("used")
     by_step_2 = np.maximum(norms[0], norms[1])
     peaks = [memory_peak_bytes(device) / 1e9 for device in range(trainer.mesh.size)]
     return {
@@ -252,7 +243,7 @@ def measure(options) -> dict:
         "mfu": None if peak_flops is None else flops / step_seconds / (peak_flops * trainer.mesh.size),
         "peak_memory_gb": max(peaks),
         "peak_memory_gb_of_each": peaks,
-        "driver_memory_gb": driver_memory_gb(),
+        "driver_memory_gb": None if driver is None else driver / 1e9,  # the allocator's pool, the context, libraries
         "compile_seconds_cold": programs.seconds if cold else None,
         "compile_seconds_cached": None if cold else programs.seconds,
         "init_seconds": init_seconds,

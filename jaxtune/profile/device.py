@@ -191,16 +191,26 @@ def _launch_us(device) -> float:
 
 
 def _power_state() -> dict[str, str]:
-    """What nvidia-smi reads; nothing is set. Empty where there is no nvidia-smi."""
+    """Empty where there is no nvidia-smi that answers."""
+    keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
+    found = nvidia_smi(*keys)
+    return {} if found is None or "error" in found else found
+
+
+def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
+    """What nvidia-smi reads of the first GPU, by field; nothing is set. {"error": why} where it fails; None where there
+    is no nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return {}
-    keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
+        return None
+    form = "csv,noheader" if units else "csv,noheader,nounits"
+    command = [tool, f"--query-gpu={','.join(fields)}", f"--format={form}", "--id=0"]
     try:
-        done = subprocess.run(
-            [tool, f"--query-gpu={','.join(keys)}", "--format=csv,noheader", "--id=0"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(keys, (value.strip() for value in done.stdout.splitlines()[0].split(","))))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    lines = done.stdout.strip().splitlines()
+    values = [value.strip() for value in lines[0].split(",")] if lines else []
+    if done.returncode != 0 or len(values) != len(fields):
+        return {"error": (done.stderr or done.stdout).strip().splitlines()[0] if done.stderr or done.stdout else "?"}
+    return dict(zip(fields, values, strict=True))
