@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -84,29 +83,22 @@ class TokenDataset:
             found.append("data.mask_spans: no response holds such a span")
         return found
 
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError where a token has no row in an embedding of that size."""
+        if self.summary.max_token >= vocab_size:
+            raise ValueError(
+                f"token id {self.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these rows were "
+                "prepared with the tokenizer of another model"
+            )
+
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
         """Batches of `rows_per_step` packed rows; see `batches.Batches`."""
         return Batches(self.rows, rows_per_step, seed=seed, shuffle=shuffle)
 
     def split(self, eval_rows: int) -> tuple[TokenDataset, TokenDataset]:
-        """(train, eval), with `eval_rows` documents for evaluation, chosen by a hash of their tokens.
-
-        Neither the order of the rows nor a seed plays a part, and equal documents never stand on both sides:
-        those that would are left out of the training rows.
-        """
-        count = len(self.documents)
-        if not 0 < eval_rows < count:
-            raise ValueError(f"data.eval_rows={eval_rows} must lie between 1 and {count - 1}, one less than the rows")
-        hashes = np.empty(count, np.uint64)
-        for index in range(count):
-            start, length = self.documents.starts[index], self.documents.lengths[index]
-            data = self.documents.tokens[start : start + length].tobytes()
-            hashes[index] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
-        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
-        if not rest.size:
-            raise ValueError("all training rows equal rows held out for evaluation; lower data.eval_rows")
-        return tuple(dataclasses.replace(self, documents=self.documents.select(indices)) for indices in (rest, chosen))  # type: ignore[return-value]
+        """(train, eval), with `eval_rows` documents for evaluation; see Documents.held_out."""
+        sides = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
+        return tuple(dataclasses.replace(self, documents=self.documents.select(side)) for side in sides)  # type: ignore[return-value]
 
 
 def prepare(

@@ -9,6 +9,7 @@ each other: that is the business of `Batch.segment_ids`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -68,6 +69,37 @@ class Documents:
             trained=self.trained[indices],
             origins=None if self.origins is None else self.origins[indices],
         )
+
+    def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
+        """Writes tokens `start:start + count` into row `slot` of a numpy batch, as segment `segment` from slot `at` of
+        the row on; returns the place after them."""
+        end, tokens = at + count, self.tokens[start : start + count]
+        batch.tokens[slot, at:end] = tokens
+        batch.targets[slot, at : end - 1] = tokens[1:]
+        batch.weights[slot, at : end - 1] = self.mask[start + 1 : start + count] != 0
+        batch.segment_ids[slot, at:end] = segment
+        batch.positions[slot, at:end] = np.arange(count)
+        return end
+
+    def held_out(self, firsts: np.ndarray, eval_rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """(rest, chosen): places in `firsts`, of which `eval_rows` are chosen by a hash of their documents' tokens.
+
+        Neither the order nor a seed plays a part, and equal documents never stand on both sides: those that would are
+        left out of the rest. firsts: int[n], a document of each row, or of what else `what` calls it in plural.
+        """
+        if not 0 < eval_rows < len(firsts):
+            raise ValueError(
+                f"data.eval_rows={eval_rows} must lie between 1 and {len(firsts) - 1}, one less than the {what}"
+            )
+        hashes = np.empty(len(firsts), np.uint64)
+        for place, index in enumerate(firsts.tolist()):
+            data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
+            hashes[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
+        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
+        if not rest.size:
+            raise ValueError(f"all training {what} equal {what} held out for evaluation; lower data.eval_rows")
+        return rest, chosen
 
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
@@ -306,16 +338,8 @@ class PackedRows:
         at = 0
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1):
-            count = int(plan.count[piece])
             start = int(documents.starts[plan.document[piece]] + plan.offset[piece])
-            tokens = documents.tokens[start : start + count]
-            end = at + count
-            batch.tokens[slot, at:end] = tokens
-            batch.targets[slot, at : end - 1] = tokens[1:]
-            batch.weights[slot, at : end - 1] = documents.mask[start + 1 : start + count] != 0
-            batch.segment_ids[slot, at:end] = segment
-            batch.positions[slot, at:end] = np.arange(count)
-            at = end
+            at = documents.write(start, int(plan.count[piece]), batch, slot, at, segment)
 
     def sources(self, row: int) -> list[str]:
         """Where the documents of a row came from, as `file:line`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 
 import numpy as np
 
@@ -101,16 +100,9 @@ class PackedPairs:
                 batch.extra[LABELS][slot, place] = self.labels[pair]
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept[pair, side])
-                start, end = int(documents.starts[index]), at + count
-                tokens = documents.tokens[start : start + count]
-                batch.tokens[slot, at:end] = tokens
-                batch.targets[slot, at : end - 1] = tokens[1:]
-                batch.weights[slot, at : end - 1] = documents.mask[start + 1 : start + count] != 0
-                batch.segment_ids[slot, at:end] = 2 * place + side + 1
-                batch.positions[slot, at:end] = np.arange(count)
+                at = documents.write(int(documents.starts[index]), count, batch, slot, at, 2 * place + side + 1)
                 if self.reference is not None:
                     batch.extra[REFERENCE][slot, place, side] = self.reference[index]
-                at = end
 
     def sources(self, row: int) -> list[str]:
         """Where the pairs of a row came from, as `file:line`."""
@@ -154,24 +146,16 @@ class PairDataset(TokenDataset):
         return rows
 
     def split(self, eval_rows: int) -> tuple[PairDataset, PairDataset]:
-        """(train, eval), with `eval_rows` pairs for evaluation, chosen by a hash of their tokens; pairs with an equal
-        first document never stand on both sides."""
-        documents, count = self.documents, len(self.documents) // 2
-        if not 0 < eval_rows < count:
-            raise ValueError(f"data.eval_rows={eval_rows} must lie between 1 and {count - 1}, one less than the pairs")
-        hashes = np.empty(count, np.uint64)
-        for pair in range(count):
-            data = documents[2 * pair].tokens.tobytes()
-            hashes[pair] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
-        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
-        if not rest.size:
-            raise ValueError("all training pairs equal pairs held out for evaluation; lower data.eval_rows")
+        """(train, eval), with `eval_rows` pairs for evaluation, told by their first documents; see
+        Documents.held_out."""
+        rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def side(pairs: np.ndarray) -> PairDataset:
             indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
             reference = None if self.reference is None else self.reference[indices]
             labels = None if self.labels is None else self.labels[pairs]
-            return dataclasses.replace(self, documents=documents.select(indices), reference=reference, labels=labels)
+            return dataclasses.replace(
+                self, documents=self.documents.select(indices), reference=reference, labels=labels
+            )
 
         return side(rest), side(chosen)

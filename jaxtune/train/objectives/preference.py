@@ -78,6 +78,7 @@ class Pairs:
     name: ClassVar[str]
     form: ClassVar[str] = PREFERENCE
     unit: ClassVar[str] = "pairs"
+    sums: ClassVar[tuple[str, ...]]
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
@@ -94,12 +95,16 @@ class Pairs:
             made = prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, pairs=True, **options)
             fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
             rows = PairDataset(**fields)
-        if rows.summary.max_token >= vocab_size:
-            raise ValueError(
-                f"token id {rows.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these rows were "
-                "prepared with the tokenizer of another model"
-            )
+        rows.require_vocabulary(vocab_size)
         return rows
+
+    @property
+    def reference_runs(self) -> int:
+        return 0
+
+    def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        """Means over the pairs."""
+        return {name: sums[name] / (sums["count"] + (sums["count"] == 0)) for name in self.sums}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +120,6 @@ class Preference(Pairs):
     sums: ClassVar[tuple[str, ...]] = METRICS
     by_mean: ClassVar[bool] = False
     documents: ClassVar[bool] = False
-
-    @property
-    def reference_runs(self) -> int:
-        return 0
 
     def check(self, model: Decoder) -> None:
         """Refuses a model that the objective cannot train."""
@@ -143,9 +144,6 @@ class Preference(Pairs):
             named = dict(zip(METRICS, values, strict=True)) | own
             sums = {name: jnp.where(there > 0, value, 0.0).sum() for name, value in named.items()}
             return jnp.where(there > 0, losses, 0.0).sum(), there.sum(), jax.lax.stop_gradient(sums)
-
-    def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: sums[name] / (sums["count"] + (sums["count"] == 0)) for name in self.sums}
 
 
 @dataclasses.dataclass(frozen=True)

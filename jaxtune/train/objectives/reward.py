@@ -7,7 +7,6 @@ ForSequenceClassification. Names of options and metrics are TRL's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -55,10 +54,6 @@ class Reward(Pairs):
     name: ClassVar[str] = "reward"
     sums: ClassVar[tuple[str, ...]] = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 
-    @property
-    def reference_runs(self) -> int:
-        return 0
-
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
@@ -94,9 +89,6 @@ class Reward(Pairs):
             sums |= {"min_reward": jnp.where(any_pair, lowest, 0.0) * count}
             sums |= {"max_reward": jnp.where(any_pair, highest, 0.0) * count}
             return jnp.where(there > 0, losses, 0.0).sum(), count, jax.lax.stop_gradient(sums)
-
-    def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: sums[name] / (sums["count"] + (sums["count"] == 0)) for name in self.sums}
 
 
 def margins(rows: Any, documents: Documents, max_rows: int | None = None) -> np.ndarray | None:

@@ -29,11 +29,7 @@ class SFT:
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
         if isinstance(rows, TokenDataset):
-            if rows.summary.max_token >= vocab_size:
-                raise ValueError(
-                    f"token id {rows.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these "
-                    "rows were prepared with the tokenizer of another model"
-                )
+            rows.require_vocabulary(vocab_size)
             return rows
         options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
