@@ -28,9 +28,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.cases import COMPARED, STEPS, Step
 from benchmarks.record import RESULTS, write
@@ -82,8 +83,11 @@ class Side:
                 stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
-    def start(self, arguments: Iterable[str], output: Path, log: Path, cached: bool = True, **variables: str) -> Run:
-        """Starts a run of step.py. cached: with this side's cache, which an earlier run may have filled."""
+    def start(
+        self, arguments: Iterable[str], output: Path, log: Path, variables: Mapping[str, str], cached: bool = True
+    ) -> Run:
+        """Starts a run of step.py. variables: of its environment. cached: with this side's cache, which an earlier run
+        may have filled."""
         options = [*(["--cache", str(self.cache)] if cached else []), "--output", str(output)]
         return Run(self.run("benchmarks/train/step.py", [*arguments, *options], log, **variables), output, log)
 
@@ -131,11 +135,18 @@ def _wait(process: subprocess.Popen, seconds: float) -> str | None:
     return None if status == 0 else f"exit status {status}"
 
 
-def run_once(side: Side, case: Step, log: Path, seconds: float, cached: bool = True, **variables: str) -> dict:
+def run_once(
+    side: Side,
+    case: Step,
+    log: Path,
+    seconds: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    cached: bool = True,
+) -> dict:
     """The record of one run, or {"failed": why}; see Side.start."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = step_arguments(case, Path(folder) / "trace")
-        return side.start(arguments, Path(folder) / "step.json", log, cached, **variables).record(seconds)
+        return side.start(arguments, Path(folder) / "step.json", log, variables, cached).record(seconds)
 
 
 class Call:

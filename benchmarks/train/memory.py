@@ -119,7 +119,7 @@ def run_case(name: str, side: compare.Side, log: Path, seconds: float) -> dict:
         pool = case["budget_gb"] * 1e9 - CONTEXT_BYTES
         variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool / total:.5f}"
     began = time.perf_counter()
-    record = compare.run_once(side, step_of(name), log, seconds, cached=not case.get("cold"), **variables)
+    record = compare.run_once(side, step_of(name), log, seconds, variables, not case.get("cold"))
     if "failed" not in record:
         record["seconds_in_all"] = time.perf_counter() - began
     return record

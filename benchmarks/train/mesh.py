@@ -92,7 +92,7 @@ def run(name: str, devices: int, side: compare.Side, folder: Path, seconds: floa
         arguments = case.step_arguments(devices)
         arguments += ["--profile", str(output.with_suffix(""))] if case.profiled else []
         variables = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
-        started.append(side.start(arguments, output, output.with_suffix(".log"), **variables))
+        started.append(side.start(arguments, output, output.with_suffix(".log"), variables))
     found = []
     for one in started:
         record = one.record(until - time.monotonic())
