@@ -1,7 +1,7 @@
 """The protobuf messages of XPlane and HLO files, as far as they are read here.
 
 Names and numbers are those of tsl/profiler/protobuf/xplane.proto, xla/service/hlo.proto and xla/xla_data.proto. A map
-is a repeated message with a key and a value, which is how it is written.
+is a repeated message with a key and a value, which is how it is written. The protobuf package comes with orbax.
 """
 
 from __future__ import annotations
