@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -147,46 +147,60 @@ class Engine:
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
-        """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change."""
+        """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change.
+
+        Python lowers them one after the other, the one that takes longest to compile first. XLA, which needs no Python,
+        meanwhile compiles what is lowered: all of them side by side.
+        """
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         started = time.perf_counter()
         state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
-        where, options = self.replicated, self.options
+        where, held_out = self.replicated, self._held_out
         unsummed = self.program.sums_shardings(state.trainable, where)
-
-        def of(program: StepProgram, update: Future, before: Programs | None) -> Programs:
-            with partition.compiling(self.mesh):
-                accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=unsummed)
-                accumulate = accumulate.lower(sums, state, frozen, batch, index).compile(compiler_options=options)
-            evaluate = self.compile_evaluate(program, state, frozen) if self._held_out is not None else None
-            return Programs(accumulate, update.result(), evaluate, time.perf_counter() - started, before)
-
-        with ThreadPoolExecutor(1, "compile") as pool:
+        before = self.before_qat if first_step < self._early_steps else None
+        steps = [self.program] if before is None else [self.program, before]
+        with ThreadPoolExecutor(2 * len(steps) + 1, "compile") as pool:
+            accumulates, evaluates = [], []
+            for program in steps:
+                arguments = (sums, state, frozen, batch, index)
+                lowered = self._lowered(program.accumulate, unsummed, arguments, donate_argnums=0)
+                accumulates.append(pool.submit(self._compiled, lowered))
             with jax.set_mesh(self.mesh):
                 results = (self.program.shardings(state, where), unsummed, where)
                 update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
-                update = pool.submit(update.lower(state, sums).compile, compiler_options=options)
-            before = None
-            if self.before_qat is not None and first_step < self._early_steps:
-                before = of(self.before_qat, update, None)
-            return of(self.program, update, before)
+                update = pool.submit(update.lower(state, sums).compile, compiler_options=self.options)
+            if held_out is not None:
+                for program in steps:
+                    lowered = self._lowered_of_rows(program.evaluate, where, state, frozen, held_out)
+                    evaluates.append(pool.submit(self._compiled, lowered))
+            evaluates = [future.result() for future in evaluates] or [None] * len(steps)
+            pairs = list(zip([future.result() for future in accumulates], evaluates, strict=True))
+            update = update.result()
+        seconds = time.perf_counter() - started
+        programs, *early = (Programs(accumulate, update, evaluate, seconds) for accumulate, evaluate in pairs)
+        return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
         """Compiles the evaluation of one batch."""
         assert self._held_out is not None
-        return self._compiled(program.evaluate, self.replicated, state, frozen, self._held_out)
+        return self._compiled(self._lowered_of_rows(program.evaluate, self.replicated, state, frozen, self._held_out))
 
     def compile_of_rows(self, function, state: TrainState, frozen, rows: Rows):
         """Compiles StepProgram.of_rows of a function, for batches of these rows."""
         program = functools.partial(self.program.of_rows, function)
-        return self._compiled(program, self._by_rows, state, frozen, rows)
+        return self._compiled(self._lowered_of_rows(program, self._by_rows, state, frozen, rows))
 
-    def _compiled(self, function, out, state: TrainState, frozen, rows: Rows):
+    def _lowered_of_rows(self, function, out, state: TrainState, frozen, rows: Rows):
+        return self._lowered(function, out, (abstract(state), abstract(frozen), self._abstract_batch(rows)))
+
+    def _lowered(self, function, out, arguments: tuple, **options):
         with partition.compiling(self.mesh):
-            lowered = jax.jit(function, out_shardings=out).lower(
-                abstract(state), abstract(frozen), self._abstract_batch(rows)
-            )
+            return jax.jit(function, out_shardings=out, **options).lower(*arguments)
+
+    def _compiled(self, lowered):
+        """Of `_lowered`; by any thread."""
+        with partition.compiling(self.mesh):
             return lowered.compile(compiler_options=self.options)
 
     def _abstract_batch(self, rows: Rows | Batches) -> Batch:

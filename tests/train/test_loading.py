@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -96,6 +97,26 @@ def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
     real = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.model.first_state(trainer.engine))
     ahead = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.model.first_shapes(trainer.engine))
     assert ahead == real
+
+
+@pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
+def test_a_run_s_programs_are_compiled_side_by_side(qat, tmp_path, monkeypatch):
+    """No compilation ends before all have begun: the evaluation's too, and those of the steps before QAT."""
+    names = ["accumulate", "evaluate"] * (1 if qat is None else 2) + ["update"]
+    begun = threading.Barrier(len(names), timeout=600)
+
+    def compiled(lowered, compiler_options):
+        begun.wait()
+        return re.search(r"module @jit_(\w+)", lowered.as_text())[1]
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    model = tiny_model(hidden_size=32, intermediate_size=64, layers=(LayerSpec(),))
+    config, rows = make_config(tmp_path, qat=qat), dataset(documents(12))
+    trainer = Trainer(get_peft_model(model, r=4), None, config, rows, rows)
+    programs = trainer.engine.compile(*trainer.model.first_shapes(trainer.engine))
+    steps = [programs] if qat is None else [programs, programs.before_qat]
+    found = [name for step in steps for name in (step.accumulate, step.evaluate)]
+    assert [*found, programs.update] == names and all(step.update == "update" for step in steps)
 
 
 def test_an_error_of_the_weights_is_the_run_s_and_leaves_the_folder_to_another(tmp_path):
