@@ -15,14 +15,28 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxtune import terminal
-from jaxtune.commands import chat, common, doctor, evaluate, export, generate, info, profile, report, train, tune, watch
+from jaxtune import processes, terminal
+from jaxtune.commands import (
+    chat,
+    common,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    info,
+    launch,
+    profile,
+    report,
+    train,
+    tune,
+    watch,
+)
 from jaxtune.terminal import say
 
 USER_ERROR = 2
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     module.__name__.rpartition(".")[2]: module.run
-    for module in (train, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor)
+    for module in (train, launch, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor)
 }
 
 
@@ -31,7 +45,16 @@ def console(arguments: Sequence[str] | None = None) -> int:
     # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses. It is
     # hidden until transformers has looked (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    return main(arguments)
+    try:
+        code = main(arguments)
+    except BaseException as error:
+        if processes.count() > 1:
+            traceback.print_exc()
+            processes.last_words(f"{type(error).__name__}: {error}")
+            processes.leave(1)
+        raise
+    processes.leave(code)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,6 +110,7 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _fail(message: str) -> int:
+    processes.last_words(message)
     for line in message.splitlines():
         say(f"jaxtune: error: {line}", file=sys.stderr)
     return USER_ERROR

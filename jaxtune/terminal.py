@@ -29,15 +29,26 @@ def printable(text: object) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
+_silent = False
+
+
+def be_silent() -> None:
+    """From here on this process shows nothing but errors: another one speaks for it."""
+    global _silent
+    _silent = True
+
+
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
     """Prints text as a terminal may have it, by default on stdout."""
+    if _silent and file is None:
+        return
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
 
 
 def console(**options: Any) -> Console:
     """A rich console to which all text is text: strings are not searched for markup, emoji names or numbers to colour,
     and whatever is drawn, tables' cells too, is made printable."""
-    as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+    as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": _silent}
     return _console_class()(**as_text | options)
 
 

@@ -22,10 +22,10 @@ MAX_KERNEL_LINES = 700
 # What each room may import of ours; imports go one way.
 MAY_IMPORT = {
     "pallas": ("jaxtune.pallas", "jaxtune.files"),
-    "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.terminal", "jaxtune.files"),
+    "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.terminal", "jaxtune.files", "jaxtune.processes"),
     "train": (
         "jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.terminal", "jaxtune.files",
-        "jaxtune.__version__",
+        "jaxtune.processes", "jaxtune.__version__",
     ),
     "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.export", "jaxtune.terminal", "jaxtune.files"),
     "profile": ("jaxtune.profile", "jaxtune.terminal", "jaxtune.files"),

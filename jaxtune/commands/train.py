@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 
+from jaxtune import processes
 from jaxtune.commands import common
 from jaxtune.terminal import say
 
@@ -18,6 +19,9 @@ def run(arguments: Sequence[str]) -> int | None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--coordinator")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--process", type=int)
     parser.add_argument("-h", "--help", action="store_true")
     options = parser.parse_intermixed_args(arguments)
     if options.help:
@@ -38,6 +42,8 @@ def run(arguments: Sequence[str]) -> int | None:
     from jaxtune.train.planning.devices import allow_pinned_memory
 
     allow_pinned_memory()
+    if not options.plan:
+        processes.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.app import run as train
 
     return train(config, check=options.check, plan=options.plan)
@@ -54,6 +60,8 @@ def _print_help() -> None:
     common.print_columns([
         ("--check", "read config, tokenizer and data, show what would be trained and one packed row, then stop"),
         ("--plan", "show the plan: memory and speed, here or on the device plan.device names, then stop"),
+        ("--coordinator=HOST:PORT --processes=N --process=I",
+         "one of several processes that SLURM and Open MPI did not start; 'jaxtune launch' gives them itself"),
         ("--help", "show this"),
     ])  # fmt: skip
     say("\npackaged recipes\n")

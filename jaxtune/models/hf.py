@@ -147,7 +147,7 @@ def _stream(
                 packed, digest = fp8_files.read_fp8(entry, dtype)
             else:
                 packed, digest = expert_files.read_packed_experts(entry)
-            packed = jax.device_put(packed, where(name, packed))
+            packed = partition.put(packed, where(name, packed))
             return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
         if isinstance(entry, expert_files.MXFP4Entry):
             host, digest = expert_files.read_mxfp4(entry, dtype)
@@ -163,9 +163,9 @@ def _stream(
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             if name not in encoded:
-                return jax.block_until_ready(jax.device_put(host, where(name, host)).astype(dtype)), digest
+                return jax.block_until_ready(partition.put(host, where(name, host)).astype(dtype)), digest
             stored = quant.encode(jax.device_put(host).astype(dtype), encoded[name])
-            return jax.block_until_ready(jax.device_put(stored, where(name, stored))), digest
+            return jax.block_until_ready(partition.put(stored, where(name, stored))), digest
 
     arrays, digests, finite = {}, {}, {}
     waiting: deque = deque()

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax._src import config as jax_config  # has no public way to choose a partitioner for one program
 from jax.lax import optimization_barrier
@@ -63,9 +64,14 @@ def make_mesh(data: int, fsdp: int = 1) -> Mesh:
     """
     devices = jax.devices()
     data, fsdp = mesh_shape(data, fsdp)
+    asked = f"mesh.data = {data}" + (f" and mesh.fsdp = {fsdp}" if fsdp > 1 else "")
     if data * fsdp > len(devices):
-        asked = f"mesh.data = {data}" + (f" and mesh.fsdp = {fsdp}" if fsdp > 1 else "")
         raise ValueError(f"{asked}: there are {len(devices)} {devices[0].platform} devices")
+    if data * fsdp < len(devices) and jax.process_count() > 1:
+        raise ValueError(
+            f"{asked}: the run has {len(devices)} devices in {jax.process_count()} processes, and all of them take "
+            "part; set mesh.data=-1, or start fewer processes"
+        )
     kinds = (AxisType.Auto, AxisType.Auto)
     return jax.make_mesh((data, fsdp), (DATA, FSDP), axis_types=kinds, devices=devices[: data * fsdp])
 
@@ -91,6 +97,41 @@ def compiling(mesh: Mesh) -> Iterator[None]:
     """
     with jax.set_mesh(mesh), jax_config.use_shardy_partitioner(False):
         yield
+
+
+# ---- places
+
+
+def put(tree: Any, where: Any) -> Any:
+    """jax.device_put of a tree of arrays that every process has whole, or that lie on the mesh already.
+
+    With several processes device_put would have them compare the values first, each time, in a collective.
+
+    Args:
+      where: a sharding, or a tree of them; None: this process's default device.
+    """
+    if jax.process_count() == 1 or where is None:
+        return jax.device_put(tree, where)
+    return jax.tree.map(_put, tree, jax.tree.broadcast(where, tree))
+
+
+def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return array if array.sharding == sharding else _moves(sharding)(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def on_host(array: Any) -> np.ndarray:
+    """jax.device_get of an array of which each process may have a part; all processes of the mesh must ask for it."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+        assert isinstance(array.sharding, NamedSharding)
+        array = _moves(NamedSharding(array.sharding.mesh, WHOLE))(array)
+    return np.asarray(jax.device_get(array))
+
+
+@functools.cache
+def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 # ---- rows

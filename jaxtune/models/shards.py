@@ -21,6 +21,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxtune import processes
+from jaxtune.models import partition
+
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 # Bytes are parts of tensors in four bits, e4m3 has scales beside it, integers are parts of compressed-tensors' int4.
 _STORED = DTYPES | {
@@ -188,6 +191,7 @@ def write_file(
     metadata: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
     """Writes one safetensors file; `fetch(name)` gives each tensor when its turn comes, so one is in memory at a time.
+    With several processes the first one writes, and the others take part in what gives the tensors.
 
     The same content makes the same bytes, which the safetensors library does not promise of metadata.
 
@@ -204,11 +208,11 @@ def write_file(
         at += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    with open(file, "wb") as stream:
+    with open(file if processes.first() else os.devnull, "wb") as stream:
         stream.write(len(raw).to_bytes(8, "little"))
         stream.write(raw)
         for name, shape, dtype in tensors:
-            array = np.ascontiguousarray(jax.device_get(fetch(name)))
+            array = np.ascontiguousarray(partition.on_host(fetch(name)))
             if array.shape != tuple(shape) or array.dtype != dtype:
                 raise ValueError(f"{name}: planned as {dtype.name}{shape}, found {array.dtype.name}{array.shape}")
             stream.write(array.reshape(-1).view(np.uint8))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxtune import terminal
+from jaxtune import processes, terminal
 from jaxtune.files import atomic_write
 from jaxtune.models import partition
 from jaxtune.models.adapter_files import load_adapter, save_adapter
@@ -167,6 +167,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     on from what is saved)."""
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
+    _require_one_process(config)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
         return 0
@@ -184,8 +185,29 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
             with stop.at_once():
                 return _train(config, console, stop)
         except (TrainingInterrupted, Interrupted) as stopped:
+            processes.last_words(f"it was stopped: {stopped}")
             console.print(f"stopped: {stopped}. The same command goes on from there.")
             return EXIT_SAVED
+
+
+def _require_one_process(config: TrainConfig) -> None:
+    """Refuses what several processes cannot do yet.
+
+    Raises:
+      ValueError: the config asks for it.
+    """
+    if (count := processes.count()) == 1:
+        return
+    if config.evaluation.exact_match_rows:
+        raise ValueError(
+            f"evaluation.exact_match_rows = {config.evaluation.exact_match_rows}: {count} processes cannot generate "
+            "together yet; unset it, and generate from what the run exports"
+        )
+    if config.optim.offload:
+        raise ValueError(
+            f"optim.offload = true: states in host memory are those of one process yet, and this run has {count}; "
+            "divide them over the devices (mesh.fsdp)"
+        )
 
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
@@ -203,6 +225,8 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
             trainer.train(stop, delivery)
         except RunIsComplete as complete:
             console.print(str(complete))
+    if not processes.first():
+        return 0
     console.print(f"done: {trainer.output}\n\nnext:")
     for what, command in next_commands(config, trainer.output):
         console.print(f"  # {what}\n  {command}")
@@ -234,7 +258,8 @@ class _Delivery:
         self.numbers: dict[str, Any] = {}
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        there = [name for name in (ADAPTER, MERGED, RESULTS) if os.path.lexists(self.output / name)]
+        names = (ADAPTER, MERGED, RESULTS)
+        there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
         if not there:
             return  # and no need to wait for the weights
         found = [require_own(self.output / name, run()) for name in there if name != RESULTS]
@@ -247,22 +272,25 @@ class _Delivery:
                 "anew, name another output"
             )
         numbers = self.output / RESULTS
-        if RESULTS in there and _run_of(numbers) != digest(run()):
+        if RESULTS in there and processes.first() and _run_of(numbers) != digest(run()):
             numbers.unlink()  # of another run, whose metrics go too
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
         config, console = self.config, self.console
         for name, write in self._exports(has_adapter(model)):
             folder, total = self.output / name, self.trainer.total_steps
-            if not trained and os.path.lexists(folder) and require_own(folder, run).step == total:
+            if not trained and processes.of_first(functools.partial(_holds, folder, run, total)):
                 console.print(f"{folder} is there already; left as it is")
                 continue
-            write_result(folder, run, total, functools.partial(write, model))
+            with processes.written_by_first(folder) as own:
+                write_result(own, run, total, functools.partial(write, model))
             console.print(f"wrote {folder}")
         if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
         if config.evaluation.exact_match_rows and config.evaluation.at_end:
             self.numbers["after"] = answer(model, self.trainer.tokenizer, config, console, "after training")
+        if not processes.first():
+            return
         evaluations = [line["eval_loss"] for line in m.read_metrics(self.output / m.JSONL) if "eval_loss" in line]
         if evaluations:
             self.numbers["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
@@ -283,6 +311,10 @@ class _Delivery:
         if wanted.merged:
             exports.append((MERGED, whole))
         return exports
+
+
+def _holds(folder: Path, run: dict[str, Any], step: int) -> bool:
+    return os.path.lexists(folder) and require_own(folder, run).step == step
 
 
 def _run_of(path: Path) -> Any:

@@ -10,6 +10,9 @@
 
 A save copies device arrays to the host, returns, and finishes in a thread. Every byte is read again, and its checksum
 compared, before a resume.
+
+With several processes each writes and reads the parts of its own devices. All else about files is done by the first:
+the lock, the commit, what is removed, and the choice of what is restored.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune import processes
 from jaxtune.files import atomic_write, fingerprints, sync
+from jaxtune.models import partition
+from jaxtune.train import array_files
 from jaxtune.train.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
@@ -36,7 +42,6 @@ logger = logging.getLogger(__name__)
 ARRAYS, META, MANIFEST = "arrays", "meta.json", "manifest.json"
 FORMAT = 1
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_SAVE_TIMEOUT_SECONDS = 4 * 3600
 
 
 class CheckpointError(ValueError):
@@ -64,13 +69,14 @@ class Checkpointer:
             raise CheckpointError(f"keep={keep}: at least 1 checkpoint must be kept")
         self.folder = Path(folder).absolute()
         self.keep = keep
-        self._lock = FolderLock(self.folder)
+        self._lock = FolderLock(self.folder) if processes.first() else None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._damaged: set[int] = set()
         self._unproven: int | None = None
         self._orbax: Any = None  # made at the first save: importing Orbax takes half a second
-        self._remove_leftovers()
+        if processes.first():
+            self._remove_leftovers()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -113,17 +119,18 @@ class Checkpointer:
         need_bytes = sum(x.nbytes for x in arrays.values())
         need_bytes += need_bytes // 20 + len(record_text) + 2**24  # chunk padding, Orbax's own metadata, our files
         free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < need_bytes:
+        if free_bytes < need_bytes and processes.first():
             raise CheckpointError(
                 f"no room to save step {step}: it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} "
                 "free; free some space or write to another disk"
             )
         temporary = self.folder / f".tmp_{_name(step)}"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            if processes.first():
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
             if self._orbax is None:
-                self._orbax = _orbax_saver()
+                self._orbax = array_files.saver()
             import orbax.checkpoint as ocp
 
             self._orbax.save(temporary / ARRAYS, args=ocp.args.PyTreeSave(arrays))
@@ -169,12 +176,15 @@ class Checkpointer:
             if self._orbax is not None:
                 self._orbax.close()
                 self._orbax = None
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
         """Runs in the thread: all that follows the copy to the host."""
         try:
-            self._orbax.wait_until_finished()
+            self._orbax.wait_until_finished()  # in the first process: until all have written
+            if not processes.first():
+                return
             atomic_write(temporary / META, record_text)
             files = sorted(path for path in temporary.rglob("*") if path.is_file())
             manifest = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
@@ -197,7 +207,8 @@ class Checkpointer:
         shutil.rmtree(old, ignore_errors=True)
 
     def _fail(self, step: int, temporary: Path, error: Exception) -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if processes.first():
+            shutil.rmtree(temporary, ignore_errors=True)
         last = self.latest()
         self._error = CheckpointError(
             f"saving step {step} to {self.folder} failed: {error}; "
@@ -216,11 +227,13 @@ class Checkpointer:
             if step in kept:
                 continue
             path = self.folder / _name(step)
-            if step > newest:
+            if step > newest and processes.first():
                 logger.warning("removing %s: this run went back to before it", path)
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
+        if not processes.first():
+            return
         trash = self.folder / f".tmp_{path.name}"
         try:
             os.rename(path, trash)  # first, so that a kill leaves no half checkpoint under a good name
@@ -257,6 +270,15 @@ class Checkpointer:
         Returns: (step, state, meta). Raises CheckpointError if nothing intact is there or `like` does not fit.
         """
         self.wait()
+        found = processes.of_first(lambda: self._intact(step))
+        path = self.folder / _name(found)
+        if check is not None:
+            check(_record(path)["meta"])
+        self._unproven = found
+        return found, *_read(path, like)
+
+    def _intact(self, step: int | None) -> int:
+        """The step whose files are as they were written: the newest, or this one."""
         candidates = self.steps()[::-1] if step is None else [step]
         if not candidates:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
@@ -267,10 +289,7 @@ class Checkpointer:
             if problem is None:
                 if damaged:
                     logger.warning("resuming from step %d instead", candidate)
-                if check is not None:
-                    check(_record(path)["meta"])
-                self._unproven = candidate
-                return candidate, *_read(path, like)
+                return candidate
             logger.error("checkpoint %s is damaged and cannot be used: %s", path, problem)
             damaged.append(f"{path.name}: {problem}")
             self._damaged.add(candidate)
@@ -330,26 +349,6 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     if not arrays:
         raise CheckpointError("state holds no array: there is nothing to save")
     return arrays, described
-
-
-def _orbax_handler():
-    import orbax.checkpoint as ocp
-
-    # Orbax logs each failure three times with a traceback, and hints that do not concern our users; we raise instead.
-    absl_logger = logging.getLogger("absl")
-    if _not_from_orbax not in absl_logger.filters:
-        absl_logger.addFilter(_not_from_orbax)
-    return ocp.PyTreeCheckpointHandler(use_compression=False)  # zstd: 8 % smaller, 4 times as long
-
-
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
-def _orbax_saver():
-    import orbax.checkpoint as ocp
-
-    return ocp.AsyncCheckpointer(_orbax_handler(), timeout_secs=_SAVE_TIMEOUT_SECONDS)
 
 
 # ---- the parts of a restore
@@ -429,7 +428,7 @@ def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         else:
             restore_args[name] = ocp.ArrayRestoreArgs(sharding=sharding)
     try:
-        with ocp.Checkpointer(_orbax_handler()) as reader:
+        with array_files.reader() as reader:
             arrays |= reader.restore(path / ARRAYS, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / ARRAYS} cannot be read ({type(error).__name__}: {error})") from error
@@ -450,7 +449,7 @@ def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
     empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
     sharding = _committed_sharding(leaf)
-    return empty if sharding is None else jax.device_put(empty, sharding)
+    return empty if sharding is None else partition.put(empty, sharding)
 
 
 def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtune import terminal
+from jaxtune import processes, terminal
 from jaxtune.files import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class MetricsLogger:
     The file is the source of truth: one JSON object a line, written through at each call. NaN and infinities are the
     strings "nan", "inf" and "-inf", so that every line is JSON. A logger that fails while training runs (network,
     disk) is reported once and training goes on: without it, or, if it is the file, trying it again at each line.
+    With several processes the first one records, and the others keep nothing.
 
     Args:
       tensorboard: event files in `folder`/tensorboard.
@@ -57,6 +58,10 @@ class MetricsLogger:
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
     ):
+        self._sinks: dict[str, _Sink] = {}
+        self._reported: set[str] = set()
+        if not processes.first():
+            return
         require_packages(tensorboard, wandb_project, trackio_project)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,8 +77,6 @@ class MetricsLogger:
             makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
         if trackio_project is not None:
             makers["trackio"] = lambda: _TrackioSink(folder, trackio_project, config, resumed_step)
-        self._sinks: dict[str, _Sink] = {}
-        self._reported: set[str] = set()
         for name, make in makers.items():
             with self._survived(name):
                 self._sinks[name] = make()

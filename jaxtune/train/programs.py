@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxtune import processes
 from jaxtune.models import collectives, partition
 from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.train.config import TrainConfig
@@ -54,7 +55,16 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
         options |= collectives.compiler_options()
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    if processes.count() > 1:
+        # Each process times algorithms for itself: one that finds its program in the cache has nothing to share, and
+        # the others would wait for it.
+        options |= {"xla_gpu_shard_autotuning": False}
     return options
+
+
+def _may_plan_again(error: Exception) -> bool:
+    """Of an error that one process may have alone; the others would wait in the collectives of the first plan."""
+    return out_of_memory(error) and processes.count() == 1
 
 
 def abstract(tree):
@@ -108,7 +118,7 @@ class Engine:
         self.program = dataclasses.replace(self.program, **follow)
         if self.before_qat is not None:
             self.before_qat = dataclasses.replace(self.before_qat, **follow)
-        self.micro_index = [jax.device_put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
+        self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -127,7 +137,7 @@ class Engine:
         """Micro-batch `part` of `parts`, its rows divided over the mesh."""
         size = batch.tokens.shape[0] // parts
         piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
-        return jax.device_put(piece, self._by_rows)
+        return partition.put(piece, self._by_rows)
 
     def load_step(self, step: int) -> tuple[list[Batch], dict[str, int]]:
         """Device micro-batches of a step, and its token counts."""
@@ -223,12 +233,12 @@ class Engine:
                 programs = self.compile(*shapes(), first_step)
                 if budget is None:
                     return programs
-                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
+                need = max(processes.all_of(self.planner.compiled_bytes(programs.accumulate, programs.update)))
                 if need <= budget:
                     return programs
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
             except jax.errors.JaxRuntimeError as error:
-                if not out_of_memory(error):
+                if not _may_plan_again(error):
                     raise
                 problem = "compiling it ran out of memory"
             if attempt == 0:
@@ -261,7 +271,7 @@ class Engine:
             done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
             return programs, jax.block_until_ready(done)
         except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
+            if not _may_plan_again(error):
                 raise
         problem = "the first step ran out of memory"
         self.planner.replan(problem, None, print_line)

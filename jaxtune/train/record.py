@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxtune import processes
 from jaxtune.files import atomic_write
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
@@ -229,7 +230,8 @@ def _settings_of(adapter: AdapterConfig) -> dict:
 
 
 def write_config(output: Path, config: TrainConfig) -> None:
-    atomic_write(output / CONFIG, config_to_yaml(config))
+    if processes.first():
+        atomic_write(output / CONFIG, config_to_yaml(config))
 
 
 def require_same_config(output: Path, config: TrainConfig) -> bool:

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxtune import processes
+from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.profile import capture
 from jaxtune.train import metrics as m
@@ -142,15 +144,17 @@ class Run:
             save=lambda: saver.save(done, state),
             model=lambda: self.model(state),
         )
-        for callback in self.monitor.run.callbacks:
+        callbacks = self.monitor.run.callbacks
+        for callback in callbacks:
             callback.between(moment)
-        return moment.stopped
+        return processes.of_first(lambda: moment.stopped) if callbacks else False
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen) -> bool:
         """Whether the state gives a finite loss, on the first rows; `sums` is used up."""
         parts, _ = self.engine.load_step(0)
         first = self.engine.micro_index[0]
-        return math.isfinite(float(programs.accumulate(sums, state, frozen, parts[0], first).loss.sum()))
+        loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
+        return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
         """The evaluation loss, logged and shown; NaN without rows."""

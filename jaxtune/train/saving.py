@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxtune import processes
 from jaxtune.train.checkpoint import Checkpointer
 from jaxtune.train.config import CheckpointConfig
 from jaxtune.train.monitor import Monitor
@@ -50,7 +51,7 @@ class SavePolicy:
 
 
 class Saver:
-    """Saves the state of one run while it trains and evaluates.
+    """Saves the state of one run while it trains and evaluates; all processes of a run, at the same steps.
 
     A state is known to be good when a later step, or an evaluation, of it gave finite numbers. Until then the
     checkpoints before it stay (Checkpointer.confirm). While steps are not finite and their updates are skipped nothing
@@ -92,15 +93,15 @@ class Saver:
         Raises:
           TrainingInterrupted: a signal came; what could be saved is.
         """
-        self._due = self._due or self.policy.time_is_up(time.monotonic())
-        if self.stop.requested:
+        stop = self.stop
+        due = self._due or self.policy.time_is_up(time.monotonic())
+        signal_name, self._due = processes.agree(stop.signal_name if stop.requested else None, due)
+        if signal_name is not None:
             self.save(done, state)
             self.checkpointer.wait()
             kept = "saved" if self.saved == done else f"step {self.saved} is the last one saved"
             kept = kept if self.saved else "nothing is saved yet"
-            raise TrainingInterrupted(
-                f"{self.stop.signal_name} after step {done}; {kept} in {self.checkpointer.folder}"
-            )
+            raise TrainingInterrupted(f"{signal_name} after step {done}; {kept} in {self.checkpointer.folder}")
         if self._due:
             self.save(done, state)
 

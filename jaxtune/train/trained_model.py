@@ -65,17 +65,17 @@ class TrainedModel:
         program, where = engine.program, engine.replicated
         if engine.mesh.size == 1 or program.offload:
             state = program.init(self.trainable, self._config.seed, where)
-            state = jax.device_put(state, program.shardings(state, where))
+            state = partition.put(state, program.shardings(state, where))
         else:  # no device ever has the whole of what is divided
             shapes, _, _ = self.first_shapes(engine)
-            trainable = jax.device_put(self.trainable, partition.shardings(self.trainable, engine.mesh))
+            trainable = partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh))
             init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
             state = init(trainable, self._config.seed)
         return state, engine.zero_sums(state), self.placed_frozen(engine)
 
     def placed_frozen(self, engine: Engine) -> Any:
         """What does not train, on the mesh."""
-        return jax.device_put(self.frozen, partition.shardings(self.frozen, engine.mesh))
+        return partition.put(self.frozen, partition.shardings(self.frozen, engine.mesh))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """What first_state gives, as shapes."""

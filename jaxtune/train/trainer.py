@@ -15,13 +15,14 @@ import jax
 import numpy as np
 import optax
 
+from jaxtune import processes
 from jaxtune.files import remove_unfinished
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.terminal import say
 from jaxtune.train import metrics as m
-from jaxtune.train import report
+from jaxtune.train import own_parts, report
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.checkpoint import Checkpointer
 from jaxtune.train.config import TrainConfig
@@ -36,14 +37,6 @@ from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
-from jaxtune.train.own_parts import (
-    objective_identity,
-    optimizer_identity,
-    require_own_objective,
-    require_own_optimizer,
-    require_own_schedule,
-    schedule_identity,
-)
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops
 from jaxtune.train.planning.meshes import mesh_of
@@ -122,11 +115,11 @@ class Trainer:
         if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
         if optimizer is not None:
-            require_own_optimizer(config)
+            own_parts.require_own_optimizer(config)
         if schedule is not None:
-            require_own_schedule(config)
+            own_parts.require_own_schedule(config)
         if objective is not None:
-            require_own_objective(config)
+            own_parts.require_own_objective(config)
         self.config = config = recorded_config(config, self.model.prepared)
         self.objective = objective or objective_of(config)
         self.objective.check(self.model.prepared)
@@ -148,14 +141,14 @@ class Trainer:
 
         self.own: dict[str, Any] = {}  # what is recorded of the parts that were given
         if objective is not None:
-            self.own["objective"] = objective_identity(objective)
+            self.own["objective"] = own_parts.objective_identity(objective)
         if schedule is not None:
-            self.own["schedule"] = schedule_identity(schedule, self.total_steps)
+            self.own["schedule"] = own_parts.schedule_identity(schedule, self.total_steps)
         elif optimizer is None:
             schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
         bound = None
         if optimizer is not None:
-            self.own["optimizer"] = optimizer_identity(optimizer, self.model.trainable)
+            self.own["optimizer"] = own_parts.optimizer_identity(optimizer, self.model.trainable)
         else:
             assert schedule is not None
             bound, optimizer = update_bound(config.optim, config.max_grad_norm), make_optimizer(config.optim, schedule)
@@ -191,7 +184,7 @@ class Trainer:
         mesh = partition.make_mesh(chosen.data, chosen.fsdp)
         config = dataclasses.replace(config, mesh=chosen)
         config.require_rows_for(mesh.size)
-        planner = Planner(self.model.prepared, config, device=mesh.devices.flat[0], note=why, **of_step)
+        planner = Planner(self.model.prepared, config, device=mesh.local_devices[0], note=why, **of_step)
         held_out = self.eval_data and self.eval_data.rows
         self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, held_out)
 
@@ -238,10 +231,12 @@ class Trainer:
                 )
             return prepared
 
-        train = load(data.train if train_rows is None else train_rows, data.max_rows)
         held_out = data.eval if eval_rows is None else eval_rows
+        with processes.one_a_host():
+            train = load(data.train if train_rows is None else train_rows, data.max_rows)
+            held_out = None if held_out is None else load(held_out, None)
         if held_out is not None:
-            return train, load(held_out, None)
+            return train, held_out
         if data.eval_rows:
             return train.split(data.eval_rows)
         return train, None
@@ -269,7 +264,9 @@ class Trainer:
             # A run in a second process is refused before anything is written.
             checkpointer = Checkpointer(self.output / CHECKPOINTS, keep=config.checkpoint.keep)
             stack.enter_context(checkpointer)
-            remove_unfinished(self.output)
+            processes.require_shared(self.output)
+            if processes.first():
+                remove_unfinished(self.output)
             with stop.at_once():
                 resumed, start = self._resume(checkpointer)
                 if delivery is not None:
@@ -296,7 +293,8 @@ class Trainer:
             if delivery is not None:
                 with stop.at_once() if saved else contextlib.nullcontext():
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
-            m.decorate("loss.png", lambda: m.loss_plot(self.output / m.JSONL, self.output / "loss.png"))
+            if processes.first():
+                m.decorate("loss.png", lambda: m.loss_plot(self.output / m.JSONL, self.output / "loss.png"))
         return trained
 
     def _watched(self) -> Watched:
@@ -319,7 +317,8 @@ class Trainer:
         self, resumed: TrainState | None, start: int, saver: Saver, monitor: Monitor, stop: StopSignal
     ) -> tuple[TrainState, int]:
         config = self.config
-        profile = Profile(self.profile_folder, self.profile_steps, config.profile.start, self._traced)
+        traced = self.profile_steps if processes.first() else 0
+        profile = Profile(self.profile_folder, traced, config.profile.start, self._traced)
         run = Run(
             self.engine, monitor, saver, self.total_steps, config.evaluation, lambda: self.eval_batches, profile,
             self.model.finished,
@@ -328,7 +327,7 @@ class Trainer:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
             wanted = config.evaluation.at_end and self.eval_data is not None
-            if wanted and not m.evaluated(self.output / m.JSONL, start):
+            if wanted and not processes.of_first(lambda: m.evaluated(self.output / m.JSONL, start)):
                 frozen = self.model.placed_frozen(self.engine)
                 self.look_up_references((self.eval_data,), resumed, frozen, monitor.progress.print)
                 run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
@@ -470,7 +469,7 @@ class Trainer:
 
     def _resume(self, checkpointer: Checkpointer) -> tuple[TrainState | None, int]:
         """(state, steps done) of the checkpoint that the run goes on from; (None, 0) where there is none."""
-        if checkpointer.latest() is None:
+        if processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
             return None, 0
         if self.config.checkpoint.resume == "never":

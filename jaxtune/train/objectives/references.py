@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtune import processes
 from jaxtune.files import atomic_write
+from jaxtune.models import partition
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batches
 from jaxtune.train.data.cache import default_folder
@@ -41,10 +43,12 @@ def look_up(
         return
     path = None if base is None else _path(rows, config, base)
     found = None if path is None else _read(path, rows.reference.shape)
+    if None in processes.all_of(None if found is None else True):  # all of them compute, or none
+        found = None
     if found is None:
         tell(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
         found = _computed(rows, objective, engine, state, frozen)
-        if path is not None:
+        if path is not None and processes.first():
             path.parent.mkdir(parents=True, exist_ok=True)
             file = io.BytesIO()
             np.save(file, found)
@@ -63,7 +67,7 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, state: TrainSta
     found, waiting = np.zeros(len(rows.documents), np.float32), None
 
     def take(numbers: np.ndarray, values: jax.Array) -> None:
-        for row, sums in zip(numbers, np.asarray(values), strict=False):
+        for row, sums in zip(numbers, partition.on_host(values), strict=False):
             pairs = np.asarray(rows.pairs(int(row)))
             found[2 * pairs[:, None] + np.arange(2)] = sums[: len(pairs)]
 

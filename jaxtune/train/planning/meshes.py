@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxtune import processes
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
@@ -26,16 +27,26 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     Args:
       model: gives what trains, whose arrays may be abstract; asked where there is a choice. changes: of step_cost.
     """
-    found = jax.devices()
-    if config.mesh is not None or len(found) == 1 or found[0].platform == "cpu":
+    found, here = jax.devices(), jax.local_devices()[0]
+    if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
         return config.mesh or MeshConfig(), None
+    if here.platform == "cpu":
+        return MeshConfig(data=-1), None
     what = model()
-    device = devices.find_device(found[0].device_kind, (found[0].memory_stats() or {}).get("bytes_limit"))
+    limit = processes.smallest((here.memory_stats() or {}).get("bytes_limit"))
+    device = devices.find_device(here.device_kind, limit)
 
     def cost_on(mesh: MeshConfig) -> StepCost:
         return step_cost(what, dataclasses.replace(config, mesh=mesh), **changes)
 
-    return choose_mesh(cost_on, config, device, devices.budget(config, device), len(found))
+    budget_bytes = devices.budget(config, device)
+
+    def chosen() -> tuple[int, int, str]:
+        mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), len(found) // processes.hosts())
+        return mesh.data, mesh.fsdp, why
+
+    data, fsdp, why = processes.of_first(chosen)
+    return MeshConfig(data, fsdp), why
 
 
 def choose_mesh(
@@ -44,9 +55,12 @@ def choose_mesh(
     device: Device,
     budget_bytes: float | None,
     count: int,
+    on_one_host: int | None = None,
 ) -> tuple[MeshConfig, str]:
     """(the fastest mesh of as many of `count` devices as can share the rows, why); of equally fast ones, that which
-    divides least. Where no plan fits any, that which needs least: the planner then says what would.
+    divides least. Weights are divided over the devices of one host, of which it has `on_one_host` (None: all), if any
+    such plan fits: nobody has measured what lies between hosts. Where no plan fits any, that which needs least: the
+    planner then says what would.
 
     Args:
       cost_on: the step of the config on a mesh.
@@ -64,7 +78,8 @@ def choose_mesh(
         except PlanError as error:
             errors[mesh] = error
     if found:
-        best = min(found, key=lambda mesh: (round(found[mesh].step_seconds, 3), mesh.fsdp))
+        near = count if on_one_host is None else on_one_host
+        best = min(found, key=lambda mesh: (mesh.fsdp > near, round(found[mesh].step_seconds, 3), mesh.fsdp))
         words = [f"mesh: {_name(best)}, {_figures(found[best])}"]
     else:
         best = min(errors, key=lambda mesh: errors[mesh].smallest.peak_bytes)

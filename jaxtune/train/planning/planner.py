@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from jaxtune import processes
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning import devices
@@ -30,8 +31,8 @@ class Planner:
     """Chooses the plan of a run on a device, and another one where the first was too large.
 
     Args:
-      model: what is trained. length: of its rows, in tokens. device: a jax.Device. keeps_model: whether somebody holds
-        the model beside the run. optimizer: what moves the weights, if not what config.optim says.
+      model: what is trained. length: of its rows, in tokens. device: a jax.Device of this process. keeps_model: whether
+        somebody holds the model beside the run. optimizer: what moves the weights, if not what config.optim says.
       reference_runs: Objective.reference_runs. note: said before the plan, such as why it is on this mesh.
 
     Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan
@@ -54,7 +55,7 @@ class Planner:
     ):
         self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
         self.config, self.shape, self._note = config, model.config, note
-        limit = (device.memory_stats() or {}).get("bytes_limit")
+        limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
         self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
         self.budget_bytes = devices.budget(config, self.device)
         self.cost = step_cost(model, config, length, keeps_model, **self._changes)
@@ -71,10 +72,13 @@ class Planner:
 
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes a checkpoint's plan, unless the config asks for another: one chosen anew might not be the same."""
-        stored = StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
+        stored = self._recorded(record)
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
             self.forecast = forecast(self.cost, stored, self.device)
+
+    def _recorded(self, record: dict[str, Any]) -> StepPlan:
+        return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
 
     def replan(self, problem: str, need_bytes: float | None, print_line: Callable[[str], None]) -> None:
         """Another plan, smaller by as much as the last one's need was underestimated (None: not known)."""
@@ -95,7 +99,11 @@ class Planner:
 
     def _choose(self, budget_bytes: float | None) -> Forecast:
         try:
-            return choose(self.cost, self.config, self.device, budget_bytes)
+            found = choose(self.cost, self.config, self.device, budget_bytes)
+            if processes.count() > 1:  # whose hosts and measured rates may differ
+                plan = processes.of_first(found.plan.to_record)
+                found = forecast(self.cost, self._recorded(plan), self.device)
+            return found
         except PlanError as error:
             fixes = self._fixes(error.budget_bytes)
             raise PlanError(error.smallest, error.budget_bytes, fixes) from None

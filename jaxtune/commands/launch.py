@@ -1,0 +1,123 @@
+"""`jaxtune launch`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from jaxtune.commands import common
+from jaxtune.terminal import say
+
+_GRACE_SECONDS = 20.0  # that the others have to say why they end, once one has failed
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `jaxtune train` in several processes of this machine, one a GPU.
+
+    A signal is passed on to all of them. When one fails, the others are ended; the exit code is that of the one that
+    failed first. One process serves all GPUs of a machine as well: this is for programs that run one a GPU elsewhere.
+    """
+    parser = common.parser("launch", run.__doc__)
+    some = parser.add_mutually_exclusive_group(required=True)
+    some.add_argument("--gpus", type=int, metavar="N", help="start N processes, each with one GPU of this machine")
+    some.add_argument("--processes", type=int, metavar="N", help="start N processes that share what there is (CPUs)")
+    parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="of jaxtune train: a recipe and overrides")
+    options, more = parser.parse_known_args(arguments)
+    name = "--gpus" if options.gpus is not None else "--processes"
+    count = options.gpus if options.gpus is not None else options.processes
+    if count < 1:
+        raise ValueError(f"{name} = {count}: must be 1 or more")
+    gpus = _gpus(count) if options.gpus is not None else None
+    return _Processes([*options.arguments, *more], count, gpus).run()
+
+
+def _gpus(count: int) -> list[str]:
+    """Names of `count` GPUs, for CUDA_VISIBLE_DEVICES: those that this process may use, or the machine's first."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(number) for number in range(count)]
+    names = [name for name in visible.split(",") if name]
+    if len(names) < count:
+        raise ValueError(f"--gpus = {count}: CUDA_VISIBLE_DEVICES = {visible!r} names {len(names)}")
+    return names[:count]
+
+
+class _Processes:
+    """The processes of one run on this machine."""
+
+    def __init__(self, arguments: Sequence[str], count: int, gpus: Sequence[str] | None):
+        self._signals: list[int] = []
+        # Bound, and never listened on: the first process may bind it too, and nobody else is given it.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._port.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{self._port.getsockname()[1]}"
+        self._commands = [
+            [
+                sys.executable, "-m", "jaxtune.cli", "train", *arguments, f"--coordinator={address}",
+                f"--processes={count}", f"--process={index}",
+            ]
+            for index in range(count)
+        ]  # fmt: skip
+        self._environments = [
+            dict(os.environ) if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index]}
+            for index in range(count)
+        ]
+
+    def run(self) -> int:
+        """The exit code of the first that failed, or 0."""
+        old = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        running: dict[int, subprocess.Popen] = {}
+        try:
+            for index, command in enumerate(self._commands):
+                # In a group of its own: a key pressed in the terminal reaches each process once, through us.
+                running[index] = subprocess.Popen(command, env=self._environments[index], process_group=0)
+            return self._wait(running)
+        finally:
+            for process in running.values():
+                process.kill()  # at an error of ours: nothing outlives the command
+                process.wait()
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            self._port.close()
+
+    def _note(self, number: int, frame: object) -> None:
+        self._signals.append(number)
+
+    def _wait(self, running: dict[int, subprocess.Popen]) -> int:
+        code, deadline = 0, None
+        while running:
+            while self._signals:
+                number = self._signals.pop(0)
+                for process in running.values():
+                    process.send_signal(number)
+            for index, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[index]
+                if process.returncode and not code:
+                    code = _exit_code(process.returncode)
+                    if running:
+                        say(f"jaxtune launch: process {index} {_how(process.returncode)}", file=sys.stderr)
+                        deadline = time.monotonic() + (_GRACE_SECONDS if process.returncode > 0 else 0)
+            if deadline is not None and time.monotonic() > deadline:
+                for process in running.values():
+                    process.kill()
+            time.sleep(0.05)
+        return code
+
+
+def _exit_code(code: int) -> int:
+    """As a shell has it: 128 and the number of the signal that ended a process."""
+    return 128 - code if code < 0 else code
+
+
+def _how(code: int) -> str:
+    if code > 0:
+        return f"ended with exit code {code}; the others follow"
+    return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command goes on"

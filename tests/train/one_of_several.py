@@ -1,0 +1,39 @@
+"""One process of a run of several, in which something happens to it: the command, with a fault of its own.
+
+Usage: one_of_several.py FAULT STEP ARGUMENT...: of `jaxtune train`. When step number STEP of this process is handed to
+the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import sys
+
+from jaxtune import cli, processes
+from jaxtune.train import checkpoint, programs
+
+
+def main() -> int:
+    fault, step, *arguments = sys.argv[1:]
+    processes.HEARTBEAT_SECONDS = 10
+    if fault == "full":
+        usage = collections.namedtuple("usage", "total used free")
+        checkpoint.shutil.disk_usage = lambda folder: usage(1, 1, 0)
+    if fault in ("kill", "term"):
+        real, seen = programs.Engine.accumulate, 0
+
+        def accumulate(*values):
+            nonlocal seen
+            seen += 1
+            if seen == int(step):
+                os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGTERM)
+            return real(*values)
+
+        programs.Engine.accumulate = accumulate
+    return cli.console(["train", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Several processes make the run that one makes; what happens to one of them happens to all, and nothing is lost.
+
+Real processes over loopback, on CPUs. Starting them takes most of the time, so few tests ask for much of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from jaxtune import cli, processes
+from tests.faults.command import make_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "examples" / "launch"
+PATIENCE_SECONDS = 900  # of a machine that does much else; a process that hangs fails the test
+ADAPTER = Path("adapter") / "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("several"))
+
+
+@pytest.fixture(scope="module")
+def alone(recipe) -> Path:
+    """The run of one process with two devices."""
+    output = recipe.parent / "alone"
+    assert cli.main(["train", str(recipe), f"output={output}", "mesh.data=2"]) == 0
+    return output
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Of a process with one device that finds jaxtune, and programs that another test has compiled."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "models"), os.environ.get("PYTHONPATH", "")])
+    # One device a process, whatever this one has; and a process that waits for a busy machine is not ended.
+    flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ["XLA_FLAGS"])
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | changes
+
+
+@contextlib.contextmanager
+def port() -> Iterator[int]:
+    """A port that the system chose, and gives nobody else while the context lasts."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def run_two(recipe: Path, output: Path, faults: tuple[tuple[str, int], tuple[str, int]]) -> list[tuple[int, str]]:
+    """(exit code, words) of two processes to which these things happen, started by hand."""
+    script = Path(__file__).with_name("one_of_several.py")
+    with port() as number:
+        started = [
+            subprocess.Popen(
+                [
+                    sys.executable, str(script), fault, str(step), str(recipe), f"output={output}", "mesh.data=2",
+                    "checkpoint.every_steps=1", f"--coordinator=127.0.0.1:{number}", "--processes=2",
+                    f"--process={index}",
+                ],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+            )
+            for index, (fault, step) in enumerate(faults)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=PATIENCE_SECONDS) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    return [(process.returncode, words) for process, (words, _) in zip(started, said, strict=True)]
+
+
+def steps(output: Path) -> list[dict]:
+    """What metrics.jsonl says of each step and evaluation, but for times."""
+    kept = ("step", "loss", "grad_norm", "eval_loss", "target_tokens", "epoch", "skipped")
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in kept if key in line} for line in lines if "loss" in line or "eval_loss" in line]
+
+
+def same_tensors(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
+    a, b = load_file(ours), load_file(theirs)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(np.float32(a[name]), np.float32(b[name]), rtol=0, atol=tolerance, err_msg=name)
+
+
+def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
+    """Through the SLURM script, with an srun that starts two tasks of one host."""
+    output, tools = tmp_path / "run", tmp_path / "tools"
+    tools.mkdir()
+    (tools / "jaxtune").write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxtune.cli "$@"\n')
+    (tools / "srun").write_text(
+        "#!/bin/bash\n"
+        "while [[ $1 == --* ]]; do shift; done\n"
+        "for i in 0 1; do\n"
+        '  SLURM_PROCID=$i SLURM_LOCALID=$i "$@" > "$LOGS/$i" 2>&1 & pids+=($!)\n'
+        "done\n"
+        'code=0; for pid in "${pids[@]}"; do wait "$pid" || code=$?; done; exit $code\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    with port() as number:
+        step = dict(
+            SLURM_JOB_ID="1", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2", SLURM_STEP_NUM_TASKS="2",
+            SLURM_STEP_TASKS_PER_NODE="2", SLURM_NODEID="0", JAX_COORDINATOR_PORT=str(number), LOGS=str(tmp_path),
+        )  # fmt: skip
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        # No mesh: on CPUs, too, several processes are all used.
+        done = subprocess.run(
+            ["bash", LAUNCH / "slurm.sh", recipe, f"output={output}"],
+            env=environment(PATH=path, **step), timeout=PATIENCE_SECONDS,
+        )  # fmt: skip
+    said = [(tmp_path / str(index)).read_text() for index in range(2)]
+    assert done.returncode == 0, said
+    assert steps(output) == steps(alone)
+    same_tensors(output / ADAPTER, alone / ADAPTER)
+    same_tensors(output / "merged" / "model.safetensors", alone / "merged" / "model.safetensors")
+    assert f"done: {output}" in said[0] and "training rows" not in said[1]  # one of them speaks
+
+
+def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(recipe, alone, tmp_path):
+    output = tmp_path / "run"
+    # The first one's disk is full: it says so, and the other one too, which waits for it in the save.
+    (first, _), (second, words) = run_two(recipe, output, (("full", 0), ("none", 0)))
+    assert (first, second) == (2, 2) and "process 0" in words and "no room to save step 1" in words
+    # A signal to one of them: both save the same step.
+    ended = run_two(recipe, output, (("none", 0), ("term", 2)))
+    assert [code for code, _ in ended] == [75, 75], ended
+    assert "SIGTERM after step" in ended[0][1] and "; saved in" in ended[0][1]
+    # One is killed: the other one ends, when the service misses it or in the sum that it waits for.
+    (first, words), (second, _) = run_two(recipe, output, (("none", 0), ("kill", 2)))
+    assert second == -9 and first not in (0, 75), words
+    # One process with as many devices goes on, to the same bits.
+    assert cli.main(["train", str(recipe), f"output={output}", "mesh.data=2", "checkpoint.every_steps=1"]) == 0
+    assert steps(output) == steps(alone)
+    same_tensors(output / ADAPTER, alone / ADAPTER)
+
+
+def test_four_processes_divide_weights_and_one_goes_on(recipe, tmp_path, capfd):
+    """Weights and states lie in parts, which are written by those that have them, and read by one process."""
+    wanted = ["adapter=null", "export.merged=true", "mesh.data=2", "mesh.fsdp=2", "rows_per_step=4", "precision=fp32"]
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    assert cli.main(["train", str(recipe), f"output={whole}", *wanted, "steps=3", "schedule.name=constant"]) == 0
+    arguments = [str(recipe), f"output={output}", *wanted, "schedule.name=constant", "checkpoint.every_steps=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=4", *arguments, "steps=2"],
+        env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert cli.main(["train", *arguments, "steps=3"]) == 0
+    assert "resuming from step 2" in capfd.readouterr().out
+    same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors", 1e-5)
+
+
+def test_launch_ends_all_with_the_code_of_the_first_that_failed(recipe, tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "jaxtune.cli", "launch", "--processes=2", str(recipe), f"output={tmp_path / 'run'}",
+            "optim.offload=true", "adapter=null",
+        ],
+        env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert (
+        done.returncode == 2 and "optim.offload = true: states in host memory are those of one process" in done.stderr
+    )
+
+
+def test_the_kubernetes_job_names_each_process(tmp_path):
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    spec, name = job["spec"], job["metadata"]["name"]
+    pod = spec["template"]["spec"]
+    container = pod["containers"][0]
+    assert service["spec"]["selector"] == {"job-name": name} and service["metadata"]["name"] == pod["subdomain"]
+    (tmp_path / "jaxtune").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    (tmp_path / "jaxtune").chmod(0o755)
+    places = []
+    for index in range(spec["completions"]):
+        variables = {entry["name"]: entry["value"] for entry in container["env"]}
+        variables |= {"JOB_COMPLETION_INDEX": str(index), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+        said = subprocess.run(
+            [*container["command"], *container["args"]], env=variables, capture_output=True, text=True, check=True
+        ).stdout
+        given = dict(word[2:].split("=", 1) for word in said.split() if word.startswith("--"))
+        places.append(processes._place(given["coordinator"], int(given["processes"]), int(given["process"])))
+    count = spec["parallelism"]
+    assert places == [processes.Place(f"{name}-0.{pod['subdomain']}:8476", count, index) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "found"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),  # of a batch script
+        (
+            {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2",
+             "SLURM_PROCID": "9", "SLURM_LOCALID": "1"},
+            (11, 9, 1, 3),
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            (4, 3, 1, 2),
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)  # fmt: skip
+def test_where_a_process_stands_is_read_from_its_surroundings(surroundings, found):
+    assert processes._by_surroundings(surroundings) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("a:1", 2, None), "belong together"),
+        (("a", 2, 0), "must be host:port"),
+        (("a:1", 2, 2), "from 0 to 1"),
+        (("a:1", None, None), "give --processes and --process too"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(given, words, monkeypatch):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=words):
+        processes._place(*given)
