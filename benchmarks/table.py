@@ -227,8 +227,17 @@ def commits_table(record: dict) -> list[str]:
     return lines
 
 
+# What others have published of steps over several GPUs: what, tokens/s a GPU, and that over one GPU alone, if they say
+# it. Other machines, lengths and power limits: none of it was run here.
+PUBLISHED = (
+    ("AutoModel's performance summary: LoRA of Llama-3-70B in bf16, 8 H100", 1_092, None),
+    ("torchtitan, 2024-12: Llama-3.1-8B, all parameters, FSDP, compiled, length 8,192, 8 H100 of 500 W", 6_667, None),
+    ("KempnerForge's documentation: 7B, all parameters, FSDP, 4 H200", 9_746, 0.93),
+)
+
+
 def mesh_table(record: dict) -> list[str]:
-    """Steps over several GPUs, beside the same step on each alone."""
+    """Steps over several GPUs, beside the same step on each alone, and what others have published."""
     lines = [
         f"| step, on {record['devices']} GPUs | tokens/s a GPU | over the slower GPU alone | floor | peak GB a GPU |",
         "|---|---|---|---|---|",
@@ -250,6 +259,10 @@ def mesh_table(record: dict) -> list[str]:
         mesh += "" if runs[0]["micro_batches"] == 1 else f", {runs[0]['micro_batches']} micro-batches"
         floor = case.floor or (f"{case.least:,} tokens/s" if case.least else "-")
         lines.append(f"| {case.title}, {case.rows} x 2,048 a GPU, {mesh} | {speeds} | {beside} | {floor} | {peaks} |")
+    for what, speed, ratio in PUBLISHED:
+        lines.append(
+            f"| *published, not run here:* {what} | *{speed:,}* | {'-' if ratio is None else f'*{ratio}*'} | - | - |"
+        )
     return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
 
 

@@ -36,7 +36,7 @@ from jaxtune.terminal import say
 USER_ERROR = 2
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     module.__name__.rpartition(".")[2]: module.run
-    for module in (train, launch, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor)
+    for module in (train, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor, launch)
 }
 
 
