@@ -35,7 +35,7 @@ from jaxtune.terminal import printable
 HEARTBEAT_SECONDS = 30
 _START_SECONDS = 300
 _ENDED, _HEARD, _ASKED = "jaxtune/ended", "jaxtune/heard/", "jaxtune/asked/"
-_WORDS_SECONDS = 10.0  # that the first process waits, if it must, for the others to have heard why it fails
+_WORDS_SECONDS = 10.0  # that a process which fails and the first one leave each other to end well
 _POLL_MILLISECONDS = 1000  # that a wait lasts before Python looks at its signals
 _KEPT_DECISIONS = 64  # of the stops that were agreed on; nobody is so far behind
 
@@ -368,6 +368,10 @@ def _watch() -> None:
             return
         if ended["code"] == 0:
             return
+        if first():  # it may be about to end for the same reason, and have something to finish on the disk
+            deadline = time.monotonic() + _WORDS_SECONDS
+            while not _Run.leaving and time.monotonic() < deadline:
+                time.sleep(0.05)
         if not _Run.leaving and ended["process"] != index():
             with contextlib.suppress(JaxRuntimeError):
                 _heard(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from typing import Any
@@ -9,23 +10,27 @@ from typing import Any
 from jaxtune import processes
 
 _SAVE_TIMEOUT_SECONDS = 4 * 3600
+_operations = itertools.count()  # all processes count the same
 
 
 def saver() -> Any:
-    """Copies arrays to the host, and writes them in a thread of its own."""
+    """Copies arrays to the host, and writes them in a thread of its own. Of several processes it serves one save: what
+    they wait for each other with has a name that is used once."""
     import orbax.checkpoint as ocp
 
-    return ocp.AsyncCheckpointer(_handler(), timeout_secs=_SAVE_TIMEOUT_SECONDS, multiprocessing_options=_processes())
+    options = _processes()
+    return ocp.AsyncCheckpointer(_handler(options), timeout_secs=_SAVE_TIMEOUT_SECONDS, multiprocessing_options=options)
 
 
 def reader() -> Any:
-    """A context that restores."""
+    """A context that restores, once."""
     import orbax.checkpoint as ocp
 
-    return ocp.Checkpointer(_handler(), multiprocessing_options=_processes())
+    options = _processes()
+    return ocp.Checkpointer(_handler(options), multiprocessing_options=options)
 
 
-def _handler():
+def _handler(options):
     import orbax.checkpoint as ocp
 
     # Orbax logs each failure three times with a traceback, and hints that do not concern our users; we raise instead.
@@ -33,7 +38,7 @@ def _handler():
     if _not_from_orbax not in absl_logger.filters:
         absl_logger.addFilter(_not_from_orbax)
     # zstd: 8 % smaller, 4 times as long
-    return ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=_processes())
+    return ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
 
 
 def _processes():
@@ -42,7 +47,11 @@ def _processes():
     import orbax.checkpoint as ocp
 
     count = processes.count()
-    return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
+    if count == 1:
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(
+        active_processes=set(range(count)), barrier_sync_key_prefix=f"jaxtune_{next(_operations)}"
+    )
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:

@@ -129,6 +129,9 @@ class Checkpointer:
             if processes.first():
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
+            if self._orbax is not None and processes.count() > 1:
+                self._orbax.close()
+                self._orbax = None
             if self._orbax is None:
                 self._orbax = array_files.saver()
             import orbax.checkpoint as ocp

@@ -99,6 +99,7 @@ class Saver:
         if signal_name is not None:
             self.save(done, state)
             self.checkpointer.wait()
+            processes.all_of(None)  # the first one's wait is for all files
             kept = "saved" if self.saved == done else f"step {self.saved} is the last one saved"
             kept = kept if self.saved else "nothing is saved yet"
             raise TrainingInterrupted(f"{signal_name} after step {done}; {kept} in {self.checkpointer.folder}")
