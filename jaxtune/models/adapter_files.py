@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 from safetensors import safe_open
 
-from jaxtune.models import shards, values
+from jaxtune.models import partition, shards, values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.folders import new_folder
@@ -166,7 +166,7 @@ def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarra
             f"save_adapter: {_some(others)} are trained too, and an adapter file cannot hold them; "
             "save the whole model (save_pretrained)"
         )
-    arrays = {key: np.asarray(variable.get_value(), np.float32) for key, variable in variables.items()}
+    arrays = {key: partition.on_host(variable.get_value()).astype(np.float32) for key, variable in variables.items()}
     broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
     if broken:
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")

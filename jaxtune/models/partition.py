@@ -118,7 +118,22 @@ def put(tree: Any, where: Any) -> Any:
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
+    if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # a device that has it already keeps that one
+        here = [jax.device_put(array, device) for device in sharding.addressable_devices]
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, here)
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def together(trained: Any, rest: Any) -> tuple[Any, Any]:
+    """Trees of variables that one computation may take, where one may lie on the mesh and the other not: all arrays on
+    a device of this process, if each process has all of them, else over the mesh."""
+    arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
+    elsewhere = [array for array in arrays if not array.is_fully_addressable]
+    if all(array.is_fully_replicated for array in elsewhere):
+        own = {id(array): array.addressable_data(0) for array in elsewhere}
+        return jax.tree.map(lambda leaf: own.get(id(leaf), leaf), (trained, rest))
+    mesh = next(array.sharding.mesh for array in elsewhere if isinstance(array.sharding, NamedSharding))
+    return put(trained, shardings(trained, mesh)), put(rest, shardings(rest, mesh))
 
 
 def on_host(array: Any) -> np.ndarray:

@@ -112,12 +112,14 @@ class TrainedModel:
     # ---- the result
 
     def finished(self, state: TrainState) -> Decoder:
-        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh.
+        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh, or of
+        several processes' meshes, if each of them has all of it, on one of each process.
 
         After QAT: with adapters a prepared model, which merge_adapter converts; without, weights that lie on the grid.
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
-        model = nnx.merge(self.graph, state.trainable, frozen)
+        trained, frozen = partition.together(state.trainable, frozen)
+        model = nnx.merge(self.graph, trained, frozen)
         if not has_adapter(model):
             model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
             model.qat = None

@@ -59,15 +59,17 @@ def port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def run_two(recipe: Path, output: Path, faults: tuple[tuple[str, int], tuple[str, int]]) -> list[tuple[int, str]]:
+def run_two(
+    recipe: Path, output: Path, wanted: list[str], faults: tuple[tuple[str, int], tuple[str, int]]
+) -> list[tuple[int, str]]:
     """(exit code, words) of two processes to which these things happen, started by hand."""
     script = Path(__file__).with_name("one_of_several.py")
     with port() as number:
         started = [
             subprocess.Popen(
                 [
-                    sys.executable, str(script), fault, str(step), str(recipe), f"output={output}", "mesh.data=2",
-                    "checkpoint.every_steps=1", f"--coordinator=127.0.0.1:{number}", "--processes=2",
+                    sys.executable, str(script), fault, str(step), str(recipe), f"output={output}", *wanted,
+                    f"--coordinator=127.0.0.1:{number}", "--processes=2",
                     f"--process={index}",
                 ],
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
@@ -130,38 +132,40 @@ def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
     assert f"done: {output}" in said[0] and "training rows" not in said[1]  # one of them speaks
 
 
-def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(recipe, alone, tmp_path):
-    output = tmp_path / "run"
+def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(recipe, tmp_path):
+    """All parameters are trained, and divided: a checkpoint holds parts that each process has written."""
+    wanted = ["adapter=null", "mesh.fsdp=2"]
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
+    wanted.append("checkpoint.every_steps=1")
     # The first one's disk is full: it says so, and the other one too, which waits for it in the save.
-    (first, _), (second, words) = run_two(recipe, output, (("full", 0), ("none", 0)))
+    (first, _), (second, words) = run_two(recipe, output, wanted, (("full", 0), ("none", 0)))
     assert (first, second) == (2, 2) and "process 0" in words and "no room to save step 1" in words
     # A signal to one of them: both save the same step.
-    ended = run_two(recipe, output, (("none", 0), ("term", 2)))
+    ended = run_two(recipe, output, wanted, (("none", 0), ("term", 2)))
     assert [code for code, _ in ended] == [75, 75], ended
     assert "SIGTERM after step" in ended[0][1] and "; saved in" in ended[0][1]
     # One is killed: the other one ends, when the service misses it or in the sum that it waits for.
-    (first, words), (second, _) = run_two(recipe, output, (("none", 0), ("kill", 2)))
-    assert second == -9 and first not in (0, 75), words
+    (first, words), (second, _) = run_two(recipe, output, wanted, (("none", 0), ("kill", 2)))
+    assert "resuming from step" in words and second == -9 and first not in (0, 75), words
     # One process with as many devices goes on, to the same bits.
-    assert cli.main(["train", str(recipe), f"output={output}", "mesh.data=2", "checkpoint.every_steps=1"]) == 0
-    assert steps(output) == steps(alone)
-    same_tensors(output / ADAPTER, alone / ADAPTER)
+    assert cli.main(["train", str(recipe), f"output={output}", *wanted]) == 0
+    assert steps(output) == steps(whole)
+    same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
 
 
-def test_four_processes_divide_weights_and_one_goes_on(recipe, tmp_path, capfd):
-    """Weights and states lie in parts, which are written by those that have them, and read by one process."""
-    wanted = ["adapter=null", "export.merged=true", "mesh.data=2", "mesh.fsdp=2", "rows_per_step=4", "precision=fp32"]
+def test_four_processes_divide_a_base_and_rows(recipe, tmp_path):
+    """What is trained is whole, what it is merged with lies in parts; sums of four have another order than in one."""
+    wanted = ["mesh.data=2", "mesh.fsdp=2", "rows_per_step=4", "precision=fp32", "steps=2"]
     whole, output = tmp_path / "whole", tmp_path / "run"
-    assert cli.main(["train", str(recipe), f"output={whole}", *wanted, "steps=3", "schedule.name=constant"]) == 0
-    arguments = [str(recipe), f"output={output}", *wanted, "schedule.name=constant", "checkpoint.every_steps=2"]
+    assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
     done = subprocess.run(
-        [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=4", *arguments, "steps=2"],
+        [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=4", str(recipe), f"output={output}", *wanted],
         env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert cli.main(["train", *arguments, "steps=3"]) == 0
-    assert "resuming from step 2" in capfd.readouterr().out
-    same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors", 1e-5)
+    for file in (ADAPTER, Path("merged") / "model.safetensors"):
+        same_tensors(output / file, whole / file, 1e-5)
 
 
 def test_launch_ends_all_with_the_code_of_the_first_that_failed(recipe, tmp_path):

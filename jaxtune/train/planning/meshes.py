@@ -39,10 +39,10 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     def cost_on(mesh: MeshConfig) -> StepCost:
         return step_cost(what, dataclasses.replace(config, mesh=mesh), **changes)
 
-    budget_bytes = devices.budget(config, device)
+    budget_bytes, on_one_host = devices.budget(config, device), len(found) // processes.hosts()
 
     def chosen() -> tuple[int, int, str]:
-        mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), len(found) // processes.hosts())
+        mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), on_one_host)
         return mesh.data, mesh.fsdp, why
 
     data, fsdp, why = processes.of_first(chosen)
