@@ -84,6 +84,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         ) from None
     if not first():
         terminal.be_silent()
+    with contextlib.suppress(AttributeError):  # a process that JAX ends takes what is still in a buffer with it
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _Run.watcher = threading.Thread(target=_watch, name="others", daemon=True)
     _Run.watcher.start()
 

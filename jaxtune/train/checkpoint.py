@@ -118,8 +118,7 @@ class Checkpointer:
             raise CheckpointError(f"meta of step {step} is not JSON-able: {error}") from None
         need_bytes = sum(x.nbytes for x in arrays.values())
         need_bytes += need_bytes // 20 + len(record_text) + 2**24  # chunk padding, Orbax's own metadata, our files
-        free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < need_bytes and processes.first():
+        if processes.first() and (free_bytes := shutil.disk_usage(self.folder).free) < need_bytes:
             raise CheckpointError(
                 f"no room to save step {step}: it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} "
                 "free; free some space or write to another disk"

@@ -233,7 +233,8 @@ class Engine:
                 programs = self.compile(*shapes(), first_step)
                 if budget is None:
                     return programs
-                need = max(processes.all_of(self.planner.compiled_bytes(programs.accumulate, programs.update)))
+                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
+                need = max(processes.all_of(float(need)))
                 if need <= budget:
                     return programs
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
