@@ -168,17 +168,19 @@ def test_four_processes_divide_a_base_and_rows(recipe, tmp_path):
         same_tensors(output / file, whole / file, 1e-5)
 
 
-def test_launch_ends_all_with_the_code_of_the_first_that_failed(recipe, tmp_path):
+def test_launch_ends_with_the_code_of_the_first_that_failed(recipe):
     done = subprocess.run(
-        [
-            sys.executable, "-m", "jaxtune.cli", "launch", "--processes=2", str(recipe), f"output={tmp_path / 'run'}",
-            "optim.offload=true", "adapter=null",
-        ],
+        [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=2", str(recipe), "stps=2"],
         env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
     )  # fmt: skip
-    assert (
-        done.returncode == 2 and "optim.offload = true: states in host memory are those of one process" in done.stderr
-    )
+    assert done.returncode == 2 and "unknown key stps" in done.stderr
+
+
+@pytest.mark.parametrize("override", ["evaluation.exact_match_rows=4", "optim.offload=true"])
+def test_what_several_processes_cannot_do_is_refused(recipe, override, monkeypatch, capsys):
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    assert cli.main(["train", str(recipe), "adapter=null", override]) == 2
+    assert override.split("=")[0] in capsys.readouterr().err
 
 
 def test_the_kubernetes_job_names_each_process(tmp_path):
