@@ -175,7 +175,7 @@ def _stream(
         nonlocal in_flight
         name, entry, future = waiting.popleft()
         arrays[name], digests[name] = future.result()
-        finite[name] = _all_finite(arrays[name])  # nothing waits for it
+        finite[name] = [_all_finite(part) for part in partition.own(arrays[name])]  # nothing waits for it
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
@@ -188,7 +188,7 @@ def _stream(
             in_flight += entry.size_bytes
         while waiting:
             collect()
-    if broken := [name for name, whole in jax.device_get(finite).items() if not whole]:
+    if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(
             f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {_listed(broken)} "

@@ -136,6 +136,15 @@ def together(trained: Any, rest: Any) -> tuple[Any, Any]:
     return put(trained, shardings(trained, mesh)), put(rest, shardings(rest, mesh))
 
 
+def own(tree: Any) -> list[Any]:
+    """The tree; or, of one that lies over several processes, the floating-point parts of arrays that this one has."""
+    leaves = jax.tree.leaves(tree)
+    if all(leaf.is_fully_addressable for leaf in leaves):
+        return [tree]
+    floats = (leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+    return [shard.data for leaf in floats for shard in leaf.addressable_shards]
+
+
 def on_host(array: Any) -> np.ndarray:
     """jax.device_get of an array of which each process may have a part; all processes of the mesh must ask for it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:

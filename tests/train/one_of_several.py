@@ -1,7 +1,7 @@
 """One process of a run of several, in which something happens to it: the command, with a fault of its own.
 
 Usage: one_of_several.py FAULT STEP ARGUMENT...: of `jaxtune train`. When step number STEP of this process is handed to
-the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start.
+the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start; "outlive" has it miss a killed one sooner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jaxtune.train import checkpoint, programs
 
 def main() -> int:
     fault, step, *arguments = sys.argv[1:]
-    processes.HEARTBEAT_SECONDS = 10
+    if fault in ("kill", "outlive"):
+        processes.HEARTBEAT_SECONDS = 20
     if fault == "full":
         usage = collections.namedtuple("usage", "total used free")
         checkpoint.shutil.disk_usage = lambda folder: usage(1, 1, 0)

@@ -146,7 +146,7 @@ def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(reci
     assert [code for code, _ in ended] == [75, 75], ended
     assert "SIGTERM after step" in ended[0][1] and "; saved in" in ended[0][1]
     # One is killed: the other one ends, when the service misses it or in the sum that it waits for.
-    (first, words), (second, _) = run_two(recipe, output, wanted, (("none", 0), ("kill", 2)))
+    (first, words), (second, _) = run_two(recipe, output, wanted, (("outlive", 0), ("kill", 2)))
     assert "resuming from step" in words and second == -9 and first not in (0, 75), words
     # One process with as many devices goes on, to the same bits.
     assert cli.main(["train", str(recipe), f"output={output}", *wanted]) == 0
