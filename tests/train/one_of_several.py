@@ -1,7 +1,8 @@
 """One process of a run of several, in which something happens to it: the command, with a fault of its own.
 
 Usage: one_of_several.py FAULT STEP ARGUMENT...: of `jaxtune train`. When step number STEP of this process is handed to
-the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start; "outlive" has it miss a killed one sooner.
+the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start; "outlive"
+has it miss one that is killed sooner.
 """
 
 from __future__ import annotations
