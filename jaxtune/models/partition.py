@@ -132,7 +132,8 @@ def together(trained: Any, rest: Any) -> tuple[Any, Any]:
     if all(array.is_fully_replicated for array in elsewhere):
         own = {id(array): array.addressable_data(0) for array in elsewhere}
         return jax.tree.map(lambda leaf: own.get(id(leaf), leaf), (trained, rest))
-    mesh = next(array.sharding.mesh for array in elsewhere if isinstance(array.sharding, NamedSharding))
+    meshes = (array.sharding.mesh for array in elsewhere if isinstance(array.sharding, NamedSharding))
+    mesh = next(mesh for mesh in meshes if isinstance(mesh, Mesh))
     return put(trained, shardings(trained, mesh)), put(rest, shardings(rest, mesh))
 
 
