@@ -20,7 +20,6 @@ _QKV, _OUT, _MLP = "q/k/v", "attention output", "MLP"
 # What llama.cpp computes with, whatever the file says.
 _OSS_LIMIT, _OSS_ALPHA = 7.0, 1.702
 _GEMMA3_LOCAL_THETA = 10_000.0
-_SMOLLM3_PERIOD = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,9 @@ class Architecture:
     None: it knows no windows. split_heads: it takes heads to be hidden_size / num_attention_heads wide. ropes: kinds of
     RopeConfig that it computes. own_output: the head must be a tensor of its own, even where it is tied; tied_output:
     it must be tied. wide_scale_layers: with so many layers queries are scaled by the hidden size a head, not the
-    head's size (Gemma's 27B).
+    head's size (Gemma's 27B). nope_period: every such layer has no position encoding. partial: it rotates a part of
+    each head. factors: it reads the model's factors on embedding, scores, layers and logits, and divides by the last.
+    gemma: it scales the embedding by the root of its size, and has GELU in place of SiLU.
     """
 
     name: str
@@ -44,6 +45,10 @@ class Architecture:
     own_output: bool = False
     tied_output: bool = False
     wide_scale_layers: int | None = None
+    nope_period: int | None = None
+    partial: bool = False
+    factors: bool = False
+    gemma: bool = False
 
 
 _LLAMA = Architecture(
@@ -56,12 +61,18 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", biases=frozenset({_QKV}), split_heads=True),
     "qwen3": Architecture("qwen3"),
     "qwen3_moe": Architecture("qwen3moe"),
-    "gemma2": Architecture("gemma2", period=2, tied_output=True, wide_scale_layers=46, ropes=("default",)),
-    "gemma3_text": Architecture("gemma3", period=6, wide_scale_layers=62, ropes=("default", "linear")),
-    "phi3": Architecture("phi3", split_heads=True, ropes=("default", "longrope")),
+    "qwen2_moe": Architecture("qwen2moe", biases=frozenset({_QKV}), split_heads=True, own_output=True),
+    "gemma": Architecture("gemma", tied_output=True, gemma=True),
+    "gemma2": Architecture("gemma2", period=2, tied_output=True, wide_scale_layers=46, ropes=("default",), gemma=True),
+    "gemma3_text": Architecture("gemma3", period=6, wide_scale_layers=62, ropes=("default", "linear"), gemma=True),
+    "phi3": Architecture("phi3", split_heads=True, ropes=("default", "longrope"), partial=True),
     "olmo2": Architecture("olmo2", split_heads=True, own_output=True),
     "gpt_oss": Architecture("gpt-oss", biases=frozenset({_QKV, _OUT}), period=2, own_output=True),
-    "smollm3": Architecture("smollm3", permuted=True, split_heads=True),
+    "smollm3": Architecture("smollm3", permuted=True, split_heads=True, nope_period=4),
+    "seed_oss": Architecture("seed_oss", biases=frozenset({_QKV})),
+    "granite": dataclasses.replace(_LLAMA, name="granite", factors=True),
+    "glm4": Architecture("glm4", biases=frozenset({_QKV}), partial=True),
+    "cohere2": Architecture("cohere2", period=4, nope_period=4, split_heads=True, tied_output=True, ropes=("default",)),
 }
 
 
@@ -94,7 +105,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     present = {_QKV: config.qkv_bias, _OUT: config.out_bias, _MLP: config.mlp_bias}
     for place in sorted(place for place, there in present.items() if there and place not in arch.biases):
         check(False, f"biases of the {place} projections")
-    if config.family == "qwen2":
+    if config.family in ("qwen2", "qwen2_moe"):
         check(config.qkv_bias, "no biases of the q/k/v projections")
     if config.family == "gpt_oss":
         check(config.qkv_bias and config.out_bias, "attention_bias = false")
@@ -105,13 +116,13 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     if arch.wide_scale_layers is not None and config.num_layers == arch.wide_scale_layers:
         scale = (config.hidden_size // config.num_heads) ** -0.5
     check(
-        math.isclose(config.attention_scale, scale, rel_tol=1e-6),
+        arch.factors or math.isclose(config.attention_scale, scale, rel_tol=1e-6),
         f"query_pre_attn_scalar = {config.attention_scale**-2:g}, where it has {scale**-2:g} for a model of this size",
     )
-    gemma = config.family in ("gemma2", "gemma3_text")
-    check(config.activation == ("gelu_tanh" if gemma else "silu"), f"activation {config.activation!r}")
-    embedding = config.hidden_size**0.5 if gemma else 1.0
-    check(math.isclose(config.embedding_scale, embedding, rel_tol=1e-6), f"embedding_scale {config.embedding_scale}")
+    check(config.activation == ("gelu_tanh" if arch.gemma else "silu"), f"activation {config.activation!r}")
+    embedding = config.hidden_size**0.5 if arch.gemma else 1.0
+    right = arch.factors or math.isclose(config.embedding_scale, embedding, rel_tol=1e-6)
+    check(right, f"embedding_scale {config.embedding_scale}")
     if config.family == "gemma2":
         caps = config.attention_soft_cap is not None and config.final_soft_cap is not None
         check(caps, "attn_logit_softcapping or final_logit_softcapping = null")
@@ -120,7 +131,8 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         check(config.final_soft_cap is None, f"final_logit_softcapping = {config.final_soft_cap}")
     check(config.tie_embeddings or not arch.tied_output, "tie_word_embeddings = false")
     if config.moe is not None:
-        check(config.moe.renormalize, "norm_topk_prob = false")
+        normed = config.family != "qwen2_moe"  # where llama.cpp makes a token's weights sum to one
+        check(config.moe.renormalize == normed, f"norm_topk_prob = {str(not normed).lower()}")
         clamped = (_OSS_LIMIT, _OSS_ALPHA) if config.family == "gpt_oss" else (None, config.moe.swiglu_alpha)
         limits = (config.moe.swiglu_limit, config.moe.swiglu_alpha)
         check(limits == clamped, f"swiglu_limit, swiglu_alpha = {limits}")
@@ -129,7 +141,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         check(rope.kind in arch.ropes, f"rope_type {rope.kind!r}")
         check(rope.head_dim in (None, config.head_dim), f"a rotary head of {rope.head_dim}")
         partial = rope.partial_rotary_factor
-        check(partial == 1.0 or config.family == "phi3", f"partial_rotary_factor = {partial}")
+        check(partial == 1.0 or arch.partial, f"partial_rotary_factor = {partial}")
         if rope.kind == "yarn" and rope.attention_factor is not None:
             formula = 0.1 * math.log(rope.factor) + 1.0
             check(math.isclose(rope.attention_factor, formula), f"yarn's attention_factor = {rope.attention_factor}")
@@ -155,7 +167,7 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         expected: int | None = 0
         if config.family == "gemma3_text" and arch.period is not None:
             expected = int((index + 1) % arch.period != 0)
-        elif config.family == "smollm3" and (index + 1) % _SMOLLM3_PERIOD == 0:
+        elif arch.nope_period is not None and (index + 1) % arch.nope_period == 0:
             expected = None
         if layer.rotary != expected:
             found.append(f"the position encoding of layer {index}: llama.cpp has another one there")
@@ -182,7 +194,7 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        f"attention.layer_norm_{'' if config.centred_norm else 'rms_'}epsilon": float(config.norm_eps),
         "rope.dimension_count": int(config.head_dim * rope.partial_rotary_factor),
         "rope.freq_base": float(rope.theta),
     }
@@ -200,11 +212,19 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
         keys["attn_logit_softcapping"] = float(config.attention_soft_cap)
     if config.final_soft_cap is not None:
         keys["final_logit_softcapping"] = float(config.final_soft_cap)
+    if arch.factors:
+        keys["attention.scale"] = float(config.attention_scale)
+        keys["embedding_scale"] = float(config.embedding_scale)
+        keys["residual_scale"] = float(config.residual_scale)
+    if arch.factors or config.logit_scale != 1.0:
+        keys["logit_scale"] = 1.0 / config.logit_scale if arch.factors else float(config.logit_scale)
     if config.moe is not None:
         keys["expert_count"] = config.moe.num_experts
         keys["expert_used_count"] = config.moe.experts_per_token
         if arch.name != "llama":
             keys["expert_feed_forward_length"] = config.moe.expert_size
+        if config.moe.shared_size is not None:
+            keys["expert_shared_feed_forward_length"] = config.moe.shared_size
     keys["context_length"] = context
     return keys | _rope_keys(config, rope, notes), notes
 

@@ -105,7 +105,7 @@ def _dense_tensor(name: str, value: Any, model: Decoder, arch: Architecture, nam
         host = _host(value, model.dtype) + offset
         return host if heads is None else interleaved(host, heads)
 
-    plain = len(value.shape) == 1 or name.endswith((".mlp.gate.weight", ".mlp.router.weight"))
+    plain = len(value.shape) == 1 or name.endswith((".mlp.gate.weight", ".mlp.router.weight", "_expert_gate.weight"))
     return Tensor(names(name), tuple(value.shape), fetch, plain)
 
 

@@ -18,6 +18,8 @@ class RopeConfig:
     kind: "default"; "linear" (positions divided by factor); "llama3"; "longrope" (per-dimension factors, the long
     ones for a document that goes past the original context); "yarn". attention_factor multiplies cos and sin; None is
     the kind's own formula in factor (longrope, yarn). head_dim: of the heads that it rotates; None: the decoder's.
+    llama_4_scaling_beta: queries are multiplied by 1 + beta ln(1 + floor(position / the original context)) (Llama 4,
+    Ministral 3).
     """
 
     theta: float = 10000.0
@@ -34,6 +36,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     head_dim: int | None = None
+    llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self):
         values.number("rope_theta", self.theta, above=1)
@@ -47,6 +50,7 @@ class RopeConfig:
         if self.attention_factor is not None:
             values.positive("attention_factor", self.attention_factor)
         values.boolean("truncate", self.truncate)
+        values.not_negative("llama_4_scaling_beta", self.llama_4_scaling_beta)
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = {self.low_freq_factor}"
@@ -139,11 +143,16 @@ class DecoderConfig:
 
     layers: one LayerSpec a layer. rotary: the model's rotary bases, named by LayerSpec.rotary.
     norm_offset: the norm multiplies by norm_offset + weight in fp32 (1.0 in Gemma, where weights start at 0).
+    centred_norm: the norm takes the mean off first: a LayerNorm without bias (Command R).
     pre_norm, post_norm: a norm before, and one on the output of, attention and MLP (Gemma has both, OLMo 2 only post).
+    parallel: attention and MLP both read the layer's input, through one norm (Command R).
+    residual_scale: factor on what attention and MLP add to the layer's input (Granite).
     qk_norm: RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2).
-    fused: q/k/v and gate/up are one matrix each, in the checkpoint and here (Phi-3), so adapters match PEFT's.
+    fused_qkv, fused_gate_up: they are one matrix, in the checkpoint and here (both in Phi-3), so adapters match PEFT's.
+    interleaved_rotary: neighbouring numbers of a head are rotated against each other, not its halves (GLM, Command R).
     attention_scale: factor on query . key.
     embedding_scale: factor on the embedding, cast to the compute dtype first (Gemma).
+    logit_scale: factor on the logits, before final_soft_cap (Granite, Command R).
     attention_gate: q_proj gives each head a gate beside its query, whose sigmoid multiplies the head's output
       (Qwen3-Next).
     attention_sinks: one more logit a head, learned, in every softmax of attention (gpt-oss).
@@ -165,17 +174,23 @@ class DecoderConfig:
     rotary: tuple[RopeConfig, ...] = (RopeConfig(),)
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    centred_norm: bool = False
     pre_norm: bool = True
     post_norm: bool = False
+    parallel: bool = False
+    residual_scale: float = 1.0
     qk_norm: Literal["head", "projection"] | None = None
     activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    fused: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    interleaved_rotary: bool = False
     attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     attention_gate: bool = False
     attention_sinks: bool = False
@@ -190,7 +205,7 @@ class DecoderConfig:
         for key, value in counts.items():
             values.whole(key, value)
         values.whole("num_hidden_layers", len(self.layers), least=0, most=values.MOST_LAYERS)
-        for key in ("attention_scale", "embedding_scale"):
+        for key in ("attention_scale", "embedding_scale", "residual_scale", "logit_scale"):
             values.positive(key, getattr(self, key))
         values.positive("rms_norm_eps", self.norm_eps)
         values.number("norm_offset", self.norm_offset)
@@ -206,7 +221,9 @@ class DecoderConfig:
                 raise ValueError(f"num_labels {self.num_labels}: a model that scores texts gives one number; set 1")
             if self.tie_embeddings:
                 raise ValueError("num_labels: the head of a model that scores texts is no embedding")
-        if self.fused and self.attention_gate:
+        if self.centred_norm and self.norm_offset:
+            raise ValueError(f"norm_offset = {self.norm_offset}: a centred norm has none")
+        if self.fused_qkv and self.attention_gate:
             raise ValueError("attention_gate: a fused qkv_proj has no gates")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

@@ -13,7 +13,7 @@ from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import Linear
-from jaxtune.models.norm import RMSNorm
+from jaxtune.models.norm import norm_of
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import run_stack
@@ -83,7 +83,7 @@ class Decoder(nnx.Module):
         self.embedding = Embedding(config, keys[0], dtype)
         blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
         self.layers = nnx.List(blocks)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
+        self.norm = norm_of(config, config.hidden_size, dtype)
         size, std = (config.hidden_size, config.num_labels or config.vocab_size), config.initializer_range
         tied = config.tie_embeddings
         self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
@@ -165,12 +165,17 @@ class Decoder(nnx.Module):
         return self.run(*arguments, **options)[0]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., hidden] -> float32[..., vocab], soft-capped where the family does that; or [..., 1], the scores."""
+        """[..., hidden] -> float32[..., vocab], scaled and soft-capped where the family does that; or [..., 1], the
+        scores, of which transformers does neither."""
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head, hidden = partition.whole_beside(self.head_variable, hidden)
         head = head.astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
-        cap = self.config.final_soft_cap if self.config.num_labels is None else None
+        if self.config.num_labels is not None:
+            return logits
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(

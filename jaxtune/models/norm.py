@@ -1,10 +1,12 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxtune.models.config import DecoderConfig
 
 
 class RMSNorm(nnx.Module):
@@ -27,3 +29,26 @@ class RMSNorm(nnx.Module):
         if self.offset:
             return (wide * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
         return wide.astype(x.dtype) * weight.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight, without bias; all in fp32 before the cast, as in transformers'
+    CohereLayerNorm."""
+
+    def __init__(self, size: int, eps: float, dtype=jnp.float32):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size] -> [..., size], same dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
+    """A norm of `size` numbers of the kind that the decoder has."""
+    if config.centred_norm:
+        return LayerNorm(size, config.norm_eps, dtype)
+    return RMSNorm(size, config.norm_eps, config.norm_offset, dtype)

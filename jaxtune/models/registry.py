@@ -8,20 +8,29 @@ from types import ModuleType
 from jaxtune.models import fp8_files
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families import (
+    cohere2,
+    exaone4,
+    gemma,
     gemma2,
     gemma3,
+    glm4,
     gpt_oss,
+    granite,
     llama,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
     smollm3,
 )
 from jaxtune.models.families.common import SCORES
@@ -43,10 +52,25 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen2_moe": qwen2_moe,
+    "gemma": gemma,
+    "olmo3": olmo3,
+    "ministral3": ministral3,
+    "seed_oss": seed_oss,
+    "granite": granite,
+    "glm4": glm4,
+    "cohere2": cohere2,
+    "exaone4": exaone4,
 }
 
-# Models with a vision tower, of which the text part is loaded: model_type -> that of the text part.
-TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+# Models with a vision tower, of which the text part is loaded: model_type -> that of the text part, or those that it
+# may say itself, of which the first is meant where it says none.
+TEXT_PARTS = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
 # Families of whose checkpoints all is saved again, and how the names begin of tensors that no layer here has.
 _CARRIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _CARRIED = ("model.visual.", "visual.", "mtp.")
@@ -64,7 +88,14 @@ def text_config(hf: dict) -> dict:
         "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
         "tie_word_embeddings",
     )  # fmt: skip
-    return {key: hf[key] for key in outer if key in hf} | text | {"model_type": TEXT_PARTS[hf["model_type"]]}
+    first, *others = TEXT_PARTS[hf["model_type"]]
+    said = text.get("model_type", first) if others else first
+    if said not in (first, *others):
+        raise ValueError(
+            f"config.json: text_config.model_type {said!r} of a {hf['model_type']!r} model is not supported; "
+            f"supported: {', '.join((first, *others))}"
+        )
+    return {key: hf[key] for key in outer if key in hf} | text | {"model_type": said}
 
 
 def text_tensor_name(name: str) -> str | None:

@@ -1,8 +1,9 @@
 """Rotary position embedding: tables once per batch, applied in fp32. The halves of a head are rotated against each
-other (GPT-NeoX order, as in Hugging Face checkpoints), not even against odd."""
+other (GPT-NeoX order, as in most Hugging Face checkpoints), or neighbours where a family interleaves."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -60,7 +61,8 @@ def rotary_frequencies(
 def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
-    """(cos, sin), each float32[B, T, rotary_dim / 2].
+    """(cos, sin), each float32[B, T, rotary_dim / 2], and with llama_4_scaling_beta the factor on queries,
+    float32[B, T, 1].
 
     Args:
       positions: int32[B, T].
@@ -76,34 +78,54 @@ def rotary_table(
         is_long = lengths > (rope.original_max_position_embeddings or max_positions)
         frequencies = jnp.where(is_long[..., None], jnp.asarray(long, jnp.float32), frequencies)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    table = jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    if not rope.llama_4_scaling_beta:
+        return table
+    turns = jnp.floor(positions[..., None] / (rope.original_max_position_embeddings or max_positions))
+    return *table, 1.0 + rope.llama_4_scaling_beta * jnp.log(1.0 + turns)
 
 
-def rotate(x: jax.Array, table) -> jax.Array:
-    """Rotates x [B, T, heads, D] by (cos, sin); dimensions past the table's pass through."""
-    return x if table is None else _rotated(x, *table)
+def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
+    """Rotates x [B, T, heads, D] by (cos, sin, ...); dimensions past the table's pass through.
+
+    interleaved: neighbours (2i, 2i + 1) against each other, not the halves (i, i + half).
+    """
+    return x if table is None else _rotated(interleaved, x, *table[:2])
 
 
-@jax.custom_vjp
-def _rotated(x, cos, sin):
+def scaled_by_position(query: jax.Array, table) -> jax.Array:
+    """query [B, T, heads, D] times the table's factor, where it has one, rounded first as in transformers."""
+    if table is None or len(table) < 3:
+        return query
+    return query * table[2][:, :, None, :].astype(query.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotated(interleaved, x, cos, sin):
     half = cos.shape[-1]
     cos, sin = (part[:, :, None, :] for part in (cos, sin))
-    first = x[..., :half].astype(jnp.float32)
-    second = x[..., half : 2 * half].astype(jnp.float32)
+    if interleaved:
+        pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+    else:
+        first, second = x[..., :half], x[..., half : 2 * half]
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     parts = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
+    if interleaved:
+        parts = [jnp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2 * half)]
     if x.shape[-1] > 2 * half:
         parts.append(x[..., 2 * half :])
     return jnp.concatenate(parts, axis=-1)
 
 
-def _rotated_fwd(x, cos, sin):
-    return _rotated(x, cos, sin), (cos, sin)
+def _rotated_fwd(interleaved, x, cos, sin):
+    return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 
-def _rotated_bwd(table, dout):
+def _rotated_bwd(interleaved, table, dout):
     """The rotation back, in one pass; gradients of slices would be padded and added."""
     cos, sin = table
-    return _rotated(dout, cos, -sin), None, None
+    return _rotated(interleaved, dout, cos, -sin), None, None
 
 
 _rotated.defvjp(_rotated_fwd, _rotated_bwd)

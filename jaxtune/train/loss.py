@@ -143,6 +143,7 @@ class Forward:
                 batch.targets,
                 batch.weights,
                 soft_cap=model.config.final_soft_cap,
+                logit_scale=model.config.logit_scale,
                 head_gradient=isinstance(head, nnx.Param),
                 chunk_tokens=self._chunk_tokens,
             )

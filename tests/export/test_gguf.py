@@ -53,6 +53,15 @@ OTHERS = {
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "qwen2_moe": {
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    },
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
 }  # fmt: skip
 OTHERS["gemma3"] = OTHERS["gemma2"]
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -66,7 +75,7 @@ def expected_tensors(name, model) -> dict[str, np.ndarray]:
         if name.startswith("gemma") and "norm" in key:
             value = value + 1
         rotates = re.search(r"\.([qk])_proj", key)
-        if rotates and name in ("llama", "llama_yarn", "mistral", "mixtral", "smollm3"):
+        if rotates and name in ("llama", "llama_yarn", "mistral", "mixtral", "smollm3", "granite"):
             heads = config.num_heads if rotates[1] == "q" else config.num_kv_heads
             order = [h * config.head_dim + i + half for h in range(heads) for i in range(config.head_dim // 2)
                      for half in (0, config.head_dim // 2)]  # fmt: skip
@@ -98,14 +107,13 @@ def our_name(name: str, theirs: str) -> str:
 
 
 # Without these llama.cpp does not load an architecture.
-REQUIRED = {
-    "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-}  # fmt: skip
+REQUIRED = {"context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"}
 ALSO_REQUIRED = {
     "gpt-oss": {"expert_count", "expert_used_count", "expert_feed_forward_length", "attention.sliding_window"},
     "qwen3moe": {"expert_count", "expert_used_count"},
     "gemma3": {"attention.sliding_window"},
+    "cohere2": {"attention.sliding_window", "logit_scale"},
+    "granite": {"logit_scale"},
 }
 
 
@@ -116,7 +124,7 @@ def test_every_tensor_and_every_key(name, tmp_path):
     found = dequantised(reader)
     factors = {key: found.pop(key) for key in list(found) if key.startswith("rope_")}
     expected = expected_tensors(name, model)
-    if name in ("olmo2", "gpt_oss"):  # for which llama.cpp wants a head of its own
+    if name in ("olmo2", "gpt_oss", "qwen2_moe"):  # for which llama.cpp wants a head of its own
         expected.setdefault("lm_head.weight", expected["model.embed_tokens.weight"])
     assert {our_name(name, key) for key in found} == set(expected)
     for key, value in found.items():
@@ -125,7 +133,8 @@ def test_every_tensor_and_every_key(name, tmp_path):
     assert {key.removeprefix(f"{arch}.") for key in keys} >= REQUIRED | ALSO_REQUIRED.get(arch, set())
     assert keys[f"{arch}.attention.head_count_kv"] == config.num_kv_heads
     assert keys[f"{arch}.rope.freq_base"] == config.rotary[0].theta
-    assert keys[f"{arch}.attention.layer_norm_rms_epsilon"] == np.float32(config.norm_eps)
+    epsilon = "layer_norm_epsilon" if name == "cohere2" else "layer_norm_rms_epsilon"
+    assert keys[f"{arch}.attention.{epsilon}"] == np.float32(config.norm_eps)
     assert keys[f"{arch}.attention.key_length"] == config.head_dim
     assert set(factors) == {
         "llama": {"rope_freqs.weight"}, "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"},
@@ -137,6 +146,15 @@ def test_every_tensor_and_every_key(name, tmp_path):
         assert (keys["gemma3.rope.scaling.type"], keys["gemma3.rope.scaling.factor"]) == ("linear", 8.0)
     if name == "gpt_oss":
         assert keys["gpt-oss.rope.scaling.type"] == "yarn" and keys["gpt-oss.expert_feed_forward_length"] == 96
+    if name == "granite":
+        factors = [keys[f"granite.{key}_scale"] for key in ("embedding", "residual", "logit")]
+        assert factors == [12.0, np.float32(0.22), 3.0] and keys["granite.attention.scale"] == 0.125
+    if name == "cohere2":
+        assert keys["cohere2.logit_scale"] == np.float32(0.3) and keys["cohere2.attention.sliding_window"] == 6
+    if name == "qwen2_moe":
+        assert keys["qwen2moe.expert_shared_feed_forward_length"] == 40
+    if name == "glm4":
+        assert keys["glm4.rope.dimension_count"] == 16
     if name == "mistral":
         assert keys["llama.context_length"] == 7  # its window, which llama.cpp has not
     if name == "phi3":
@@ -171,6 +189,9 @@ def test_neighbours_of_interleaved_rows_rotate_as_halves_do():
         ("smollm3", dict(no_rope_layers=[1, 0, 1, 0]), "the position encoding of layer 1"),
         ("olmo2", dict(head_dim=32), "head_dim = 32 is not hidden_size / num_attention_heads"),
         ("qwen2", dict(rope_scaling=CONFIGS["llama"]["rope_scaling"]), "rope_type 'llama3'"),
+        ("qwen2_moe", dict(mlp_only_layers=[0]), "layers of another kind"),
+        ("qwen2_moe", dict(norm_topk_prob=True), "norm_topk_prob = true"),
+        ("cohere2", dict(layer_types=CONFIGS["cohere2"]["layer_types"] * 2), "layer_types of layer 0: llama.cpp has"),
     ],
 )  # fmt: skip
 def test_what_llama_cpp_would_compute_otherwise_is_refused(name, changes, message):

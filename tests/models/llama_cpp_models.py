@@ -29,6 +29,14 @@ CHANGES = {
     "olmo2": dict(attention_bias=False, tie_word_embeddings=True),
     "gpt_oss": dict(swiglu_limit=7.0),
     "smollm3": dict(attention_bias=False, mlp_bias=False, no_rope_layers=[1, 1, 1, 0]),
+    "qwen2_moe": dict(mlp_only_layers=[], use_sliding_window=False, sliding_window=None),
+    "gemma": dict(attention_bias=False),
+    "seed_oss": dict(attention_out_bias=False, mlp_bias=False),
+    "granite": {},
+    "glm4": {},
+    "cohere2": dict(
+        attention_bias=False, num_hidden_layers=4, layer_types=[*["sliding_attention"] * 3, "full_attention"]
+    ),
 }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Of Qwen3-Next, PEFT takes the shared expert's up_proj for one of the experts', which are one matrix for it.
 _SHARED = [*_ATTENTION, "out_proj", "shared_expert_gate"]
 _BESIDE_ROUTER = {
+    "qwen2_moe": [*_ATTENTION, "shared_expert_gate"],
     "qwen3_next": [*_SHARED, "in_proj_qkvz", "in_proj_ba"],
     "qwen3_5_moe": [*_SHARED, "shared_expert.up_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"],
 }

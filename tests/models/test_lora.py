@@ -67,7 +67,7 @@ def test_a_last_part_is_whole_words(base):
 
 
 def test_fused_names_are_the_family_s():
-    model = get_peft_model(tiny_model(fused=True), r=2)
+    model = get_peft_model(tiny_model(fused_qkv=True, fused_gate_up=True), r=2)
     assert [name.rsplit(".", 1)[1] for name in adapted(model)] == [
         "qkv_proj",
         "o_proj",

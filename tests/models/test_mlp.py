@@ -27,7 +27,7 @@ def adapted(model, **settings):
 CASES = {
     "full": lambda dtype, sizes: (tiny_model(dtype, mlp_bias=True, post_norm=True, **sizes), None),
     "lora": lambda dtype, sizes: (adapted(tiny_model(dtype, mlp_bias=True, post_norm=True, **sizes)), None),
-    "fused": lambda dtype, sizes: (adapted(tiny_model(dtype, fused=True, **sizes)), None),
+    "fused": lambda dtype, sizes: (adapted(tiny_model(dtype, fused_gate_up=True, **sizes)), None),
     "dropout": lambda dtype, sizes: (adapted(tiny_model(dtype, **sizes), lora_dropout=0.4), KEY),
     "dora": lambda dtype, sizes: (adapted(tiny_model(dtype, **sizes), use_dora=True), None),
     "nf4": lambda dtype, sizes: (adapted(quantize(tiny_model(dtype, **sizes))), None),

@@ -149,6 +149,16 @@ def test_a_tiled_mlp_gives_the_same(tile):
         np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(path))
 
 
+def test_a_parallel_layer_under_a_mixed_plan_and_in_tiles():
+    """Both of its parts read the layer's input, through one norm."""
+    traits = dict(parallel=True, centred_norm=True, residual_scale=0.3, interleaved_rotary=True)
+    model = tiny_model(layers=SPECS[:1], **traits)
+    want = loss_and_gradients(model, ResidualPlan((KEEP,)))
+    assert_same(loss_and_gradients(model, ResidualPlan((MIX,))), want)
+    got = loss_and_gradients(model, ResidualPlan((RECOMPUTE,), 4))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
 def test_layers_that_keep_gate_or_up_are_not_tiled():
     model = make_model()
     plan = ResidualPlan.uniform(LayerPlan(gate="recompute"), LAYERS)

@@ -1,4 +1,5 @@
-"""Makes tests/goldens/*.npz from transformers: run it in the environment of `make parity`.
+"""Makes tests/goldens/*.npz from transformers: run it in the environment of `make parity`, for the families that it is
+given by name or for all.
 
 Each file holds tokens, logits, the loss, the norms of all gradients, the gradients of one layer's small tensors, and a
 greedy continuation. Weights are not stored: both sides make them from tensor names (tests/models/random_weights.py).
@@ -44,7 +45,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 def main() -> None:
     GOLDENS.mkdir(exist_ok=True)
-    for name in CONFIGS:
+    for name in sys.argv[1:] or CONFIGS:
         arrays = golden(name)
         np.savez_compressed(GOLDENS / f"{name}.npz", **arrays)
         print(f"{name}: loss {arrays['loss']:.4f}, {(GOLDENS / f'{name}.npz').stat().st_size:,} bytes")

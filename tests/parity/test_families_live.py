@@ -235,6 +235,30 @@ def test_text_part_of_gemma3_with_vision(tmp_path):
     np.testing.assert_allclose(reference.logits(again, tokens), reference.logits(theirs, tokens), atol=1e-5, rtol=0)
 
 
+def test_text_part_of_ministral3_with_vision(tmp_path):
+    """What the hub holds of Ministral 3."""
+    outside = ("architectures", "bos_token_id", "eos_token_id", "torch_dtype", "use_cache", "attention_dropout")
+    text = {key: value for key, value in CONFIGS["ministral3"].items() if key not in outside}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Mistral3Config(
+        text_config=text,
+        vision_config=vision | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
+        image_token_index=127,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    theirs.save_pretrained(tmp_path / "whole")
+    ours = checks.load(tmp_path / "whole")
+    tokens = np.minimum(golden_tokens(), 120)
+    np.testing.assert_allclose(ours(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=1e-4, rtol=0)
+    save_pretrained(ours, tmp_path / "text")
+    again = reference.load(tmp_path / "text")
+    np.testing.assert_allclose(reference.logits(again, tokens), reference.logits(theirs, tokens), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_whole_qwen3_5_goes_through_our_hands(name, tmp_path):
     """What the hub holds: a model with a vision tower. Our text model gives its logits for text, and the folder that

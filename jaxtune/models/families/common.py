@@ -35,6 +35,7 @@ _UNSUPPORTED = (
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+POST_NORMS = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 GEMMA_NORMS = {
     "mixer_norm": "input_layernorm",
     "mixer_post_norm": "post_attention_layernorm",
@@ -88,6 +89,17 @@ def layer_kinds(hf: Mapping[str, Any], default: Sequence[str], known: Sequence[s
     for kind in set(kinds) - set(known):
         raise ValueError(f"config.json: layer_types {kind!r} is not supported; supported: {', '.join(known)}")
     return kinds
+
+
+def pattern_kinds(hf: Mapping[str, Any]) -> list[str]:
+    """Kinds of layers by sliding_window_pattern: n for n - 1 sliding layers to a full one, or letters as in LLLG, local
+    and global layers, which repeat."""
+    pattern, count = hf["sliding_window_pattern"], require(hf, "num_hidden_layers")
+    if isinstance(pattern, int):
+        return [SLIDING if (index + 1) % pattern else FULL for index in range(count)]
+    if not pattern or set(pattern) - set("LG"):
+        raise ValueError(f"config.json: sliding_window_pattern {pattern!r}: must be a count, or letters L and G")
+    return [{"L": SLIDING, "G": FULL}[pattern[index % len(pattern)]] for index in range(count)]
 
 
 def layer_windows(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[int | None]:
@@ -254,6 +266,25 @@ def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
         raise ValueError(f"layers have different windows {sorted(windows)}: Hugging Face configs hold one")
     kinds = [FULL if layer.window is None else SLIDING for layer in config.layers]
     return {"sliding_window": windows.pop() if windows else None, "layer_types": kinds}
+
+
+def global_nope_layers(hf: Mapping[str, Any], kinds: Sequence[str]) -> tuple[LayerSpec, ...]:
+    """Layers of which those with full attention have no position encoding."""
+    windows = layer_windows(hf, kinds)
+    return tuple(LayerSpec(w, 0 if kind == SLIDING else None) for w, kind in zip(windows, kinds, strict=True))
+
+
+def global_nope_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """sliding_window and layer_types of global_nope_layers."""
+    windows = {layer.window for layer in config.layers if layer.rotary is not None}
+    if len(windows) > 1 or any(layer.window for layer in config.layers if layer.rotary is None):
+        raise ValueError(
+            f"a {config.family} config holds one sliding_window, of all layers with a position encoding and of no other"
+        )
+    # What layer_windows reads as no window is written as one that is as long as the context.
+    window = (windows.pop() if windows else None) or config.max_position_embeddings
+    kinds = [FULL if layer.rotary is None else SLIDING for layer in config.layers]
+    return {"sliding_window": window, "layer_types": kinds}
 
 
 def upper_windows(hf: Mapping[str, Any]) -> list[int | None]:

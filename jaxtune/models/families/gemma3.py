@@ -35,8 +35,7 @@ def _rotary(hf: dict, kind: str):
 
 def from_hf(hf: dict) -> DecoderConfig:
     hf = _DEFAULTS | hf
-    count, every = common.require(hf, "num_hidden_layers"), hf["sliding_window_pattern"]
-    kinds = common.layer_kinds(hf, [common.FULL if (i + 1) % every == 0 else common.SLIDING for i in range(count)])
+    kinds = common.layer_kinds(hf, common.pattern_kinds(hf))
     windows = common.layer_windows(hf, kinds)
     return common.decoder_config(
         hf,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families import common
 
-NORMS = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+NORMS = common.POST_NORMS
 _DEFAULTS = {"rms_norm_eps": 1e-5}
 
 

@@ -20,7 +20,8 @@ def from_hf(hf: dict) -> DecoderConfig:
         hf,
         layers=tuple(LayerSpec(window) for window in windows),
         rotary=(common.rope_config(hf, rope),),
-        fused=True,
+        fused_qkv=True,
+        fused_gate_up=True,
     )
 
 

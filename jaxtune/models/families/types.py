@@ -20,17 +20,19 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "model_type": values.text,
     "num_hidden_layers": functools.partial(values.whole, most=values.MOST_LAYERS),
     "layer_types": values.texts,
+    "mlp_only_layers": functools.partial(values.items, of=functools.partial(values.whole, least=0)),
     "no_rope_layers": functools.partial(values.items, of=functools.partial(values.whole, least=0, most=1)),
     **dict.fromkeys(
         (
             "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "max_position_embeddings", "original_max_position_embeddings", "sliding_window_pattern",
+            "max_position_embeddings", "original_max_position_embeddings",
             "no_rope_layer_interval", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
             "linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size",
         ),
         values.whole,
     ),
+    "sliding_window_pattern": lambda key, value: isinstance(value, str) or values.whole(key, value),
     # 0 is how some files say that there is none.
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "sliding_window", "max_window_layers"), _any_count
@@ -38,7 +40,8 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(
         (
             "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-            "partial_rotary_factor", "swiglu_limit",
+            "partial_rotary_factor", "swiglu_limit", "layer_norm_eps", "logit_scale", "logits_scaling",
+            "attention_multiplier", "embedding_multiplier", "residual_multiplier",
         ),
         values.positive,
     ),
@@ -48,7 +51,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(
         (
             "attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob",
-            "output_router_logits",
+            "output_router_logits", "attention_out_bias", "qkv_bias", "use_qk_norm",
         ),
         values.boolean,
     ),
@@ -67,7 +70,7 @@ _ROPE_CHECKS: dict[str, Callable[[str, Any], None]] = {
         ),
         values.positive,
     ),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), values.not_negative),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), values.not_negative),
     "original_max_position_embeddings": values.whole,
     **dict.fromkeys(("short_factor", "long_factor"), _numbers),
     "truncate": values.boolean,

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_together
-from jaxtune.models.norm import RMSNorm
-from jaxtune.models.rope import rotate
+from jaxtune.models.norm import norm_of
+from jaxtune.models.rope import rotate, scaled_by_position
 from jaxtune.pallas.attention import attention_backward, attention_forward, decode_attention
 
 
@@ -50,7 +50,7 @@ class Attention(nnx.Module):
         def linear(k, in_size, out_size, bias):
             return Linear(in_size, out_size, bias=bias, std=std, key=k, dtype=dtype)
 
-        if config.fused:
+        if config.fused_qkv:
             self.qkv_proj = linear(keys[0], hidden, config.query_size + 2 * config.kv_size, config.qkv_bias)
         else:
             queries = config.query_size * (2 if config.attention_gate else 1)
@@ -62,8 +62,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             whole = config.qk_norm == "projection"
             sizes = (config.query_size, config.kv_size) if whole else (config.head_dim, config.head_dim)
-            self.q_norm = RMSNorm(sizes[0], config.norm_eps, config.norm_offset, dtype)
-            self.k_norm = RMSNorm(sizes[1], config.norm_eps, config.norm_offset, dtype)
+            self.q_norm = norm_of(config, sizes[0], dtype)
+            self.k_norm = norm_of(config, sizes[1], dtype)
 
     def segments(self) -> tuple[Segment, ...]:
         width = self.config.query_size
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
                     *gates,
                 ),
                 Attention._project,
-                matrices=("qkv_proj",) if self.config.fused else ("q_proj", "k_proj", "v_proj"),
+                matrices=("qkv_proj",) if self.config.fused_qkv else ("q_proj", "k_proj", "v_proj"),
             ),
             Segment(
                 "attend",
@@ -117,7 +117,7 @@ class Attention(nnx.Module):
         """[B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated; and with
         attention_gate, the gates [B, T, heads, D]."""
         config = self.config
-        if config.fused:
+        if config.fused_qkv:
             both = self.qkv_proj(x, key)
             q, kv = config.query_size, config.kv_size
             query, key_, value = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
@@ -131,7 +131,8 @@ class Attention(nnx.Module):
         query, key_, value = (a.reshape(*a.shape[:2], -1, config.head_dim) for a in (query, key_, value))
         if config.qk_norm == "head":
             query, key_ = self.q_norm(query), self.k_norm(key_)
-        return rotate(query, rotary), rotate(key_, rotary), value, *gates
+        query, key_ = (rotate(a, rotary, config.interleaved_rotary) for a in (query, key_))
+        return scaled_by_position(query, rotary), key_, value, *gates
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
         """[B, T, heads, D], of a gate too -> [B, T, hidden]."""

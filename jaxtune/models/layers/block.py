@@ -1,6 +1,8 @@
 """One layer: norms and residual additions around a mixer and a feed-forward.
 
 layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
+
+In a parallel block the feed-forward is fed what the mixer is: [norm, feed-forward] is of layer_input, with one norm.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, LayerSpec
@@ -19,7 +22,7 @@ from jaxtune.models.layers.experts import MoE
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Segment, matrix_of
 from jaxtune.models.layers.tiles import in_tiles
-from jaxtune.models.norm import RMSNorm
+from jaxtune.models.norm import norm_of
 
 LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 
@@ -34,15 +37,16 @@ class Block(nnx.Module):
         keys = jax.random.split(key)
 
         def norm(wanted):
-            return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype) if wanted else None
+            return norm_of(config, config.hidden_size, dtype) if wanted else None
 
         feed_forward = MLP if config.moe is None else MoE
         self.mixer: Any = (spec.mixer.make if spec.mixer else Attention)(config, keys[0], dtype)
         self.mlp: Any = (spec.feed_forward.make if spec.feed_forward else feed_forward)(config, keys[1], dtype)
         self.mixer_norm = norm(config.pre_norm)
-        self.mlp_norm = norm(config.pre_norm)
+        self.mlp_norm = norm(config.pre_norm and not config.parallel)
         self.mixer_post_norm = norm(config.post_norm)
         self.mlp_post_norm = norm(config.post_norm)
+        self.parallel, self.residual_scale = config.parallel, config.residual_scale
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -50,12 +54,15 @@ class Block(nnx.Module):
         return {"mixer": self.mixer, "mlp": self.mlp}
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
-        norm = getattr(self, f"{part}_norm")
+        norm = self.mixer_norm if self.parallel else getattr(self, f"{part}_norm")
         return x if norm is None else norm(x)
 
     def added(self, part: str, x: jax.Array, out: jax.Array) -> jax.Array:
         norm = getattr(self, f"{part}_post_norm")
-        return x + (out if norm is None else norm(out))
+        out = out if norm is None else norm(out)
+        if self.residual_scale != 1.0:  # a product in float32, rounded once, as torch has it of a tensor and a number
+            out = (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
+        return x + out
 
     def segments(self, tile: int | None = None, aux: Collection[str] = ()) -> tuple[Segment, ...]:
         """The chain from layer_input to layer_output; `run` and `backward` take the block, of which `matrices` are.
@@ -75,13 +82,17 @@ class Block(nnx.Module):
 
     @property
     def order(self) -> BackwardOrder:
-        order = self.mlp.order
-        return dataclasses.replace(order, shared=tuple(MID if name == INPUT else name for name in order.shared))
+        order, fed = self.mlp.order, self._fed("mlp")
+        return dataclasses.replace(order, shared=tuple(fed if name == INPUT else name for name in order.shared))
+
+    def _fed(self, part: str) -> str:
+        """The value that "mixer" or "mlp" is fed, before its norm."""
+        return LAYER_INPUT if part == "mixer" or self.parallel else MID
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
         """Those of "mixer" or of "mlp"."""
-        begins, ends = (LAYER_INPUT, MID) if part == "mixer" else (MID, LAYER_OUTPUT)
-        return tuple(_in_block(segment, part, begins, ends) for segment in getattr(self, part).segments())
+        ends = (LAYER_INPUT, MID) if part == "mixer" else (MID, LAYER_OUTPUT)
+        return tuple(_in_block(segment, part, self._fed(part), *ends) for segment in getattr(self, part).segments())
 
     def residuals(self) -> tuple[Residual, ...]:
         """What the layer may leave for its backward, in the order in which it is made."""
@@ -96,23 +107,24 @@ class Block(nnx.Module):
     def step(self, layer_input: jax.Array, state, at: jax.Array, context: Context):
         """One token a row, for generation: (layer_output [B, 1, hidden], the mixer's next state)."""
         out, state = self.mixer.step(self.normed("mixer", layer_input), state, at, context)
-        values = {MID: self.added("mixer", layer_input, out)}
+        values = {LAYER_INPUT: layer_input, MID: self.added("mixer", layer_input, out)}
         for segment in self.part_segments("mlp"):
             if not segment.aux:
                 values |= zip(segment.outputs, segment.run(self, context, *map(values.get, segment.reads)), strict=True)
         return values[LAYER_OUTPUT], state
 
 
-def _in_block(segment: Segment, part: str, begins: str, ends: str) -> Segment:
-    """A part's segment as one of the block: fed with the normed value `begins`, and added to it where the part ends."""
+def _in_block(segment: Segment, part: str, fed: str, begins: str, ends: str) -> Segment:
+    """A part's segment as one of the block: fed with the normed value `fed`, and added to `begins` where the part
+    ends."""
     ending = segment.outputs == (OUTPUT,)
-    reads = tuple(begins if name == INPUT else name for name in segment.reads)
+    reads = tuple(fed if name == INPUT else name for name in segment.reads)
     added = ending and begins not in reads
 
     def run(block: Block, context: Context, *values):
-        fed = values[:-1] if added else values
-        fed = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, fed, strict=True)]
-        outputs = segment.run(getattr(block, part), context, *fed)
+        own = values[:-1] if added else values
+        own = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
+        outputs = segment.run(getattr(block, part), context, *own)
         if not ending:
             return tuple(outputs)
         return (block.added(part, values[-1 if added else reads.index(begins)], outputs[0]),)

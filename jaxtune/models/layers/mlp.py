@@ -41,7 +41,7 @@ class MLP(nnx.Module):
         def linear(k, in_size, out_size):
             return Linear(in_size, out_size, bias=config.mlp_bias, std=config.initializer_range, key=k, dtype=dtype)
 
-        if config.fused:
+        if config.fused_gate_up:
             self.gate_up_proj = linear(keys[0], hidden, 2 * inner)
         else:
             self.gate_proj = linear(keys[0], hidden, inner)
@@ -50,7 +50,7 @@ class MLP(nnx.Module):
 
     def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """[B, T, hidden] -> gate and up, each [B, T, intermediate]."""
-        if self.config.fused:
+        if self.config.fused_gate_up:
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
             return both[..., :half], both[..., half:]
@@ -69,7 +69,7 @@ class MLP(nnx.Module):
                 (INPUT,),
                 (Residual("gate", in_fp8=in_fp8), Residual("up", in_fp8=in_fp8)),
                 lambda mlp, context, x: mlp.gate_up(x, context.key),
-                matrices=("gate_up_proj",) if self.config.fused else ("gate_proj", "up_proj"),
+                matrices=("gate_up_proj",) if self.config.fused_gate_up else ("gate_proj", "up_proj"),
                 separable=True,
                 tokenwise=True,
             ),

@@ -21,51 +21,60 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
     if not chain:
         return segments
 
-    def whole(module, context: Context, x: jax.Array) -> jax.Array:
-        values = {chain[0].reads[0]: x}
+    made = {name for segment in chain for name in segment.outputs}
+    reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
+
+    def whole(module, context: Context, *inputs: jax.Array) -> jax.Array:
+        values = dict(zip(reads, inputs, strict=True))
         for segment in chain:
             with jax.named_scope(segment.name):
                 outputs = segment.run(module, context, *(values[name] for name in segment.reads))
             values |= zip(segment.outputs, outputs, strict=True)
         return outputs[0]
 
-    def run(module, context: Context, x: jax.Array):
-        return _over_tiles(lambda _, piece: (None, whole(module, context, piece)), None, x, (), tile)[1:]
+    def run(module, context: Context, *inputs: jax.Array):
+        # In the place of the last one, which the end adds to.
+        def one(_, piece, *others):
+            return None, (whole(module, context, *others, piece),)
+
+        return _over_tiles(one, None, inputs[-1:], inputs[:-1], tile)[1]
 
     def backward(module_of, trainable, context: Context, inputs, outputs, gradients):
         del outputs
 
-        def one(total, doutput, x):
-            _, pullback = jax.vjp(lambda t, x: whole(module_of(t), context, x), trainable, x)
-            dtrainable, dx = pullback(doutput)
-            return jax.tree.map(jnp.add, total, dtrainable), dx
+        def one(total, doutput, *pieces):
+            pieces = pieces[len(others) :]
+            _, pullback = jax.vjp(lambda t, *pieces: whole(module_of(t), context, *pieces), trainable, *pieces)
+            dtrainable, *dpieces = pullback(doutput)
+            return jax.tree.map(jnp.add, total, dtrainable), (dpieces[-1], *dpieces[:-1])
 
-        zeros = jax.tree.map(jnp.zeros_like, trainable)
-        total, dx = _over_tiles(one, zeros, gradients[0], inputs, tile)
-        return total, (dx,)
+        zeros, *others = jax.tree.map(jnp.zeros_like, (trainable, *inputs[:-1]))
+        total, (dlast, *dothers) = _over_tiles(one, zeros, (gradients[0], *others), inputs, tile)
+        return total, (*dothers, dlast)
 
     def work(tokens: int, length: int, backward: bool) -> float:
         once = sum(multiplications(segment, module, tokens, length) for segment in chain)
         return 2 * once if backward else once
 
-    joined = Segment(
-        "tiles", chain[0].reads[:1], chain[-1].makes, run, backward=backward, scoped=False, multiplications=work
-    )
+    joined = Segment("tiles", reads, chain[-1].makes, run, backward=backward, scoped=False, multiplications=work)
     first = segments.index(chain[0])
     return (*segments[:first], joined, *segments[first + len(chain) :])
 
 
-def _over_tiles(step, carry, array: jax.Array, beside: tuple[jax.Array, ...], tile: int):
-    """(the last carry, array with every tile replaced), in place: step(carry, tile of array, tiles of `beside`) gives
-    (carry, what replaces the tile). Tiles are of the second axis.
+def _over_tiles(step, carry, arrays: tuple[jax.Array, ...], beside: tuple[jax.Array, ...], tile: int):
+    """(the last carry, arrays with every tile replaced), in place: step(carry, tiles of arrays, tiles of `beside`)
+    gives (carry, what replaces the tiles). Tiles are of the second axis.
 
     Not a scan, which stacks what comes out beside what goes in: XLA keeps both until the backward.
     """
 
     def one(index, state):
-        carry, array = state
-        pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (array, *beside)]
-        carry, piece = step(carry, *pieces)
-        return carry, jax.lax.dynamic_update_slice_in_dim(array, piece, index * tile, axis=1)
+        carry, arrays = state
+        pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (*arrays, *beside)]
+        carry, replacing = step(carry, *pieces)
+        return carry, tuple(
+            jax.lax.dynamic_update_slice_in_dim(array, piece, index * tile, axis=1)
+            for array, piece in zip(arrays, replacing, strict=True)
+        )
 
-    return jax.lax.fori_loop(0, array.shape[1] // tile, one, (carry, array))
+    return jax.lax.fori_loop(0, arrays[0].shape[1] // tile, one, (carry, arrays))

@@ -25,7 +25,8 @@ class PackedLayout:
       doc_start: int32[B, T], index in the row of the first token of this token's document.
       doc_end: int32[B, T], one past the last token of this token's document. Padding has doc_start = doc_end = its
         own index: an empty range, so that it sees nothing and nothing sees it.
-      rotary: one (cos, sin) pair of float32[B, T, rotary_dim / 2] for each rotary base of the model.
+      rotary: one (cos, sin) pair of float32[B, T, rotary_dim / 2] for each rotary base of the model, with a factor on
+        queries float32[B, T, 1] behind it where the base has one.
       max_documents: a static promise about every row, or None for no promise. n: at most n documents a row; 1 also
         says that the one document starts at index 0, so that padding can only follow it.
       full: a static promise that every row is one document without padding.
@@ -33,7 +34,7 @@ class PackedLayout:
 
     doc_start: jax.Array
     doc_end: jax.Array
-    rotary: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    rotary: tuple[tuple[jax.Array, ...], ...] = ()
     max_documents: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     full: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
