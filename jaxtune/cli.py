@@ -87,8 +87,9 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _fail(message: str) -> int:
+    screen = terminal.console(stderr=True)
     for line in message.splitlines():
-        say(f"jaxtune: error: {line}", file=sys.stderr)
+        say(terminal.fitted(f"jaxtune: error: {line}", screen), file=sys.stderr)
     return USER_ERROR
 
 

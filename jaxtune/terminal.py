@@ -12,6 +12,7 @@ import functools
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import IO, TYPE_CHECKING, Any
 
@@ -32,6 +33,21 @@ def printable(text: object) -> str:
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
     """Prints text as a terminal may have it, by default on stdout."""
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
+
+
+def fitted(text: str, console: Console) -> str:
+    """Sentences as a console shows them. On a terminal lines are broken at spaces, with what follows indented, and no
+    word (a path, a key) is cut; elsewhere the text stays as it is."""
+    if not console.is_terminal:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        broken = textwrap.wrap(
+            line, console.width, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False
+        )
+        lines += broken or [""]
+    return "\n".join(lines)
 
 
 def console(**options: Any) -> Console:

@@ -141,7 +141,7 @@ def test_no_summary_of_a_command_or_recipe_is_cut(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()[2:-2]
-    assert len(lines) == len(cli.COMMANDS) and all(line.rstrip().endswith(".") for line in lines)
+    assert len(lines) == len(cli.COMMANDS) and all(line.endswith(".") for line in lines)
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     recipes = text[text.index("\nrecipes\n") :].splitlines()[2:]

@@ -68,6 +68,7 @@ def run_body(folder: Path, name: str = "") -> str:
         _chart(f"{name}speed", "tokens/s", [("tokens/s", _points(lines, "tokens_per_second"))]),
         _chart(f"{name}memory", "peak memory, GB", [("peak", _points(lines, "peak_memory_bytes", 1e-9))]),
         "</div>",
+        _plan(lines, name),
         _samples(results, name),
         "<h2>Settings</h2>",
         f'<pre id="{name}config">{_text(_read(folder / CONFIG))}</pre>',
@@ -128,6 +129,13 @@ def _table(rows: Sequence[Sequence[str]], name: str, head: Sequence[str] = ()) -
     cells = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     first = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
     return f'<table id="{name}">{first}{cells}</table>'
+
+
+def _plan(lines: Sequence[dict[str, Any]], name: str) -> str:
+    """The plan in force, in words: a run that was resumed, or that ran out of memory, may have had others before."""
+    plans = [line["plan"] for line in lines if isinstance(line.get("plan"), list)]
+    text = "\n".join(map(str, plans[-1])) if plans else ""
+    return f'<h2>Plan</h2>\n<pre id="{name}plan">{_text(text)}</pre>' if text else ""
 
 
 def _samples(results: dict[str, Any], name: str) -> str:
