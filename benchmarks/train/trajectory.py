@@ -91,9 +91,7 @@ def torch_side(work: Path, case: Case) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.dtype == torch.float32 for p in trained.values())
     steps = len(batches["tokens"])
-    optimizer = torch.optim.AdamW(
-        trained.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     losses, norms, started = [], [], time.perf_counter()
     for step in range(steps):

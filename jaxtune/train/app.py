@@ -145,14 +145,15 @@ def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
     return rows
 
 
-def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, when: str) -> dict[str, Any]:
-    """Exact match on held-out rows, with a few answers shown."""
+def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, when: str = "") -> dict[str, Any]:
+    """Exact match on held-out rows, with a few answers shown; when: said before it."""
     settings = config.evaluation
     rows = conversations(config, settings.exact_match_rows)
     score, answers = exact_match(
         model, tokenizer, rows, max_new_tokens=settings.max_new_tokens, template=config.data.template
     )
-    console.print(f"{when}: exact match {100 * score:.1f} % of {len(rows)} held-out questions")
+    begin = f"{when}: " if when else ""
+    console.print(f"{begin}exact match {100 * score:.1f} % of {len(rows)} held-out questions")
     for question, expected, given in answers[: settings.sample_rows]:
         mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
         console.print(fitted(f"  {question!r} -> {given!r} ({mark})", console))
@@ -416,6 +417,8 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     else:
         values, model = trainer.evaluate_checkpoint(scored.checkpoints)
         results |= values
+    unit = trainer.objective.unit
+    console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, console, "exact match")
+        results |= answer(model, tokenizer, config, console)
     return results

@@ -30,6 +30,7 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
+from jaxtune.train.metrics import JSONL, read_metrics
 from jaxtune.train.planning import choice
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -495,6 +496,8 @@ def test_out_of_memory_in_the_first_step_is_planned_once_more(tmp_path, monkeypa
     trainer.train()
     assert trainer.planner.plan != first
     assert "the first step ran out of memory; planning once more" in capsys.readouterr().err
+    plans = [line["plan"] for line in read_metrics(trainer.output / JSONL) if "plan" in line]
+    assert len(plans) == 2 and plans[0] != plans[1] == trainer.planner.lines()
     np.testing.assert_allclose([h["loss"] for h in trainer.history], [h["loss"] for h in plain.history], rtol=1e-5)
 
 

@@ -20,7 +20,7 @@ def run(tmp_path):
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     lines = [{"step": 0, "time": 1000.0, "compile_seconds": 3.0, "plan": ["plan: keep all", "did not fit"]},
-             {"step": 0, "time": 1000.0, "compile_seconds": 2.0, "plan": ["plan: recompute <gate>", "  up"]}]  # fmt: skip
+             {"step": 0, "time": 1000.0, "compile_seconds": 2.0, "plan": ["plan: no <gate>", "  up"]}]  # fmt: skip
     lines += [
         {"step": n, "time": 1000.0 + 10 * n, "loss": 4.0 / n, "learning_rate": 1e-3 / n, "tokens_per_second": 100.0 * n,
          "peak_memory_bytes": 2e9, "skipped": 0}
@@ -50,7 +50,7 @@ def test_the_page_has_what_the_run_wrote(run, capsys):
     assert (len(first.split()), len(second.split())) == (6, 2)  # what is not finite is left out
     heights = [float(point.split(",")[1]) for point in first.split()]
     assert heights == sorted(heights)  # the loss falls, so the line goes down the page
-    assert '<pre id="plan">plan: recompute &lt;gate&gt;\n  up</pre>' in page and "keep all" not in page
+    assert '<div id="plan"><p>plan: no &lt;gate&gt;</p><p class=in>up</p></div>' in page and "keep all" not in page
     assert HOSTILE not in page and not re.search(r"https?://(?!www\.w3\.org)", page)
 
 
