@@ -23,7 +23,7 @@ def print_columns(rows: Sequence[tuple[str, str]]) -> None:
     names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
         begin = f"  {name:<{names}}  "
-        say(textwrap.fill(meaning, width, initial_indent=begin, subsequent_indent=" " * len(begin)))
+        say(textwrap.fill(meaning, width, initial_indent=begin, subsequent_indent=" " * len(begin)) or begin.rstrip())
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
