@@ -57,7 +57,7 @@ def hub(tiny_model, tmp_path_factory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def desk(hub, tiny_model, tmp_path_factory) -> Path:
     """A folder with rows.jsonl, held_out.jsonl, documents.jsonl, my_template.jinja, a model in base/, and a run in
-    runs/quickstart and in runs/lora-0.5b."""
+    runs/quickstart and in runs/my-run."""
     folder = tmp_path_factory.mktemp("desk")
     for name, source in (("rows.jsonl", "train.jsonl"), ("held_out.jsonl", "eval.jsonl")):
         lines = (QUICKSTART / source).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -69,7 +69,7 @@ def desk(hub, tiny_model, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_command("python -m jaxtune.train quickstart") == 0
-    shutil.copytree(folder / "runs/quickstart", folder / "runs/lora-0.5b")  # of the same model of the hub, here
+    shutil.copytree(folder / "runs/quickstart", folder / "runs/my-run")  # of the same model of the hub, here
     return folder
 
 
