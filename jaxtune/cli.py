@@ -43,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_usage()
         return 0 if arguments else USER_ERROR
     name, *rest = arguments
+    if name == "--version":
+        from jaxtune import __version__
+
+        say(f"jaxtune {__version__}")
+        return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
@@ -98,7 +103,7 @@ def _print_usage() -> None:
     summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in COMMANDS.items()}
     say("usage: jaxtune COMMAND ...\n")
     common.print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])
-    say("\n'jaxtune COMMAND --help' says more.")
+    say("\n'jaxtune COMMAND --help' says more, 'jaxtune --version' which version this is.")
 
 
 if __name__ == "__main__":

@@ -156,6 +156,8 @@ def test_help_of_the_commands(capsys):
     assert all(name in text for name in ("train", "generate", "evaluate", "export", "info"))
     assert cli.main([]) == 2
     capsys.readouterr()
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxtune {jaxtune.__version__}\n"
     for name in ("generate", "evaluate", "export", "info"):
         with pytest.raises(SystemExit) as caught:
             cli.main([name, "--help"])
