@@ -120,7 +120,7 @@ PARTS = {
     "startup": Part("benchmarks/train/startup.py --output {folder}/startup_8b.json", 240),
     # $JAXTUNE_TEST_DATA holds tokenizers and rows.
     "trajectory": Part(
-        "benchmarks/train/trajectory.py --tokenizer {data}/tokenizers/qwen2.5 --pretrain "
+        "benchmarks/train/trajectory.py bf16 --tokenizer {data}/tokenizers/qwen2.5 --pretrain "
         "{data}/datasets/text/tinystories_first60.jsonl {data}/datasets/text/c4_demo.jsonl "
         "{data}/datasets/gsm8k/train.jsonl --rows {data}/datasets/gsm8k/train.jsonl --output {folder}/trajectory.json",
         280,

@@ -11,6 +11,17 @@ import statistics
 from html import escape
 
 _OURS, _THEIRS = "#2e5e8c", "#b9b9b9"
+_ALL_MEMORY, _IN_24GB = "jaxtune, all memory", "jaxtune, memory.budget_gb=24"
+# The cases of benchmarks/train/hf_peft.py that train this model.
+_CALLED = {
+    "hf_8b": "Hugging Face + PEFT",
+    "hf_8b_nf4": "Hugging Face + PEFT",
+    "hf_8b_kept": "Hugging Face + PEFT, all memory",
+    "hf_8b_nf4_kept": "Hugging Face + PEFT, all memory",
+    "8b": _ALL_MEMORY,
+    "8b_nf4": _ALL_MEMORY,
+    "8b_24gb": _IN_24GB,
+}
 _WIDTH, _LEFT, _BAR, _ROW, _TOP = 860, 250, 210, 30, 58
 
 
@@ -31,7 +42,8 @@ def sides(records: list[dict]) -> list[Side]:
 
     Args:
       records: those of benchmarks/results: one `train/pair`, one `train/peers`, one `train/memory` with the cases
-        24gb and 10.8gb, and a `train/step` in bf16 of whole rows.
+        24gb and 10.8gb, and a `train/step` in bf16 of whole rows. Where there is a `train/hf_peft`, its cases of that
+        model, theirs and ours of one call, stand in place of the pair's and of the same ones of ours.
     """
     by_kind = {record.get("benchmark"): record for record in records}
     pair, peers, cases = by_kind["train/pair"], by_kind["train/peers"], by_kind["train/memory"]["cases"]
@@ -41,29 +53,48 @@ def sides(records: list[dict]) -> list[Side]:
         and (record["rows"], record["length"], record["documents"]) == (8, 2048, "full")
     ]  # fmt: skip
     tokens = pair["rows"] * pair["length"]
-    theirs = Side(
-        "Hugging Face + PEFT", None, tokens / statistics.median(pair["hf_peft_step_seconds"]), pair["hf_peft_peak_gb"],
-        "every layer" if pair["hf_peft_gradient_checkpointing"] == "on" else "nothing", False,
-    )  # fmt: skip
     others = [
         Side(one["name"], one["load_in"], one["tokens_per_second"], one["peak_memory_gb"], one["recomputes"], False)
         for one in peers["peers"]
     ]
+    theirs = [
+        Side(
+            "Hugging Face + PEFT", None, tokens / statistics.median(pair["hf_peft_step_seconds"]),
+            pair["hf_peft_peak_gb"], "every layer" if pair["hf_peft_gradient_checkpointing"] == "on" else "nothing",
+            False,
+        )
+    ]  # fmt: skip
     ours = [
         # The speed is that of the session in which the other side ran, the memory that of the same program alone.
         dataclasses.replace(
-            _ours("jaxtune, all memory", kept),
-            tokens_per_second=tokens / statistics.median(pair["ours_step_seconds"]),
+            _ours(_ALL_MEMORY, kept), tokens_per_second=tokens / statistics.median(pair["ours_step_seconds"])
         ),
         _ours("jaxtune, memory.budget_gb=10.8", cases["10.8gb"]),
-        _ours("jaxtune, memory.budget_gb=24", cases["24gb"]),
+        _ours(_IN_24GB, cases["24gb"]),
     ]
-    for record in (peers, kept, cases["10.8gb"], cases["24gb"]):
-        same = [record[key] == pair[key] for key in ("shape", "rows", "length")] + [record["adapter_rank"] == 16]
-        if not all(same):
+    for record in (peers, kept, cases["10.8gb"], cases["24gb"], by_kind.get("train/hf_peft", peers)):
+        same = [record.get(key, pair[key]) == pair[key] for key in ("shape", "rows", "length")]
+        if not all(same) or record["adapter_rank"] != 16:
             raise ValueError(f"{record['benchmark']}: another shape, rows, length or rank than train/pair's")
-    found = [theirs, *others, *ours]
+    called = _called(records)
+    theirs = [side for side in called if not side.ours] or theirs
+    again = {(side.name, side.load_in): side for side in called if side.ours}
+    ours = [again.pop((side.name, side.load_in), side) for side in ours]
+    found = [*theirs, *others, *again.values(), *ours]
     return [side for load_in in (None, "nf4") for side in found if side.load_in == load_in]
+
+
+def _called(records: list[dict]) -> list[Side]:
+    """The sides of one call of benchmarks/train/hf_peft.py, theirs first; none where it was not run."""
+    cases = next((record["cases"] for record in records if record.get("benchmark") == "train/hf_peft"), {})
+    return [
+        Side(
+            name, case["load_in"], case["tokens_per_second"], case["peak_memory_gb"], case["recomputes"],
+            ours=not key.startswith("hf_"),
+        )
+        for key, name in _CALLED.items()
+        if "failed" not in (case := cases.get(key, {"failed": "not run"}))
+    ]  # fmt: skip
 
 
 def _ours(name: str, record: dict) -> Side:
@@ -112,9 +143,15 @@ def svg(found: list[Side]) -> str:
 def caption(found: list[Side], records: list[dict]) -> str:
     """What the picture's sides recompute, and where they were measured."""
     [peers] = [record for record in records if record.get("benchmark") == "train/peers"]
-    parts = "; ".join(f"{side.name}{'' if side.load_in is None else ' (NF4)'}: {side.recomputes}" for side in found)
+    parts = "; ".join(f"{_named(side)}: {side.recomputes}" for side in found)
+    called = _called(records)
+    together = ", ".join(_named(side) for side in called if side.ours)
+    beside = f"one call with {together or 'nothing of ours'}" if called else "the same session as ours"
     return (
         f"Computed again in the backward, by side: {parts}. Recomputing saves memory and costs speed, so compare both "
-        f"columns. Unsloth was measured {peers['measured']}, Hugging Face + PEFT in the "
-        "same session as ours. Weights are random."
+        f"columns. Unsloth was measured {peers['measured']}, Hugging Face + PEFT in {beside}. Weights are random."
     )
+
+
+def _named(side: Side) -> str:
+    return f"{side.name}{'' if side.load_in is None else ' (NF4)'}"

@@ -162,14 +162,28 @@ def pair_text(record: dict) -> list[str]:
     return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]
 
 
-def trajectory_text(record: dict) -> list[str]:
-    text = (
-        "![the same fine-tuning in jaxtune and in transformers + PEFT](images/trajectory.png)\n\n"
-        "{steps} steps of LoRA r=16 in bf16 on GSM8K, a model of {shape}'s shape, same base, adapter and batches: "
-        "the two losses differ by {mean_difference_last_50:.4f} on average over the last 50 steps, at most "
-        "{largest_difference:.4f} at any. {where}. `python benchmarks/train/trajectory.py --help` says how."
-    )
-    return text.format(**record, where=_versions(record)).split("\n")
+def trajectory_table(record: dict) -> list[str]:
+    """The same fine-tuning by both sides: how far their losses are apart."""
+    lines = [
+        "![the same fine-tuning in jaxtune and in transformers + PEFT](images/trajectory.png)",
+        "",
+        "LoRA r=16 on GSM8K in jaxtune and in transformers + PEFT, over the same base (pretrained for the purpose), "
+        "adapter start and batches:",
+        "",
+        "| model | steps, precision | loss, first and mean of the last 50 | mean difference over the last 50 "
+        "| largest at any step | where |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in record["cases"].values():
+        losses, last = case["ours"], statistics.mean(case["ours"][-50:])
+        where = f"CPU, jax {case['versions']['jax']}, commit {case['commit'][:7]}"
+        where = where if case["device"] == "cpu" else _versions(case)
+        lines.append(
+            f"| {case['name']} | {case['steps']}, {case['precision']} | {losses[0]:.3f}, {last:.3f} "
+            f"| {case['mean_difference_last_50']:.1e} | {case['largest_difference']:.1e} | {where} |"
+        )
+    notes = [case["note"] for case in record["cases"].values() if "note" in case]
+    return [*lines, "", " ".join([*notes, "`python benchmarks/train/trajectory.py --help` says how."])]
 
 
 def rows_of(rows: list[dict], with_kernel: bool) -> list[str]:
@@ -333,20 +347,25 @@ def hf_peft_table(record: dict) -> list[str]:
 
 
 def plot_trajectory(record: dict, path: Path) -> None:
+    """The curves of both sides, and below them their difference; a column for each case."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    cases = list(record["cases"].values())
+    figure = Figure(figsize=(4.2 * len(cases), 4), layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    steps = range(1, len(record["ours"]) + 1)
-    top.plot(steps, record["torch_peft"], linewidth=2.2, color="#d08770", label="transformers + PEFT")
-    top.plot(steps, record["ours"], linewidth=0.9, color="#2e5e8c", label="jaxtune")
-    top.set_ylabel("loss")
-    top.legend(frameon=False)
-    bottom.plot(steps, [a - b for a, b in zip(record["ours"], record["torch_peft"], strict=True)], color="#444444")
-    bottom.set_ylabel("difference")
-    bottom.set_xlabel("step")
+    axes = figure.subplots(2, len(cases), sharex="col", height_ratios=(3, 1), squeeze=False)
+    for (top, bottom), case in zip(axes.T, cases, strict=True):
+        steps = range(1, len(case["ours"]) + 1)
+        top.plot(steps, case["torch_peft"], linewidth=2.2, color="#d08770", label="transformers + PEFT")
+        top.plot(steps, case["ours"], linewidth=0.9, color="#2e5e8c", label="jaxtune")
+        top.set_title(f"{case['name']}, {case['precision']}", fontsize=10)
+        apart = [a - b for a, b in zip(case["ours"], case["torch_peft"], strict=True)]
+        bottom.plot(steps, apart, linewidth=0.9, color="#444444")
+        bottom.set_xlabel("step")
+    axes[0][0].legend(frameon=False)
+    axes[0][0].set_ylabel("loss")
+    axes[1][0].set_ylabel("difference")
     figure.savefig(path, dpi=110)
 
 
@@ -368,7 +387,7 @@ def measured(records: list[dict]) -> str:
         "train/commits": commits_table,
         "train/mesh": mesh_table,
         "train/startup": startup_table,
-        "train/trajectory": trajectory_text,
+        "train/trajectory": trajectory_table,
         "train/memory": memory_table,
         "train/quality": quality_table,
         "generate": generate_table,

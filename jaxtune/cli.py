@@ -66,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_usage()
         return 0 if arguments else USER_ERROR
     name, *rest = arguments
+    if name == "--version":
+        from jaxtune import __version__
+
+        say(f"jaxtune {__version__}")
+        return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
@@ -111,8 +116,9 @@ def _is_user_error(error: Exception) -> bool:
 
 def _fail(message: str) -> int:
     processes.last_words(message)
+    screen = terminal.console(stderr=True)
     for line in message.splitlines():
-        say(f"jaxtune: error: {line}", file=sys.stderr)
+        say(terminal.fitted(f"jaxtune: error: {line}", screen), file=sys.stderr)
     return USER_ERROR
 
 
@@ -121,7 +127,7 @@ def _print_usage() -> None:
     summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in COMMANDS.items()}
     say("usage: jaxtune COMMAND ...\n")
     common.print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])
-    say("\n'jaxtune COMMAND --help' says more.")
+    say("\n'jaxtune COMMAND --help' says more, 'jaxtune --version' which version this is.")
 
 
 if __name__ == "__main__":

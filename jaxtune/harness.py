@@ -1,4 +1,4 @@
-"""EleutherAI's lm-eval over a model of jaxtune; its package is an optional extra, `pip install 'jaxtune[lm-eval]'`.
+"""EleutherAI's lm-eval over a model of jaxtune; its package is an optional extra, `pip install 'lm-eval>=0.4.11'`.
 
     import lm_eval
     from jaxtune.harness import JaxtuneLM
@@ -28,7 +28,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
-    raise ImportError("jaxtune.harness needs lm-eval: pip install 'jaxtune[lm-eval]'") from error
+    raise ImportError("jaxtune.harness needs lm-eval: pip install 'lm-eval>=0.4.11'") from error
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generate import end_token_ids, generate

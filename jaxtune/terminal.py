@@ -12,6 +12,7 @@ import functools
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import IO, TYPE_CHECKING, Any
 
@@ -43,6 +44,21 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
     if _silent and file is None:
         return
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
+
+
+def fitted(text: str, console: Console, hang: int = 2) -> str:
+    """Sentences as a console shows them. On a terminal lines are broken at spaces, what follows stands `hang` columns
+    further in, and no word (a path, a key) is cut; elsewhere the text stays as it is."""
+    if not console.is_terminal:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        broken = textwrap.wrap(
+            line, console.width, subsequent_indent=indent + " " * hang, break_long_words=False, break_on_hyphens=False
+        )
+        lines += broken or [""]
+    return "\n".join(lines)
 
 
 def console(**options: Any) -> Console:

@@ -20,11 +20,12 @@ from tiny import CONFIGS
 
 from benchmarks import __main__ as command
 from benchmarks import cases, compare
+from benchmarks.chart import caption, sides, svg
 from benchmarks.kernels import quant_matmul as quant_benchmark
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, ablation_table, hf_peft_table, load, rows_of, startup_table
+from benchmarks.table import Rejected, ablation_table, hf_peft_table, load, rows_of, startup_table, trajectory_table
 from benchmarks.train import ablation, compile_ahead, memory, startup, step
 from jaxtune.models.config import MoEConfig
 from jaxtune.models.hf import model_from_config, save_pretrained
@@ -321,3 +322,44 @@ def test_every_program_of_the_quantised_products_is_traced_with_the_blocks_in_fo
     for blocks, want in (({"groups": 2}, 2), ({"groups": 3}, 3), ({}, -1)):
         with tuning.forced("small_matmul", blocks):
             assert quant_benchmark.compiled(product, x)(x) == want
+
+
+def test_the_picture_takes_both_sides_of_one_call_where_it_was_made():
+    records = load()
+    before = sides(records)
+    case = dict(shape="llama-3.1-8b", load_in=None, tokens_per_second=7000.0, peak_memory_gb=40.0, recomputes="nothing")
+    cases = {
+        "hf_8b": case | {"recomputes": "every layer"},
+        "hf_8b_nf4": case | {"load_in": "nf4", "peak_memory_gb": 20.0},
+        "hf_8b_kept": {"failed": "OutOfMemoryError"},
+        "hf_gpt_oss": case | {"shape": "gpt-oss-20b"},
+        "8b": case | {"tokens_per_second": 17000.0},
+        "8b_24gb": case | {"load_in": "nf4", "tokens_per_second": 16000.0},
+    }
+    record = dict(benchmark="train/hf_peft", rows=8, length=2048, adapter_rank=16, cases=cases)
+    after = sides([*records, record])
+    theirs, four_bit = (next(side for side in after if side.name == "Hugging Face + PEFT" and side.load_in == load_in)
+                        for load_in in (None, "nf4"))  # fmt: skip
+    assert (theirs.tokens_per_second, theirs.memory_gb, theirs.recomputes) == (7000.0, 40.0, "every layer")
+    assert (four_bit.memory_gb, four_bit.ours) == (20.0, False)
+    speeds = {(side.name, side.load_in): side.tokens_per_second for side in after}
+    assert speeds["jaxtune, all memory", None] == 17000.0 and speeds["jaxtune, memory.budget_gb=24", "nf4"] == 16000.0
+    replaced = {"Hugging Face + PEFT", "jaxtune, all memory", "jaxtune, memory.budget_gb=24"}
+    assert [side for side in before if side.name not in replaced] == [s for s in after if s.name not in replaced]
+    assert len(after) == len(before) + 1
+    told = caption(after, [*records, record])
+    assert "PEFT in one call with jaxtune, all memory, jaxtune, memory.budget_gb=24 (NF4). Weights" in told
+    assert "PEFT in the same session as ours. Weights" in caption(before, records)
+    assert svg(after).count(">7,000<") == 2 and ">17,000<" in svg(after)
+    with pytest.raises(ValueError, match="train/hf_peft: another shape, rows, length or rank"):
+        sides([*records, record | {"length": 1024}])
+
+
+def test_trajectories_stand_in_one_table():
+    curve = dict(steps=2, precision="fp32", ours=[3.0, 1.0], mean_difference_last_50=2e-6, largest_difference=1e-5)
+    case = curve | dict(
+        device="cpu", versions={"jax": "1.0"}, commit="abcdef1", name="a small model", note="They part late."
+    )
+    lines = trajectory_table({"cases": {"nf4": case}})
+    shown = "| a small model | 2, fp32 | 3.000, 2.000 | 2.0e-06 | 1.0e-05 | CPU, jax 1.0, commit abcdef1 |"
+    assert shown in lines and lines[-1].startswith("They part late. `python benchmarks")

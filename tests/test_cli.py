@@ -141,7 +141,7 @@ def test_no_summary_of_a_command_or_recipe_is_cut(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()[2:-2]
-    assert len(lines) == len(cli.COMMANDS) and all(line.rstrip().endswith(".") for line in lines)
+    assert len(lines) == len(cli.COMMANDS) and all(line.endswith(".") for line in lines)
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     recipes = text[text.index("\nrecipes\n") :].splitlines()[2:]
@@ -156,6 +156,8 @@ def test_help_of_the_commands(capsys):
     assert all(name in text for name in ("train", "generate", "evaluate", "export", "info"))
     assert cli.main([]) == 2
     capsys.readouterr()
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxtune {jaxtune.__version__}\n"
     for name in ("generate", "evaluate", "export", "info"):
         with pytest.raises(SystemExit) as caught:
             cli.main([name, "--help"])

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxtune.terminal import PrintableFormatter, console, plain, printable, say
+from jaxtune.terminal import PrintableFormatter, console, fitted, plain, printable, say
 
 ANY_TEXT = st.text(st.characters())  # surrogates too
 
@@ -58,3 +58,12 @@ def test_a_console_of_ours_draws_text_as_text(capsys):
     assert out.getvalue().count(SHOWN) == 6 and ":smile:" in out.getvalue() and "\x1b" not in out.getvalue()
     say(HOSTILE)
     assert capsys.readouterr().out == SHOWN + "\n"
+
+
+def test_sentences_are_broken_at_spaces_on_a_terminal_only():
+    text = "plan: keep, of 8 x 128 tokens\n\n  kept: gate, /a/path/that/is/longer/than/the/line, up"
+    assert fitted(text, console(file=io.StringIO(), width=20)) == text
+    assert fitted(text, console(file=io.StringIO(), width=20, force_terminal=True)).split("\n") == [
+        "plan: keep, of 8 x", "  128 tokens", "",
+        "  kept: gate,", "    /a/path/that/is/longer/than/the/line,", "    up",
+    ]  # fmt: skip

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtune.commands import common, sampling
-from jaxtune.terminal import say
+from jaxtune.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -16,7 +16,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="model folder, hub name or adapter folder")
     parser.add_argument("--system", help="the system message")
     parser.add_argument("--no-adapter", action="store_true", help="begin with the adapter off")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer (default: 512)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (default: 512)")
     sampling.add_options(parser, temperature=0.7)
     options = parser.parse_args(arguments)
 
@@ -29,11 +29,13 @@ def run(arguments: Sequence[str]) -> None:
         conversation.adapter = False
     prompt = "> " if sys.stdin.isatty() else ""
     switch = ", /adapter turns the adapter off and on" if conversation.has_adapter else ""
-    say(f"/reset begins anew{switch}, /exit or the end of the input leaves", file=sys.stderr)
+    told = f"/reset begins anew{switch}, /exit or the end of the input leaves"
+    say(fitted(told, console(stderr=True)), file=sys.stderr)
     while True:
         try:
             text = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
+            say(end="\n" if prompt else "")  # the shell's own prompt begins a line
             return
         if text == "/exit":
             return

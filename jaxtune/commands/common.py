@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtune import terminal
+from jaxtune.terminal import say
 
 
 def wide_console() -> Any:
@@ -17,15 +19,11 @@ def wide_console() -> Any:
 
 
 def print_columns(rows: Sequence[tuple[str, str]]) -> None:
-    """Two columns, the first as wide as it must be."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    """Two columns, the first as wide as it must be; no line ends with spaces."""
+    names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
-        table.add_row(f"  {name}", meaning)
-    wide_console().print(table)
+        begin = f"  {name:<{names}}  "
+        say(textwrap.fill(meaning, width, initial_indent=begin, subsequent_indent=" " * len(begin)) or begin.rstrip())
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -15,8 +15,9 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     from jaxtune.doctor import findings
 
-    wrong = 0
+    wrong, screen = 0, console()
     for finding in findings(measure=not options.quick):
-        say(finding.to_text(), flush=True)
+        what, *advice = finding.to_text().split("\n")  # advice stands below what was found, behind its state
+        say("\n".join([fitted(what, screen, 6), *(fitted(line, screen, 0) for line in advice)]), flush=True)
         wrong += finding.state == "wrong"
     return int(wrong > 0)

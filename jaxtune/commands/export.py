@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -42,10 +42,11 @@ def run(arguments: Sequence[str]) -> None:
         outtype=options.outtype,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
     )
+    screen = console()
     for note in done.notes:
-        say(f"note: {note}")
+        say(fitted(f"note: {note}", screen))
     what = "merged model" if options.to == "merged" else options.to
-    say(f"{what}: {options.output} (read back: {', '.join(done.files)})")
+    say(fitted(f"{what}: {options.output} (read back: {', '.join(done.files)})", screen))
     if options.push:
         from jaxtune.export.hub import push
 

@@ -15,7 +15,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="model folder, hub name or adapter folder")
     parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
     parser.add_argument("--raw", action="store_true", help="give the prompt as it is, not as a user's chat message")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default: 64)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of an answer (default: 64)")
     sampling.add_options(parser, temperature=0.0)
     options = parser.parse_args(arguments)
 

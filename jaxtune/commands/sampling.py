@@ -8,15 +8,27 @@ from typing import Any
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
     """The options that are settings of jaxtune.generate, and the dtype."""
-    parser.add_argument(
-        "--temperature", type=float, default=temperature, help=f"0 takes the likeliest token (default: {temperature:g})"
-    )
-    parser.add_argument("--top-k", type=int, default=0, help="only so many likeliest tokens; 0 (the default): all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest with this probability together")
-    parser.add_argument("--min-p", type=float, default=0.0, help="only those with this part of the likeliest one's")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: less of what was said")
-    parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling: the same seed, the same answers (default: 0)")
+    default = f"0 takes the likeliest token (default: {temperature:g})"
+    parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
+    for flag, kind, value, words in (
+        ("top-k", int, 0, "draw from this many of the likeliest tokens; 0 (the default): all"),
+        (
+            "top-p",
+            float,
+            1.0,
+            "draw from the likeliest tokens with this probability together; 1 (the default): all",
+        ),
+        (
+            "min-p",
+            float,
+            0.0,
+            "leave out tokens below this share of the likeliest one; 0 (the default): none",
+        ),
+        ("repetition-penalty", float, 1.0, "above 1: tokens that were said become less likely (default: 1)"),
+        ("seed", int, 0, "of the drawing: the same seed, the same answers (default: 0)"),
+    ):
+        parser.add_argument(f"--{flag}", type=kind, default=value, metavar="N" if kind is int else "X", help=words)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
 
 

@@ -17,19 +17,19 @@ def run(arguments: Sequence[str]) -> None:
     """
     parser = common.parser("tune", run.__doc__)
     parser.add_argument("op", nargs="?", choices=["attention", "grouped_matmul"], default="attention")
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--length", type=int, default=8192, help="tokens a row")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], metavar="N", help="default: 64 128")
+    parser.add_argument("--heads", type=int, default=32, metavar="N", help="of queries (default: 32)")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="of keys and values (default: 8)")
+    parser.add_argument("--rows", type=int, default=4, metavar="N", help="in a step (default: 4)")
+    parser.add_argument("--length", type=int, default=8192, metavar="N", help="tokens of a row (default: 8192)")
     parser.add_argument(
         "--documents",
         choices=["packed", "whole"],
         default="packed",
         help="log-normal lengths of mean 512, or one a row",
     )
-    parser.add_argument("--window", type=int, help="sliding window, tokens")
-    parser.add_argument("--soft-cap", type=float)
+    parser.add_argument("--window", type=int, metavar="N", help="sliding window, tokens")
+    parser.add_argument("--soft-cap", type=float, metavar="X", help="of the scores, as Gemma 2 has it")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--kernels", nargs="+", choices=["forward", "dquery", "dkey"], help="default: all")
     parser.add_argument("--output", type=Path, help="the JSON file to add to; default: your cache, which is used here")

@@ -123,7 +123,7 @@ def _words(parts: dict[str, Any]) -> str:
         raise ValueError(
             f"gguf: llama.cpp has no tokenizer that cuts text as this one does (pre_tokenizer "
             f"{json.dumps(parts['pre_tokenizer'])[:200]}, normalizer {json.dumps(parts['normalizer'])[:100]}); "
-            f"it has {', '.join(_NAMES.values())}"
+            f"it has {', '.join(_NAMES.values())}. Other formats, such as --to merged, carry any tokenizer"
         )
     return _NAMES[way]
 

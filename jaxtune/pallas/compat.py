@@ -21,7 +21,7 @@ def triton_refusal() -> str | None:
     if capability < (8, 0):
         return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if not _has_jax_triton():
-        return "jax-triton is not installed; jaxtune[cuda13] and jaxtune[cuda12] bring it"
+        return "jax-triton is not installed: pip install '.[cuda13]', or '.[cuda12]', in jaxtune's clone brings it"
     return None
 
 

@@ -30,7 +30,7 @@ from jaxtune.models.model_folder import find_config, load_tokenizer
 from jaxtune.models.quant import compute_in_fp8, qat_spec
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.reward import reward_model
-from jaxtune.terminal import printable
+from jaxtune.terminal import fitted, printable
 from jaxtune.train import metrics as m
 from jaxtune.train import report
 from jaxtune.train.checkpoint import saved_steps
@@ -145,17 +145,18 @@ def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
     return rows
 
 
-def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, when: str) -> dict[str, Any]:
-    """Exact match on held-out rows, with a few answers shown."""
+def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, when: str = "") -> dict[str, Any]:
+    """Exact match on held-out rows, with a few answers shown; when: said before it."""
     settings = config.evaluation
     rows = conversations(config, settings.exact_match_rows)
     score, answers = exact_match(
         model, tokenizer, rows, max_new_tokens=settings.max_new_tokens, template=config.data.template
     )
-    console.print(f"{when}: exact match {100 * score:.1f} % of {len(rows)} held-out questions")
+    begin = f"{when}: " if when else ""
+    console.print(f"{begin}exact match {100 * score:.1f} % of {len(rows)} held-out questions")
     for question, expected, given in answers[: settings.sample_rows]:
         mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
-        console.print(f"  {question!r} -> {given!r} ({mark})")
+        console.print(fitted(f"  {question!r} -> {given!r} ({mark})", console))
     samples = [
         dict(zip(("question", "expected", "given"), one, strict=True)) for one in answers[: settings.sample_rows]
     ]
@@ -186,7 +187,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
                 return _train(config, console, stop)
         except (TrainingInterrupted, Interrupted) as stopped:
             processes.last_words(f"it was stopped: {stopped}")
-            console.print(f"stopped: {stopped}. The same command goes on from there.")
+            console.print(fitted(f"stopped: {stopped}. The same command goes on from there.", console))
             return EXIT_SAVED
 
 
@@ -214,7 +215,7 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     with loading(config) as (weights, tokenizer, model):
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
         console.print(report.trained_table(model))
-        console.print(trainer.data_summary())
+        console.print(fitted(trainer.data_summary(), console))
         delivery = _Delivery(trainer, console)
         if config.evaluation.exact_match_rows and config.evaluation.at_start:
             whole = model if weights is None else weights.result()
@@ -224,7 +225,7 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
         try:
             trainer.train(stop, delivery)
         except RunIsComplete as complete:
-            console.print(str(complete))
+            console.print(fitted(str(complete), console))
     if not processes.first():
         return 0
     console.print(f"done: {trainer.output}\n\nnext:")
@@ -237,7 +238,7 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     """Shows the plan and what the compiler says of it; returns report.memory_plan's figures."""
     planner = trainer.planner
     for line in planner.lines():
-        console.print(line, markup=False, highlight=False)
+        console.print(fitted(line, console), markup=False, highlight=False)
     if planner.device.name != "cpu":  # whose speed is not known
         price = trainer.config.plan.dollars_per_hour
         console.print(report.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
@@ -344,7 +345,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
         config = replace(config, mesh=chosen)
         if why is not None:
-            console.print(why, markup=False, highlight=False)
+            console.print(fitted(why, console), markup=False, highlight=False)
     device = devices.find_device(name, limit, config.plan.host_gb)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
@@ -355,7 +356,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         fixes = choice.fitting_settings(shape, config, device, budget_bytes)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = choice.longest_row(parts, config, device, budget_bytes)
-    console.print(report.plan_elsewhere(forecast, parts, device, budget_bytes, longest))
+    report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)
     console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
 
 
@@ -448,6 +449,8 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     else:
         values, model = trainer.evaluate_checkpoint(scored.checkpoints)
         results |= values
+    unit = trainer.objective.unit
+    console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, console, "exact match")
+        results |= answer(model, tokenizer, config, console)
     return results

@@ -378,8 +378,8 @@ class Progress:
             self.print(f"evaluating: {done} of {batches} batches")
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bar on a terminal; never wrapped, cut or coloured."""
-        self.console.print(terminal.plain(text), soft_wrap=True)
+        """A line of its own, above the bar on a terminal, which breaks it at spaces only; never cut or coloured."""
+        self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         first_step, first_seconds = self._first or (step, now)

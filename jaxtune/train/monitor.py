@@ -5,8 +5,8 @@ each moment in one of them. A step lasts until the device has finished it, from 
 a pause, the pause; the host's own delays, such as fetching a loss one step late, move nothing, because a thread that
 waits for the device stamps the moments. Pauses are compiling, loading, saving, evaluating and profiling: each has a
 line of its own (`compile_seconds`, `load_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is in no
-step. A line of steps says how many of them its speeds count (`steps`, those since the line before) and their mean
-(`step_seconds`), so that
+step; where programs were compiled, that line has the `plan` in words too. A line of steps says how many of them its
+speeds count (`steps`, those since the line before) and their mean (`step_seconds`), so that
 
     sum of steps x step_seconds + sum of the pauses' seconds = wall clock of the run, to its last line
 """
@@ -150,6 +150,13 @@ class Monitor:
         parts = sum(value for key, value in values.items() if key.endswith("_seconds"))
         self._counted += seconds
         self.logger.log(step, values | {f"{name}_seconds": seconds - parts})
+
+    @contextlib.contextmanager
+    def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
+        """A pause that compiles: its line says the plan in force, in words."""
+        with self.pause(name, step) as values:
+            yield values
+            values["plan"] = self.run.planner.lines()
 
     def uncounted_seconds(self) -> float:
         """Since the last step or pause ended."""

@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.quant import not_quantized, parameters
 from jaxtune.models.residual_plan import Placement
-from jaxtune.terminal import printable
+from jaxtune.terminal import fitted, printable
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.preview import MARKS, preview
@@ -72,7 +72,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def data_summary(
     train: TokenDataset, held_out: TokenDataset | None, batches: Batches, total_steps: int, context_length: int
-) -> Text:
+) -> str:
     """What became of the rows, and what somebody should know of them before training. batches: of the run's steps;
     context_length: positions that the model was made for."""
     lines = [f"training rows: {train.report}"]
@@ -88,17 +88,17 @@ def data_summary(
         )
     per_epoch = batches.steps_per_epoch
     lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")
-    return Text("\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)]))
+    return "\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)])
 
 
-def check(model: Decoder, summary: Text, batches: Batches, tokenizer: Any, console: Console) -> None:
+def check(model: Decoder, summary: str, batches: Batches, tokenizer: Any, console: Console) -> None:
     """The report of --check: what would be trained, and one packed row with its loss mask. summary: data_summary."""
     colours = console.color_system is not None
     how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     parts: list[RenderableType] = [
         trained_table(model),
         Text(),
-        summary,
+        Text(fitted(summary, console)),
         Text(f"\nOne packed row: what is trained is {how}, the rest is only read.\n"),
         preview(batches.batch_at(0), tokenizer, 0, marks=not colours),
     ]
@@ -158,7 +158,9 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     plan = forecast.plan
     rows = parts.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
-    lines = [f"plan: {residuals_text(plan.residuals)}; {split} {rows} x {parts.length:,} tokens"]
+    what = residuals_text(plan.residuals)
+    what += " (nothing is computed twice)" if what == "keep" else ""
+    lines = [f"plan: {what}; {split} {rows} x {parts.length:,} tokens"]
     if device.name == "cpu":
         return lines
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
@@ -248,7 +250,9 @@ def _parts_table(forecast: Forecast) -> Table:
     return table
 
 
-def plan_elsewhere(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int) -> Group:
+def plan_elsewhere(
+    forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
+) -> None:
     """The report of --plan for a device that is not here. longest: tokens of the longest single row that fits."""
     lines = plan_lines(forecast, parts, device, budget_bytes)
     if device.host_note:
@@ -259,4 +263,5 @@ def plan_elsewhere(forecast: Forecast, parts: StepCost, device: Device, budget_b
             f"usually let {device.usual_host_bytes / 1e9:.1f} GB be pinned"
         )
     row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
-    return Group(*(Text(line) for line in lines), Text(), _parts_table(forecast), Text(row))
+    told = Text(fitted("\n".join(lines), console))
+    console.print(Group(told, Text(), _parts_table(forecast), Text(row)))

@@ -90,7 +90,7 @@ class Run:
                     tracing = True
                 if step == start:
                     planned = engine.planner.plan
-                    again = functools.partial(monitor.pause, "compile", start)
+                    again = functools.partial(monitor.planned, "compile", start)
                     programs, sums = engine.first_step(
                         programs, sums, state, frozen, parts, step, progress.print, again
                     )

@@ -27,7 +27,8 @@ h1 { font-size: 20px; margin: 0 0 8px; } h2 { font-size: 15px; margin: 28px 0 8p
 figure { margin: 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
 figcaption { font-weight: 600; } svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
 table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
-tr + tr > * { border-top: 1px solid var(--line); } pre { white-space: pre-wrap; margin: 0; }
+tr + tr > * { border-top: 1px solid var(--line); } pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+p { margin: 0; } .in { padding-left: 1.5em; }
 .first { stroke: var(--first); fill: none; stroke-width: 1.6; } .second { stroke: var(--second); fill: none; }
 .second-dot { fill: var(--second); } .soft { color: var(--soft); }
 """
@@ -68,6 +69,7 @@ def run_body(folder: Path, name: str = "") -> str:
         _chart(f"{name}speed", "tokens/s", [("tokens/s", _points(lines, "tokens_per_second"))]),
         _chart(f"{name}memory", "peak memory, GB", [("peak", _points(lines, "peak_memory_bytes", 1e-9))]),
         "</div>",
+        _plan(lines, name),
         _samples(results, name),
         "<h2>Settings</h2>",
         f'<pre id="{name}config">{_text(_read(folder / CONFIG))}</pre>',
@@ -128,6 +130,15 @@ def _table(rows: Sequence[Sequence[str]], name: str, head: Sequence[str] = ()) -
     cells = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     first = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
     return f'<table id="{name}">{first}{cells}</table>'
+
+
+def _plan(lines: Sequence[dict[str, Any]], name: str) -> str:
+    """The plan in force, in words: a run that was resumed, or that ran out of memory, may have had others before."""
+    plans = [line["plan"] for line in lines if isinstance(line.get("plan"), list)]
+    if not plans or not plans[-1]:
+        return ""
+    said = "".join(f"<p{' class=in' * str(line).startswith(' ')}>{_text(str(line).strip())}</p>" for line in plans[-1])
+    return f'<h2>Plan</h2>\n<div id="{name}plan">{said}</div>'
 
 
 def _samples(results: dict[str, Any], name: str) -> str:

@@ -344,7 +344,7 @@ class Trainer:
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         # One line, once the folder is this run's: an error before leaves it to another.
-        with monitor.pause("load", start) as line:
+        with monitor.planned("load", start) as line:
             with progress.compiling():
                 programs = self.engine.fit(lambda: self.model.first_shapes(self.engine), start, progress.print)
             line["compile_seconds"] = monitor.uncounted_seconds()
@@ -367,7 +367,7 @@ class Trainer:
     # ---- what is said of the run
 
     def data_summary(self):
-        """What became of the rows, as rich text."""
+        """What became of the rows, in words."""
         context = self.model.given.config.context_length
         return report.data_summary(self.train_data, self.eval_data, self.batches, self.total_steps, context)
 

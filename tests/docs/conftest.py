@@ -56,7 +56,8 @@ def hub(tiny_model, tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def desk(hub, tiny_model, tmp_path_factory) -> Path:
-    """A folder with rows.jsonl, held_out.jsonl, documents.jsonl, a model in base/, a run in runs/quickstart."""
+    """A folder with rows.jsonl, held_out.jsonl, documents.jsonl, my_template.jinja, a model in base/, and a run in
+    runs/quickstart and in runs/my-run."""
     folder = tmp_path_factory.mktemp("desk")
     for name, source in (("rows.jsonl", "train.jsonl"), ("held_out.jsonl", "eval.jsonl")):
         lines = (QUICKSTART / source).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -64,9 +65,11 @@ def desk(hub, tiny_model, tmp_path_factory) -> Path:
         text = " ".join(json.loads(line)["messages"][1]["content"] for line in lines[:40])
         (folder / "documents.jsonl").write_text((json.dumps({"text": text}) + "\n") * 8)
     shutil.copytree(tiny_model, folder / "base")
+    shutil.copy(QUICKSTART / "base/chat_template.jinja", folder / "my_template.jinja")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_command("python -m jaxtune.train quickstart") == 0
+    shutil.copytree(folder / "runs/quickstart", folder / "runs/my-run")  # of the same model of the hub, here
     return folder
 
 

@@ -138,6 +138,7 @@ def evaluated(capsys, *arguments: str) -> dict:
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert f"weights: {result['weights']}" in err
+    assert f"evaluation loss {result['eval_loss']:.4f} over {result['eval_targets']:,} targets\n" in err
     return result
 
 

@@ -54,7 +54,10 @@ def test_refusals_say_why(with_jax_triton, capability, dtype, dim, reason):
 def test_a_machine_without_jax_triton_hears_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: False)
     with dispatch.compile_for((8, 6)):
-        assert compat.triton_refusal() == "jax-triton is not installed; jaxtune[cuda13] and jaxtune[cuda12] bring it"
+        assert (
+            compat.triton_refusal()
+            == "jax-triton is not installed: pip install '.[cuda13]', or '.[cuda12]', in jaxtune's clone brings it"
+        )
     assert compat.triton_refusal() == "no NVIDIA GPU"
 
 

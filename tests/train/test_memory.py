@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 from tiny_models import tiny_config, tiny_model
 
-from jaxtune import cli
+from jaxtune import cli, terminal
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
@@ -29,6 +30,7 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
+from jaxtune.train.metrics import JSONL, read_metrics
 from jaxtune.train.planning import choice
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -364,7 +366,9 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
     def said(device):
         best = choose(parts_8b, config_8b(), device, 11e9)
         assert best.host_bytes > 10e9
-        return "\n".join(str(part) for part in report.plan_elsewhere(best, parts_8b, device, 11e9, 1024).renderables)
+        console = terminal.console(file=io.StringIO(), width=80, soft_wrap=True)
+        report.plan_elsewhere(best, parts_8b, device, 11e9, 1024, console)
+        return console.file.getvalue()
 
     card = find_device("RTX 4070", host_gb=256)
     assert "host memory: 256 GB (plan.host_gb), of which 70% may be pinned" in said(card)
@@ -492,6 +496,8 @@ def test_out_of_memory_in_the_first_step_is_planned_once_more(tmp_path, monkeypa
     trainer.train()
     assert trainer.planner.plan != first
     assert "the first step ran out of memory; planning once more" in capsys.readouterr().err
+    plans = [line["plan"] for line in read_metrics(trainer.output / JSONL) if "plan" in line]
+    assert len(plans) == 2 and plans[0] != plans[1] == trainer.planner.lines()
     np.testing.assert_allclose([h["loss"] for h in trainer.history], [h["loss"] for h in plain.history], rtol=1e-5)
 
 

@@ -19,7 +19,7 @@ ROWS = [{"prompt": f"Add {i}: ", "completion": "It is 4."} for i in range(6)]
 
 
 def summary(train, held_out=None, context=64) -> str:
-    return report.data_summary(train, held_out, train.batches(2), 3, context).plain
+    return report.data_summary(train, held_out, train.batches(2), 3, context)
 
 
 def test_each_warning_has_its_line_and_is_said_once():

@@ -19,14 +19,15 @@ HOSTILE = "</pre><script>document.title = 'gone'</script>"
 def run(tmp_path):
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
-    lines = [{"step": 0, "time": 1000.0, "compile_seconds": 3.0}]
+    lines = [{"step": 0, "time": 1000.0, "compile_seconds": 3.0, "plan": ["plan: keep all", "did not fit"]},
+             {"step": 0, "time": 1000.0, "compile_seconds": 2.0, "plan": ["plan: no <gate>", "  up"]}]  # fmt: skip
     lines += [
         {"step": n, "time": 1000.0 + 10 * n, "loss": 4.0 / n, "learning_rate": 1e-3 / n, "tokens_per_second": 100.0 * n,
          "peak_memory_bytes": 2e9, "skipped": 0}
         for n in range(1, 8)
     ]  # fmt: skip
     lines += [{"step": 4, "time": 1041.0, "eval_loss": 1.5}, {"step": 7, "time": 1075.0, "eval_loss": 1.25}]
-    lines[3]["loss"] = "nan"
+    lines[4]["loss"] = "nan"
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
     (folder / "config.yaml").write_text(f"output: '{HOSTILE}'\n")
     samples = [{"question": "2 + 2?", "expected": "4", "given": HOSTILE}]
@@ -49,13 +50,14 @@ def test_the_page_has_what_the_run_wrote(run, capsys):
     assert (len(first.split()), len(second.split())) == (6, 2)  # what is not finite is left out
     heights = [float(point.split(",")[1]) for point in first.split()]
     assert heights == sorted(heights)  # the loss falls, so the line goes down the page
+    assert '<div id="plan"><p>plan: no &lt;gate&gt;</p><p class=in>up</p></div>' in page and "keep all" not in page
     assert HOSTILE not in page and not re.search(r"https?://(?!www\.w3\.org)", page)
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0}\n')
     page = run_page(tmp_path)
-    assert "<figure" not in page and "Samples" not in page and 'id="facts"' in page
+    assert "<figure" not in page and "Samples" not in page and "Plan" not in page and 'id="facts"' in page
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

@@ -502,7 +502,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
         assert words in text, words
     figures = app.show_memory(trainer, console)
     assert figures["predicted"] > 0 and figures["compiled"] > 0 and "limit" not in figures
-    assert "plan: keep; one micro-batch of 4 x 64 tokens" in console.file.getvalue()
+    assert "plan: keep (nothing is computed twice); one micro-batch of 4 x 64 tokens" in console.file.getvalue()
     assert f"the compiler says {figures['compiled']:.3f} GB" in console.file.getvalue()
     assert not (tmp_path / "out").exists()  # both only look
 

@@ -22,7 +22,8 @@ def runs(tmp_path):
     for folder in folders:
         folder.mkdir()
         (folder / "config.yaml").write_text(f"output: '{HOSTILE}'\n")
-        (folder / "metrics.jsonl").write_text("".join(line(n) for n in range(1, 6)))
+        begin = json.dumps({"step": 0, "time": 0.0, "load_seconds": 1.0, "plan": [f"plan of the {folder.name}"]})
+        (folder / "metrics.jsonl").write_text(begin + "\n" + "".join(line(n) for n in range(1, 6)))
     return [*folders, tmp_path / "to come"]
 
 
@@ -78,3 +79,4 @@ def test_a_browser_shows_the_runs_side_by_side(port, tmp_path):
                "--virtual-time-budget=3000", f"http://127.0.0.1:{port}/"]  # fmt: skip
     dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert "<title>jaxtune watch</title>" in dom and dom.count("<section>") == 3 and dom.count("<figure") == 8
+    assert all(f"plan of the {name}" in dom for name in ("first", "second"))
