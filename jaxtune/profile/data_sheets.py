@@ -39,7 +39,7 @@ def _data_sheets() -> dict[str, DataSheet]:
     """Those of data_sheets.csv: data centres', workstations', GeForce's. A link of 63 is PCIe 5, 31.5 PCIe 4."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
-    return {row.pop("device"): DataSheet(**{k: json.loads(v) if v else None for k, v in row.items()}) for row in rows}
+    return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}
 
 
 DATA_SHEETS = _data_sheets()

@@ -16,6 +16,13 @@ _NULL_MEANS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapp
 _any_count = functools.partial(values.whole, least=0)
 _above_one = functools.partial(values.number, above=1)
 
+
+def _window_pattern(key: str, value: Any) -> None:
+    """A number of layers, or a letter for each layer of the pattern, as EXAONE 4 has it ("LLLG")."""
+    if not isinstance(value, str):
+        values.whole(key, value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "model_type": values.text,
     "num_hidden_layers": functools.partial(values.whole, most=values.MOST_LAYERS),
@@ -32,7 +39,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
         ),
         values.whole,
     ),
-    "sliding_window_pattern": lambda key, value: isinstance(value, str) or values.whole(key, value),
+    "sliding_window_pattern": _window_pattern,
     # 0 is how some files say that there is none.
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "sliding_window", "max_window_layers"), _any_count
