@@ -26,7 +26,7 @@ def _window_pattern(key: str, value: Any) -> None:
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "model_type": values.text,
     "num_hidden_layers": functools.partial(values.whole, most=values.MOST_LAYERS),
-    "layer_types": values.texts,
+    **dict.fromkeys(("architectures", "layer_types"), values.texts),
     "mlp_only_layers": functools.partial(values.items, of=functools.partial(values.whole, least=0)),
     "no_rope_layers": functools.partial(values.items, of=functools.partial(values.whole, least=0, most=1)),
     **dict.fromkeys(
@@ -63,7 +63,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
         values.boolean,
     ),
     **dict.fromkeys(("hidden_act", "hidden_activation"), values.text),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config"), values.mapping),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config", "id2label"), values.mapping),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), values.token_ids),
 }  # fmt: skip
 _numbers = functools.partial(values.items, of=values.positive)
