@@ -208,46 +208,36 @@ def test_rotary_tables_of_every_kind(case):
     np.testing.assert_allclose(cos[0, near], want_cos.numpy()[0, near, :64], atol=2e-4)
 
 
-def test_text_part_of_gemma3_with_vision(tmp_path):
-    """What the hub holds for the 4B and larger: our text model gives the whole model's logits for text."""
+def _with_vision(name: str):
+    """What the hub holds of Gemma 3 from 4B on and of Ministral 3: a text model beside a vision tower."""
     outside = ("architectures", "bos_token_id", "eos_token_id", "torch_dtype", "use_cache", "attention_dropout")
-    text = {key: value for key, value in CONFIGS["gemma3"].items() if key not in outside}
-    text["final_logit_softcapping"] = None  # the class with vision ignores it; no published model has one
+    text = {key: value for key, value in CONFIGS[name].items() if key not in outside}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=vision | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        boi_token_index=125,
-        eoi_token_index=126,
-        image_token_index=127,
-    )
-    torch.manual_seed(0)
-    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    theirs.save_pretrained(tmp_path / "whole")
-    ours = checks.load(tmp_path / "whole")
-    tokens = np.minimum(golden_tokens(), 120)
-    np.testing.assert_allclose(ours(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=1e-4, rtol=0)
-    save_pretrained(ours, tmp_path / "text")
-    again = reference.load(tmp_path / "text")
-    np.testing.assert_allclose(reference.logits(again, tokens), reference.logits(theirs, tokens), atol=1e-5, rtol=0)
-
-
-def test_text_part_of_ministral3_with_vision(tmp_path):
-    """What the hub holds of Ministral 3."""
-    outside = ("architectures", "bos_token_id", "eos_token_id", "torch_dtype", "use_cache", "attention_dropout")
-    text = {key: value for key, value in CONFIGS["ministral3"].items() if key not in outside}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "gemma3":
+        text["final_logit_softcapping"] = None  # the class with vision ignores it; no published model has one
+        config = transformers.Gemma3Config(
+            text_config=text,
+            vision_config=vision | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+            boi_token_index=125,
+            eoi_token_index=126,
+            image_token_index=127,
+        )
+        return transformers.Gemma3ForConditionalGeneration(config)
     config = transformers.Mistral3Config(
         text_config=text,
         vision_config=vision | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
         image_token_index=127,
         tie_word_embeddings=False,
     )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "ministral3"])
+def test_text_part_of_a_model_with_vision(name, tmp_path):
+    """Our text model gives the whole model's logits for text."""
     torch.manual_seed(0)
-    theirs = transformers.Mistral3ForConditionalGeneration(config).eval()
+    theirs = _with_vision(name).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path / "whole")
