@@ -73,6 +73,10 @@ STEPS = {
         "llama-3.1-8b fp8 of 128 x 128, products in fp8, 8 x 2,048, everything kept",
         "--shape llama-3.1-8b --load-in fp8 --compute fp8 --scales blocks",
     ),
+    "8b_fp8_residuals": Step(
+        "llama-3.1-8b fp8 by rows, products in fp8, 8 x 2,048, everything kept, gate and up in fp8",
+        "--shape llama-3.1-8b --load-in fp8 --compute fp8 --plan fp8",
+    ),
     "32b_nf4": Step(
         "qwen3-32b nf4, 4 x 2,048, everything recomputed",
         "--shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute",

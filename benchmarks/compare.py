@@ -1,6 +1,6 @@
 """Train steps of this commit: beside an older one's on one machine, or beside the records of benchmarks/results.
 
-    python -m benchmarks.compare [CASE ...] --old FOLDER [--cold] [--seconds 540] --output FILE.json
+    python -m benchmarks.compare [CASE ...] --old FOLDER [--against CASE] [--cold] [--seconds 540] --output FILE.json
     python -m benchmarks.compare [CASE ...] --output FILE.json
     python -m benchmarks.compare --list
 
@@ -9,7 +9,8 @@ unpacked into a folder that is named COMMIT). Each case runs benchmarks/train/st
 old, new, each with a process and its side's own cache of compiled programs, and the ratio is that of the medians of
 tokens per second. Both sides' programs are compiled beforehand, side by side; with --cold, by each side's first run
 alone instead, whose seconds are recorded (`compile_seconds_cold`). FILE.json is added to by the next call, so that
-several calls, each of at most --seconds, make one record.
+several calls, each of at most --seconds, make one record. --against: the older commit runs this case, whatever the new
+one runs: what a case that it does not know gains (`8b_fp8 --old ea5ae4c --against 8b`).
 
 Without --old, each case runs once, and the ratio is to its record in benchmarks/results/steps.json. FILE.json holds
 records of that form: `--output benchmarks/results/steps.json` makes them the stored ones.
@@ -106,19 +107,19 @@ def step_arguments(case: Step, folder: str | Path) -> list[str]:
     return [*shlex.split(case.arguments.format(folder=folder)), "--steps", str(case.steps)]
 
 
-def compile_ahead(sides: list[Side], cases: list[Step], log: Path, seconds: float) -> None:
-    """Fills each side's cache, all sides at once. What is not compiled in time, or fails, is left to the runs.
+def compile_ahead(cases: list[tuple[Side, list[Step]]], log: Path, seconds: float) -> None:
+    """Fills each side's cache with its cases' programs, all sides at once. What is not compiled in time, or fails, is
+    left to the runs.
 
     The processes share the device, so none takes its memory in advance; the memory that a plan may count on is the
     same as in a run.
     """
-    texts = [shlex.join(step_arguments(case, "unused")) for case in cases]
-    started = [
-        side.run(
-            "benchmarks/train/compile_ahead.py", [str(side.cache), *texts], log, XLA_PYTHON_CLIENT_PREALLOCATE="false"
-        )
-        for side in sides
-    ]
+    started = []
+    for side, steps in cases:
+        texts = [shlex.join(step_arguments(step, "unused")) for step in dict.fromkeys(steps)]
+        arguments = [str(side.cache), *texts]
+        variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        started.append(side.run("benchmarks/train/compile_ahead.py", arguments, log, **variables))
     end = time.monotonic() + seconds
     for process in started:
         _wait(process, end - time.monotonic())
@@ -157,9 +158,9 @@ class Call:
         self.output, self.log = output, output.with_suffix(".log")
         output.parent.mkdir(parents=True, exist_ok=True)
 
-    def ahead(self, sides: list[Side], cases: list[Step]) -> None:
+    def ahead(self, cases: list[tuple[Side, list[Step]]]) -> None:
         begun = time.monotonic()
-        compile_ahead(sides, cases, self.log, _AHEAD_SHARE * (self.end - begun))
+        compile_ahead(cases, self.log, _AHEAD_SHARE * (self.end - begun))
         print(f"compiled ahead in {time.monotonic() - begun:.0f} s", flush=True)
 
     def run(self, side: Side, case: Step, words: str, least: float = 0.0) -> dict | None:
@@ -185,31 +186,39 @@ def ratio(runs: list[dict]) -> float | None:
     return statistics.median(speeds["new"]) / statistics.median(speeds["old"])
 
 
-def beside_older(record: dict, names: list[str], sides: list[Side], call: Call, ahead: bool) -> dict[str, float | None]:
-    """Makes the runs that `record` lacks; {name: ratio}."""
+def beside_older(
+    record: dict, names: list[str], sides: list[Side], call: Call, ahead: bool, against: str | None = None
+) -> dict[str, float | None]:
+    """Makes the runs that `record` lacks; {name: ratio}. against: the case that the older side runs, if another."""
 
-    def missing(case: Step) -> list[tuple[int, Side]]:
-        done = {(r["round"], r["side"]) for r in record["cases"].get(case.title, ()) if "failed" not in r}
+    def of(side: Side, name: str) -> Step:
+        return STEPS[against if against and side.name == "old" else name]
+
+    def title(name: str) -> str:
+        return STEPS[name].title + (f" / {STEPS[against].title}" if against else "")
+
+    def missing(name: str) -> list[tuple[int, Side]]:
+        done = {(r["round"], r["side"]) for r in record["cases"].get(title(name), ()) if "failed" not in r}
         return [(n, side) for n in (1, 2) for side in sides if (n, side.name) not in done]
 
-    wanted = [STEPS[name] for name in names if missing(STEPS[name])]
+    wanted = [name for name in names if missing(name)]
     if ahead and wanted:
-        call.ahead(sides, wanted)
-    for case in wanted:
-        runs = record["cases"].setdefault(case.title, [])
+        call.ahead([(side, [of(side, name) for name in wanted]) for side in sides])
+    for name in wanted:
+        runs = record["cases"].setdefault(title(name), [])
         runs[:] = [run for run in runs if "failed" not in run]
         longest = 0.0
-        for number, side in missing(case):
+        for number, side in missing(name):
             begun = time.monotonic()
-            found = call.run(side, case, f"{side.name} {number}", longest)
+            found = call.run(side, of(side, name), f"{side.name} {number}", longest)
             if found is None:
                 break
             longest = max(longest, time.monotonic() - begun)
             kept = {key: found[key] for key in _KEPT if key in found}
             runs.append(kept | {"side": side.name, "round": number})
-            record["ratios"][case.title] = ratio(runs)
+            record["ratios"][title(name)] = ratio(runs)
             write(call.output, record)
-    return {name: record["ratios"].get(STEPS[name].title) for name in names}
+    return {name: record["ratios"].get(title(name)) for name in names}
 
 
 def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: bool) -> dict[str, float | None]:
@@ -226,7 +235,7 @@ def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: 
     records = json.loads(call.output.read_text(encoding="utf-8")) if call.output.is_file() else {}
     ratios: dict[str, float | None] = dict.fromkeys(names)
     if ahead:
-        call.ahead([side], [STEPS[name] for name in names])
+        call.ahead([(side, [STEPS[name] for name in names])])
     for name in names:
         found = call.run(side, STEPS[name], side.commit)
         if found is not None and "failed" not in found:
@@ -272,6 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of --list; default: {' '.join(COMPARED)}")
     parser.add_argument("--old", type=Path, metavar="FOLDER", help="files of the commit to compare with")
+    parser.add_argument("--against", metavar="CASE", choices=list(STEPS), help="what the older commit runs")
     parser.add_argument("--cold", action="store_true", help="nothing is compiled beforehand; compiling is timed")
     parser.add_argument("--seconds", type=float, default=540, help="that this call may take")
     parser.add_argument("--output", type=Path, help="the record; beside it, a .log of what the runs print")
@@ -282,6 +292,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if unknown := set(options.cases) - set(STEPS):
         parser.error(f"no case {', '.join(sorted(unknown))}: known are {', '.join(STEPS)}")
+    if options.against and options.old is None:
+        parser.error("--against is of the older commit: it goes with --old FOLDER")
     if options.output is None:
         parser.error("--output FILE.json is needed: every figure is written there as it comes")
     call = Call(options.output, options.seconds)
@@ -295,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         old = Side("old", options.old.resolve(), commit_of(options.old.resolve()), caches / "old")
         record = begin(options.output, facts | {"old_commit": old.commit})
-        ratios = beside_older(record, names, [old, new], call, not options.cold)
+        ratios = beside_older(record, names, [old, new], call, not options.cold, options.against)
     floor = FLOORS["stored" if options.old is None else "old"]
     for name, found in ratios.items():
         said = "no ratio" if found is None else f"{found:.4f} ({'at least' if found >= floor else 'below'} {floor})"

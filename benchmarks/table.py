@@ -297,9 +297,13 @@ def quality_table(record: dict) -> list[str]:
         steps = sorted(runs[0]["gradient_cosines"], key=int)
         least = (min(min(run["gradient_cosines"][step]) for run in runs) for step in steps)
         lines.append(
-            f"| {base} | {arm} | {len(runs)} | {row['loss']:.4f} | {row['loss_over_bf16']:+.1%} | "
+            f"| {base} | {arm} | {len(runs)} | {row['loss']:.4f} | {row['loss_over_bf16']:+.2%} | "
             f"{row['exact_match']:.1%} | {', '.join(f'{cosine:.3f}' for cosine in least)} |"
         )
+    spreads = {name.split(", ")[0]: row["spread"] for name, row in record["summary"].items() if row["spread"]}
+    if spreads:
+        said = ", ".join(f"{base} {spread:.2%}" for base, spread in spreads.items())
+        lines += ["", f"Standard deviation of bf16's held-out loss over seeds: {said}."]
     return lines
 
 

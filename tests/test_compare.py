@@ -71,6 +71,19 @@ def test_two_commits_take_turns_and_the_medians_are_compared(trees, tmp_path, mo
     assert [(run["side"], run["round"]) for run in runs] == [("old", 1), ("new", 1), ("old", 2), ("new", 2)]
 
 
+def test_the_older_commit_may_run_another_case(trees, tmp_path):
+    call = trees(old=[100.0, 100.0], new=[150.0, 150.0])
+    status, calls = call("8b_fp8", "--old", str(tmp_path / "old"), "--against", "8b")
+    assert status == 0
+    wanted = {
+        "old": compare.step_arguments(compare.STEPS["8b"], ""),
+        "new": compare.step_arguments(compare.STEPS["8b_fp8"], ""),
+    }
+    assert all(arguments == wanted[side] for side, arguments, *_ in calls) and len(calls) == 4
+    title = f"{compare.STEPS['8b_fp8'].title} / {compare.STEPS['8b'].title}"
+    assert json.loads((tmp_path / "out.json").read_text())["ratios"] == {title: 1.5}
+
+
 def test_a_slower_commit_fails(trees, tmp_path):
     call = trees(old=[100.0, 100.0], new=[99.0, 99.0])
     assert call("8b", "--old", str(tmp_path / "old"), "--cold")[0] == 1
@@ -118,4 +131,8 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     stored = json.loads((compare.RESULTS / "steps.json").read_text())
     assert set(compare.COMPARED) <= set(stored)
     unmeasured = set(compare.STEPS) - set(stored)  # yet
-    assert unmeasured == {"8b_dpo_precomputed", *(name for name in compare.STEPS if name.startswith("qwen35_"))}
+    assert unmeasured == {
+        "8b_dpo_precomputed",
+        "8b_fp8_residuals",
+        *(name for name in compare.STEPS if name.startswith("qwen35_")),
+    }

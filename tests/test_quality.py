@@ -33,10 +33,20 @@ def test_an_answer_follows_what_is_asked():
 
 def test_arms_of_one_seed_are_compared(tmp_path, monkeypatch):
     arguments = "--steps 2 --pretrain-steps 1 --seeds 1 --rows 1 --hidden 128 --layers 1 --scale 256"
-    arguments += f" --bases outliers --arms bf16,fp8 --output {tmp_path / 'q.json'}"
-    monkeypatch.setattr(sys, "argv", ["quality.py", *arguments.split()])
-    assert quality.main() == 0
-    found = json.loads((tmp_path / "q.json").read_text())["summary"]
-    plain, fp8 = found["outliers, bf16"], found["outliers, fp8"]
+    arguments += f" --bases outliers --output {tmp_path / 'q.json'} --arms "
+
+    def main(arms: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["quality.py", *(arguments + arms).split()])
+        return quality.main()
+
+    assert main("bf16") == 0
+    assert main("bf16,fp8,bf16_nudged") == 0  # from the same weights: what is there is not made again
+    record = json.loads((tmp_path / "q.json").read_text())
+    assert [run["arm"] for run in record["runs"]] == ["bf16", "fp8", "bf16_nudged"] and len(record["pretrained"]) == 1
+    with pytest.raises(SystemExit, match="--steps 3: .* holds runs of 2"):
+        main("bf16 --steps 3")
+    found = record["summary"]
+    plain, fp8, nudged = (found[f"outliers, {arm}"] for arm in ("bf16", "fp8", "bf16_nudged"))
+    assert 0 < abs(nudged["loss_over_bf16"]) < 0.001
     assert plain["loss_over_bf16"] == 0 and plain["least_cosine"] == pytest.approx(1, abs=1e-5)
     assert 0 < abs(fp8["loss_over_bf16"]) < 0.01 and 0.9 < fp8["least_cosine"] < 0.9999

@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def ours(group: list[str]) -> Iterator[dict]:
         began = time.monotonic()
-        compare.compile_ahead([side], [STEPS[name] for name in group], log, (end - began) / 2)
+        compare.compile_ahead([(side, [STEPS[name] for name in group])], log, (end - began) / 2)
         print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
         for name in group:
             yield ours_of(compare.run_once(side, STEPS[name], log, end - time.monotonic()))

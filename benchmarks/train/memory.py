@@ -204,7 +204,7 @@ def main() -> int:
     log = Path(options.output).with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     if together := [step_of(name) for name in names if not CASES[name].get("cold")]:
-        compare.compile_ahead([side], together, log, options.seconds)
+        compare.compile_ahead([(side, together)], log, options.seconds)
         record["compile_seconds_side_by_side"] = time.perf_counter() - began
     for name in names:
         left = options.seconds - (time.perf_counter() - began)

@@ -1,25 +1,31 @@
 """What frozen weights and products in few bits cost a fine-tuned model: pairs of equal seeds from one base.
 
-    python benchmarks/train/quality.py --output FILE.json [--arms bf16,fp8,fp8_residuals,fp8_blocks,nf4] [--seeds 3]
-                                       [--steps 1000]
+    python benchmarks/train/quality.py --output FILE.json [--arms bf16,bf16_nudged,fp8,fp8_residuals,fp8_blocks,nf4]
+                                       [--seeds 3] [--steps 1000] [--seconds 540]
 
 A small decoder (its widths are multiples of 128, so our FP8 kernel runs on Hopper) is pretrained here, on copying,
 reversing and adding, and saved to a folder. Each arm loads that folder, or what was made of it in its own format, and
 trains LoRA on all linears for another task: sorting letters and multiplying numbers, where neither loss nor exact match
-ends at its limit. fp8_residuals is fp8 with gate and up kept in FP8 for the backward. Then the same from a folder with
-made outliers: the weights of 0.5 % of each norm's channels times 2^k, the columns of the next matrices divided by it,
-which changes no number that the model computes in 16 bits.
+ends at its limit. fp8_residuals is fp8 with gate and up kept in FP8 for the backward. bf16_nudged is bf16 from a start
+that is 2^-7 larger: what a change of no consequence makes of a loss, beside which other differences are read. Then the
+same from a folder with made outliers: the weights of 0.5 % of each norm's channels times 2^k, the columns of the next
+matrices divided by it, which changes no number that the model computes in 16 bits.
 
 Of each run: held-out loss over the answers' characters (nats), that of rows that were trained on, exact match of
 answers (greedy: every character is the likeliest after those before it), the adapter scored over the bf16 base too, and
 at steps 1, 100 and the last the cosine by layer of the adapter's gradient with bf16's at the same adapter and batch.
-Equal seeds have the same start and batches. FILE.json is written after each run.
+Equal seeds have the same start and batches. FILE.json is written after each run; one that is there is added to, so
+that several calls, each of at most --seconds, make one record. The exit status is 1 where runs are missing.
+
+The base is trained anew by each call, by deterministic programs: to the same weights on one kind of device. Runs from
+other weights (`base_digest`) are neither taken for these nor compared with them.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import itertools
 import json
 import statistics
@@ -55,7 +61,9 @@ POOL = (
     32_768  # rows for training: more than are drawn in 1,000 steps, else what is measured is what was learnt by heart
 )
 RANK = 16
-ARMS = "bf16,fp8,fp8_residuals,fp8_blocks,nf4"
+ARMS = "bf16,bf16_nudged,fp8,fp8_residuals,fp8_blocks,nf4"
+NUDGE = 1 + 2**-7  # a unit in the last place of bfloat16
+_OWN = ("output", "arms", "bases", "seeds", "seconds")  # options that two calls for one record may differ in
 
 
 # ---- tasks
@@ -129,14 +137,22 @@ def arms_of(folder: Path) -> dict[str, Any]:
             save_pretrained(in_blocks(load(folder)[0]), made)
         return compute_in_fp8(load(made)[0])
 
-    return {
+    def sourceless(make) -> Decoder:
+        """Else the models of two folders, which differ in nothing else, would be traced as two programs."""
+        model = make()
+        model.source = None
+        return model
+
+    made = {
         "bf16": lambda: load(folder)[0],
+        "bf16_nudged": lambda: load(folder)[0],
         "fp8": lambda: compute_in_fp8(load(folder, load_in="fp8")[0]),
         "fp8_residuals": lambda: compute_in_fp8(load(folder, load_in="fp8")[0]),
         "fp8_blocks": official,
         "fp8_decoded": lambda: load(folder, load_in="fp8")[0],
         "nf4": lambda: load(folder, load_in="nf4")[0],
     }
+    return {arm: functools.partial(sourceless, make) for arm, make in made.items()}
 
 
 # ---- training
@@ -174,8 +190,7 @@ def optimizer(rate: float, steps: int, warm_up: int = 0) -> optax.GradientTransf
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5), compiler_options=OPTIONS)
-def train(loss, change, program, rows: int, trainable, state, frozen, pool, key, first, last):
+def train_steps(loss, change, program, rows: int, trainable, state, frozen, pool, key, first, last):
     """(trainable, state of the optimizer) after the steps first to last - 1; a batch is drawn by its step's number.
 
     loss: mean_loss, or loss_of_masters. change: the optimizer."""
@@ -187,6 +202,14 @@ def train(loss, change, program, rows: int, trainable, state, frozen, pool, key,
         return optax.apply_updates(trainable, updates), state
 
     return jax.lax.fori_loop(first, last, step, (trainable, state))
+
+
+def _compiled_training(options: dict[str, Any]):
+    return jax.jit(train_steps, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5), compiler_options=options)
+
+
+train = _compiled_training(OPTIONS)
+pretrain = _compiled_training(compiler_options(jax.default_backend(), deterministic=True))
 
 
 def batch_of(pool, key, number, rows: int):
@@ -215,8 +238,9 @@ def cosines(one, other) -> list[float]:
     return found
 
 
-def pretrained(options, folder: Path) -> dict[str, float]:
-    """Trains the base, its weights in float32 and computing in bfloat16, and saves it in bfloat16; its scores."""
+def pretrained(options, folder: Path) -> dict[str, Any]:
+    """Trains the base, its weights in float32 and computing in bfloat16, and saves it in bfloat16; its scores, and a
+    digest of its weights."""
     tasks = ("copy", "reverse", "add")
     model = model_from_config(config(options.hidden, options.layers), jax.random.key(0), "bfloat16")
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -226,16 +250,21 @@ def pretrained(options, folder: Path) -> dict[str, float]:
     change = optimizer(1e-3, steps, warm_up=steps // 20)
     program = (graph, KEEP)
     arguments = (loss_of_masters, change, program, options.rows, trainable, change.init(trainable), frozen)
-    trainable, _ = train(*arguments, pool, jax.random.key(1), 0, steps)
+    trainable, _ = pretrain(*arguments, pool, jax.random.key(1), 0, steps)
     trainable = jax.tree.map(lambda a: a.astype(jnp.bfloat16), trainable)
     loss, exact = scores(program, trainable, frozen, *jax.device_put(rows_of(tasks, 256 // options.scale, 2)))
     save_pretrained(nnx.merge(graph, trainable, frozen), folder)
-    return {"loss": float(loss), "exact_match": float(exact)}
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(trainable):
+        digest.update(np.asarray(leaf).tobytes())
+    return {"loss": float(loss), "exact_match": float(exact), "digest": digest.hexdigest()[:16]}
 
 
 def adapted(arm: str, model: Decoder, seed: int):
     """((graph, LayerPlan), trainable, frozen)"""
     graph, trainable, frozen = nnx.split(get_peft_model(model, r=RANK, lora_alpha=RANK, seed=seed), nnx.Param, ...)
+    if arm == "bf16_nudged":
+        trainable = jax.tree.map(lambda a: a * jnp.asarray(NUDGE, a.dtype), trainable)
     return (graph, IN_FP8 if arm == "fp8_residuals" else KEEP), trainable, frozen
 
 
@@ -283,14 +312,15 @@ def run(options, change, arm: str, model: Decoder, base: Decoder, seed: int, poo
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """By base and arm: means over seeds, and the loss beside bf16's of the same seed, relative; spread: the standard
-    deviation of bf16's losses over seeds, relative."""
+    """By base and arm: means over seeds, and the loss beside bf16's of the same weights and seed, relative; spread: the
+    standard deviation of bf16's losses over seeds, relative."""
     found = {}
     for base, arm in dict.fromkeys((run["base"], run["arm"]) for run in runs):
         ours, plain = (
-            {run["seed"]: run for run in runs if (run["base"], run["arm"]) == (base, name)} for name in (arm, "bf16")
+            {(run["base_digest"], run["seed"]): run for run in runs if (run["base"], run["arm"]) == (base, name)}
+            for name in (arm, "bf16")
         )
-        pairs = [ours[seed]["loss"] / plain[seed]["loss"] - 1 for seed in ours if seed in plain]
+        pairs = [ours[key]["loss"] / plain[key]["loss"] - 1 for key in ours if key in plain]
         of_plain = [run["loss"] for run in plain.values()]
         found[f"{base}, {arm}"] = {
             "loss": statistics.mean(run["loss"] for run in ours.values()),
@@ -303,12 +333,30 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def begin(options) -> dict[str, Any]:
+    """The record in --output, if its runs were made alike, or a new one.
+
+    Raises:
+      SystemExit: the file is of another commit or device, or of other options.
+    """
+    record = {"benchmark": "train/quality", **environment(), "options": vars(options), "pretrained": {}, "runs": []}
+    output = Path(options.output)
+    if not output.is_file():
+        return record
+    found = json.loads(output.read_text(encoding="utf-8"))
+    for key in ("device", "commit"):
+        if found[key] != record[key]:
+            raise SystemExit(f"--output {output}: {key} is {found[key]!r} there and {record[key]!r} here")
+    for name, value in vars(options).items():
+        if name not in _OWN and found["options"][name] != value:
+            raise SystemExit(f"--{name.replace('_', '-')} {value}: {output} holds runs of {found['options'][name]}")
+    return found | {"options": vars(options)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
-    parser.add_argument(
-        "--arms", default="bf16,fp8,fp8_residuals,fp8_blocks,nf4", help="by commas; fp8_decoded: no product in FP8"
-    )
+    parser.add_argument("--arms", default=ARMS, help="by commas; fp8_decoded: no product in FP8")
     parser.add_argument("--bases", default="plain,outliers", help="by commas")
     parser.add_argument("--outliers", type=int, default=6, help="k: made outliers are 2^k times larger")
     parser.add_argument("--seeds", type=int, default=3)
@@ -319,40 +367,55 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--scale", type=int, default=1, help="divide the pools of rows by this, to try the script")
+    parser.add_argument("--seconds", type=float, default=540, help="that this call may take")
     options = parser.parse_args()
+    record = begin(options)
     work = Path(tempfile.mkdtemp())
     if not jax.config.jax_compilation_cache_dir:  # through which `compile_ahead` hands programs on
         jax.config.update("jax_compilation_cache_dir", str(work / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    record: dict[str, Any] = {"benchmark": "train/quality", **environment(), "options": vars(options), "runs": []}
     began = time.perf_counter()
-    record["pretrained"] = pretrained(options, work / "plain")
+    scored = pretrained(options, work / "plain")
+    digest = scored["digest"]
+    record["pretrained"][digest] = scored
     save_pretrained(with_outliers(from_pretrained(work / "plain")[0], options.outliers), work / "outliers")
-    print(f"pretrained in {time.perf_counter() - began:.0f} s: {record['pretrained']}", flush=True)
+    print(f"pretrained in {time.perf_counter() - began:.0f} s: {scored}", flush=True)
     tasks = ("sort", "multiply")
     pool = jax.device_put(rows_of(tasks, POOL // options.scale, 3))
     held_out = jax.device_put(rows_of(tasks, 256 // options.scale, 4))
     change = optimizer(options.rate, options.steps)
-    bases = options.bases.split(",")
+    bases, arms = options.bases.split(","), options.arms.split(",")
+    done = {(run["base_digest"], run["seed"], run["base"], run["arm"]) for run in record["runs"]}
+    # Seeds first: what is there when the time is up is pairs.
+    wanted = [each for each in itertools.product(range(options.seeds), bases, arms) if (digest, *each) not in done]
     models: dict[tuple[str, str], Decoder] = {}
     for base in bases:
-        arms = arms_of(work / base)
-        models |= {(base, arm): arms[arm]() for arm in dict.fromkeys(("bf16", *options.arms.split(",")))}
-    of_one = {arm: model for (base, arm), model in models.items() if base == bases[0]}  # the other's are the same
+        make = arms_of(work / base)
+        left = [arm for _, of, arm in wanted if of == base]
+        models |= {(base, arm): make[arm]() for arm in dict.fromkeys(("bf16", *left) if left else ())}
+    of_one: dict[str, Decoder] = {}
+    for (_, arm), model in models.items():  # those of the other base are the same programs
+        of_one.setdefault(arm, model)
     compile_ahead(options, change, of_one, pool, held_out)
     print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-    # Seeds first: what is there when somebody ends it is pairs.
-    for seed, base, arm in itertools.product(range(options.seeds), bases, options.arms.split(",")):
+    longest = 0.0
+    for seed, base, arm in wanted:
+        begun = time.perf_counter()
+        if begun - began + longest > options.seconds:
+            print("out of time; the same command goes on from here", flush=True)
+            break
         found = run(options, change, arm, models[base, arm], models[base, "bf16"], seed, pool, held_out)
-        record["runs"].append({"base": base, "arm": arm, "seed": seed, **found})
+        longest = max(longest, time.perf_counter() - begun)
+        record["runs"].append({"base": base, "arm": arm, "seed": seed, "base_digest": digest, **found})
         record["summary"] = summary(record["runs"])
         record["fp8_matmul"] = dispatch.record.get("fp8_matmul")
         write(options.output, record)
         shown = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
         print(base, arm, seed, shown, flush=True)
-    print(json.dumps(record["summary"], indent=1))
-    print(f"{time.perf_counter() - began:.0f} s in all; products in FP8: {record['fp8_matmul']}")
-    return 0
+        done.add((digest, seed, base, arm))
+    print(json.dumps(record.get("summary"), indent=1))
+    print(f"{time.perf_counter() - began:.0f} s in all; products in FP8: {record.get('fp8_matmul')}")
+    return int(any((digest, *each) not in done for each in wanted))
 
 
 if __name__ == "__main__":
