@@ -147,16 +147,18 @@ def test_no_file_is_too_long():
         assert len(path.read_text(encoding="utf-8").splitlines()) <= most, name
 
 
-IMPORT_JAXTUNE = """
+IMPORTED = """
 import sys
-import jaxtune
-print(" ".join(sorted({name.split(".")[0] for name in sys.modules} - sys.stdlib_module_names)))
+import {modules}
+print(" ".join(sorted({{name.split(".")[0] for name in sys.modules}} - sys.stdlib_module_names)))
 """
 
 
-def test_import_loads_nothing_else_and_touches_no_accelerator():
-    """So it takes milliseconds; without jax no backend can have started."""
-    command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{IMPORT_JAXTUNE}"]
+@pytest.mark.parametrize("modules", ["jaxtune", "jaxtune.cli, jaxtune.train.run_page, jaxtune.train.watch"])
+def test_import_loads_nothing_else_and_touches_no_accelerator(modules):
+    """So it, and the commands that only read a run's folder, take milliseconds; without jax no backend has started."""
+    imported = IMPORTED.format(modules=modules)
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{imported}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["__main__", "jaxtune"]
 

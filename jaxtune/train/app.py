@@ -42,16 +42,17 @@ from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.program_cache import use_program_cache
-from jaxtune.train.record import CONFIG, digest
-from jaxtune.train.results import ADAPTER, MERGED, read_result, require_own, write_result
+from jaxtune.train.record import digest
+from jaxtune.train.results import read_result, require_own, write_result
+from jaxtune.train.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED, RESULTS
 from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
-from jaxtune.train.trainer import CHECKPOINTS, COMPUTE_DTYPES, Trainer
+from jaxtune.train.trainer import COMPUTE_DTYPES, Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-RESULTS = "results.json"
+BEFORE, AFTER = "before training", "after training"
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
@@ -152,15 +153,21 @@ def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console
     score, answers = exact_match(
         model, tokenizer, rows, max_new_tokens=settings.max_new_tokens, template=config.data.template
     )
-    begin = f"{when}: " if when else ""
-    console.print(f"{begin}exact match {100 * score:.1f} % of {len(rows)} held-out questions")
-    for question, expected, given in answers[: settings.sample_rows]:
-        mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
-        console.print(fitted(f"  {question!r} -> {given!r} ({mark})", console))
     samples = [
         dict(zip(("question", "expected", "given"), one, strict=True)) for one in answers[: settings.sample_rows]
     ]
-    return {"exact_match": score, "rows": len(rows), "samples": samples}
+    found = {"exact_match": score, "rows": len(rows), "samples": samples}
+    _show_answers(found, console, when)
+    return found
+
+
+def _show_answers(found: dict[str, Any], console: Console, when: str) -> None:
+    begin = f"{when}: " if when else ""
+    console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions")
+    for sample in found["samples"]:
+        question, expected, given = sample["question"], sample["expected"], sample["given"]
+        mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
+        console.print(fitted(f"  {question!r} -> {given!r} ({mark})", console))
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
@@ -217,15 +224,12 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
         console.print(report.trained_table(model))
         console.print(fitted(trainer.data_summary(), console))
         delivery = _Delivery(trainer, console)
-        if config.evaluation.exact_match_rows and config.evaluation.at_start:
-            whole = model if weights is None else weights.result()
-            delivery.numbers["before"] = answer(whole, tokenizer, config, console, "before training")
-            del whole
         del model, weights  # the trainer's alone now: it lets go of what it copies
         try:
             trainer.train(stop, delivery)
         except RunIsComplete as complete:
             console.print(fitted(str(complete), console))
+            delivery.show_numbers()
     if not processes.first():
         return 0
     console.print(f"done: {trainer.output}\n\nnext:")
@@ -261,20 +265,57 @@ class _Delivery:
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         names = (ADAPTER, MERGED, RESULTS)
         there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
-        if not there:
-            return  # and no need to wait for the weights
-        found = [require_own(self.output / name, run()) for name in there if name != RESULTS]
-        total = self.trainer.total_steps
-        wanted = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
-        proven = {result.folder for result in found if result.step == total}
-        if start == 0 and wanted and proven.issuperset(wanted):
-            raise RunIsComplete(
-                f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to train "
-                "anew, name another output"
-            )
-        numbers = self.output / RESULTS
-        if RESULTS in there and processes.first() and _run_of(numbers) != digest(run()):
-            numbers.unlink()  # of another run, whose metrics go too
+        if there:  # else there is no need to wait for the weights
+            found = [require_own(self.output / name, run()) for name in there if name != RESULTS]
+            if RESULTS in there and processes.first():
+                self._take_numbers(run())
+            total = self.trainer.total_steps
+            wanted = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
+            proven = {result.folder for result in found if result.step == total}
+            led_to = wanted and proven.issuperset(wanted)
+            if led_to and (start == 0 or (start == total and processes.of_first(self._is_measured))):
+                raise RunIsComplete(
+                    f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to "
+                    "train anew, name another output"
+                )
+            self.numbers = {key: value for key, value in self.numbers.items() if key == "before"}
+        if start == 0 and self.config.evaluation.exact_match_rows and self.config.evaluation.at_start:
+            self.trainer.model.take_weights()
+            given = self.trainer.model.given
+            self.numbers = {"before": answer(given, self.trainer.tokenizer, self.config, self.console, BEFORE)}
+            self._write_numbers(run())  # a run that goes on from a checkpoint has other weights
+
+    def _take_numbers(self, run: dict[str, Any]) -> None:
+        """Takes over what an earlier process measured of this run; what is another's goes, as its metrics do."""
+        path = self.output / RESULTS
+        try:
+            numbers = json.loads(path.read_text(encoding="utf-8"))
+            own = numbers.pop("run") == digest(run)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            own = False
+        if own:
+            self.numbers = numbers
+        else:
+            path.unlink()
+
+    def _is_measured(self) -> bool:
+        """Whether the trained model was measured as the config asks."""
+        wanted = self.config.evaluation
+        if not wanted.at_end:
+            return True
+        evaluated = self.trainer.eval_data is None or m.evaluated(self.output / m.JSONL, self.trainer.total_steps)
+        return evaluated and ("after" in self.numbers or not wanted.exact_match_rows)
+
+    def _write_numbers(self, run: dict[str, Any]) -> None:
+        atomic_write(self.output / RESULTS, json.dumps(self.numbers | {"run": digest(run)}, indent=2) + "\n")
+
+    def show_numbers(self) -> None:
+        """Says what was measured of this run."""
+        for key, when in (("before", BEFORE), ("after", AFTER)):
+            if key in self.numbers:
+                _show_answers(self.numbers[key], self.console, when)
+        if losses := self.numbers.get("eval_loss"):
+            self.console.print(f"evaluation loss: {losses['first']:.4f} the first time, {losses['last']:.4f} the last")
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
         config, console = self.config, self.console
@@ -289,15 +330,14 @@ class _Delivery:
         if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
         if config.evaluation.exact_match_rows and config.evaluation.at_end:
-            self.numbers["after"] = answer(model, self.trainer.tokenizer, config, console, "after training")
+            self.numbers["after"] = answer(model, self.trainer.tokenizer, config, console, AFTER)
         if not processes.first():
             return
         evaluations = [line["eval_loss"] for line in m.read_metrics(self.output / m.JSONL) if "eval_loss" in line]
         if evaluations:
             self.numbers["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
         if self.numbers:
-            record = self.numbers | {"run": digest(run)}
-            atomic_write(self.output / RESULTS, json.dumps(record, indent=2) + "\n")
+            self._write_numbers(run)
 
     def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
         """(name, how it is written) of each result that the config asks for; the adapter first: it is quick."""
@@ -316,13 +356,6 @@ class _Delivery:
 
 def _holds(folder: Path, run: dict[str, Any], step: int) -> bool:
     return os.path.lexists(folder) and require_own(folder, run).step == step
-
-
-def _run_of(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:

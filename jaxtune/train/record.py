@@ -20,8 +20,7 @@ from jaxtune.models.quant import computes_in_fp8, stored_in
 from jaxtune.train.checkpoint import CheckpointError
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml, flat_keys
-
-CONFIG = "config.yaml"
+from jaxtune.train.run_folder import CONFIG
 
 # Keys of a record whose change makes it another run; everything else is only pointed out. Where model and rows lie may
 # change: their content is compared. So may where optimizer states lie.

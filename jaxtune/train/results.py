@@ -20,7 +20,6 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder
 from jaxtune.train.record import compare_meta
 
-ADAPTER, MERGED = "adapter", "merged"
 PROOF = "jaxtune_run.json"
 _FORMAT = 1
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.train import metrics as m
-from jaxtune.train.record import CONFIG
+from jaxtune.train.run_folder import CONFIG, RESULTS
 
-_RESULTS = "results.json"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 190, 62, 24
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2126; --soft: #5b636d; --line: #dfe2e6; --page: #fbfbfa; --panel: #fff;
@@ -58,7 +57,7 @@ def run_body(folder: Path, name: str = "") -> str:
     if not (folder / m.JSONL).is_file():
         raise ValueError(f"{folder} is not a run's folder: there is no {m.JSONL} in it")
     lines = m.read_metrics(folder / m.JSONL)
-    results = _json(folder / _RESULTS)
+    results = _json(folder / RESULTS)
     losses = [("training", _points(lines, "loss")), ("evaluation", _points(lines, "eval_loss"))]
     parts = [
         f"<h1>{_text(folder.resolve().name)}</h1>",

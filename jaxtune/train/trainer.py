@@ -44,7 +44,6 @@ from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.programs import Engine, Programs
 from jaxtune.train.record import (
-    CONFIG,
     record_of,
     recorded_config,
     require_same_config,
@@ -54,13 +53,12 @@ from jaxtune.train.record import (
 )
 from jaxtune.train.results import Delivery
 from jaxtune.train.run import Profile, Run
+from jaxtune.train.run_folder import CHECKPOINTS, CONFIG
 from jaxtune.train.saving import Saver
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.trained_model import TrainedModel
-
-CHECKPOINTS = "checkpoints"
 
 
 class Trainer:

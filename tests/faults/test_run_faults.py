@@ -27,6 +27,7 @@ from jaxtune.train.config import (
 from jaxtune.train.config_file import config_to_yaml, load_config
 from jaxtune.train.metrics import read_metrics
 from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.programs import Engine
 from jaxtune.train.record import require_same_config
 from jaxtune.train.results import PROOF, read_result
 from jaxtune.train.saving import TrainingInterrupted
@@ -93,6 +94,31 @@ def test_the_same_command_again_is_a_complete_run(folder, capsys):
         in capsys.readouterr().out
     )
     assert contents(folder / "run") == before
+
+
+@pytest.mark.parametrize("saves", ["null", "4"])
+def test_a_finished_run_tells_its_result_again_without_work(folder, saves, monkeypatch, capsys):
+    def work(*_, **__):
+        raise AssertionError("it worked")
+
+    def told():
+        return [line for line in capsys.readouterr().out.splitlines() if "exact match" in line or " -> " in line]
+
+    shutil.rmtree(folder / "run")
+    asked = ["evaluation.exact_match_rows=2", "evaluation.at_start=true", "evaluation.max_new_tokens=2"]
+    asked.append(f"checkpoint.every_steps={saves}")
+    assert train(folder, *asked, "steps=4") == 0
+    result, before = told(), contents(folder / "run")
+    assert [line.partition(":")[0] for line in result if "exact" in line] == ["before training", "after training"]
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "exact_match", work)
+        patch.setattr(Engine, "fit", work)
+        patch.setattr(Engine, "evaluate", work)
+        assert train(folder, *asked, "steps=4") == 0
+    assert told() == result and contents(folder / "run") == before
+    shutil.rmtree(folder / "run" / "adapter")
+    assert train(folder, *asked, "steps=4") == 0  # made again; what was measured before training stays
+    assert contents(folder / "run")["results.json"] == before["results.json"]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "no proof", "torn proof", "foreign"])
