@@ -7,7 +7,6 @@ give the same file with any version of any library, and a test can compare it.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from html import escape
 
 _OURS, _THEIRS = "#2e5e8c", "#b9b9b9"
@@ -41,52 +40,32 @@ def sides(records: list[dict]) -> list[Side]:
     """Every program that trained Llama-3.1-8B with LoRA r=16 on 8 x 2,048 tokens, by the records.
 
     Args:
-      records: those of benchmarks/results: one `train/pair`, one `train/peers`, one `train/memory` with the cases
-        24gb and 10.8gb, and a `train/step` in bf16 of whole rows. Where there is a `train/hf_peft`, its cases of that
-        model, theirs and ours of one call, stand in place of the pair's and of the same ones of ours.
+      records: those of benchmarks/results: one `train/hf_peft` (theirs and ours of one call), one `train/peers`, one
+        `train/memory` with the case 10.8gb.
     """
     by_kind = {record.get("benchmark"): record for record in records}
-    pair, peers, cases = by_kind["train/pair"], by_kind["train/peers"], by_kind["train/memory"]["cases"]
-    [kept] = [
-        record for record in records
-        if record.get("benchmark") == "train/step" and record["shape"] == "llama-3.1-8b" and record["load_in"] is None
-        and (record["rows"], record["length"], record["documents"]) == (8, 2048, "full")
-    ]  # fmt: skip
-    tokens = pair["rows"] * pair["length"]
+    called, peers = by_kind["train/hf_peft"], by_kind["train/peers"]
+    least = by_kind["train/memory"]["cases"]["10.8gb"]
+    for record in (called, peers, least):
+        if (record["rows"], record["length"], record["adapter_rank"]) != (8, 2048, 16):
+            raise ValueError(f"{record['benchmark']}: not 8 rows of 2,048 tokens and a rank of 16")
     others = [
         Side(one["name"], one["load_in"], one["tokens_per_second"], one["peak_memory_gb"], one["recomputes"], False)
         for one in peers["peers"]
     ]
-    theirs = [
-        Side(
-            "Hugging Face + PEFT", None, tokens / statistics.median(pair["hf_peft_step_seconds"]),
-            pair["hf_peft_peak_gb"], "every layer" if pair["hf_peft_gradient_checkpointing"] == "on" else "nothing",
-            False,
-        )
-    ]  # fmt: skip
-    ours = [
-        # The speed is that of the session in which the other side ran, the memory that of the same program alone.
-        dataclasses.replace(
-            _ours(_ALL_MEMORY, kept), tokens_per_second=tokens / statistics.median(pair["ours_step_seconds"])
-        ),
-        _ours("jaxtune, memory.budget_gb=10.8", cases["10.8gb"]),
-        _ours(_IN_24GB, cases["24gb"]),
-    ]
-    for record in (peers, kept, cases["10.8gb"], cases["24gb"], by_kind.get("train/hf_peft", peers)):
-        same = [record.get(key, pair[key]) == pair[key] for key in ("shape", "rows", "length")]
-        if not all(same) or record["adapter_rank"] != 16:
-            raise ValueError(f"{record['benchmark']}: another shape, rows, length or rank than train/pair's")
-    called = _called(records)
-    theirs = [side for side in called if not side.ours] or theirs
-    again = {(side.name, side.load_in): side for side in called if side.ours}
-    ours = [again.pop((side.name, side.load_in), side) for side in ours]
-    found = [*theirs, *others, *again.values(), *ours]
+    in_call = _called(called)
+    ours = sorted((_ours("jaxtune, memory.budget_gb=10.8", least), *(s for s in in_call if s.ours)), key=_by_memory)
+    found = [*(side for side in in_call if not side.ours), *others, *ours]
     return [side for load_in in (None, "nf4") for side in found if side.load_in == load_in]
 
 
-def _called(records: list[dict]) -> list[Side]:
-    """The sides of one call of benchmarks/train/hf_peft.py, theirs first; none where it was not run."""
-    cases = next((record["cases"] for record in records if record.get("benchmark") == "train/hf_peft"), {})
+def _by_memory(side: Side) -> float:
+    return side.memory_gb
+
+
+def _called(record: dict) -> list[Side]:
+    """The sides of one call of benchmarks/train/hf_peft.py, theirs first."""
+    cases = record["cases"]
     return [
         Side(
             name, case["load_in"], case["tokens_per_second"], case["peak_memory_gb"], case["recomputes"],
@@ -142,14 +121,13 @@ def svg(found: list[Side]) -> str:
 
 def caption(found: list[Side], records: list[dict]) -> str:
     """What the picture's sides recompute, and where they were measured."""
-    [peers] = [record for record in records if record.get("benchmark") == "train/peers"]
+    by_kind = {record.get("benchmark"): record for record in records}
     parts = "; ".join(f"{_named(side)}: {side.recomputes}" for side in found)
-    called = _called(records)
-    together = ", ".join(_named(side) for side in called if side.ours)
-    beside = f"one call with {together or 'nothing of ours'}" if called else "the same session as ours"
+    together = ", ".join(_named(side) for side in _called(by_kind["train/hf_peft"]) if side.ours)
     return (
         f"Computed again in the backward, by side: {parts}. Recomputing saves memory and costs speed, so compare both "
-        f"columns. Unsloth was measured {peers['measured']}, Hugging Face + PEFT in {beside}. Weights are random."
+        f"columns. Unsloth was measured {by_kind['train/peers']['measured']}, Hugging Face + PEFT in one call with "
+        f"{together}. Weights are random."
     )
 
 
