@@ -8,13 +8,14 @@ the reference at its first use on a GPU (`first_use`): one that is wrong there i
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import hashlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -50,9 +51,12 @@ def compute_capability() -> tuple[int, int] | None:
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
-# (op, implementation, kind of call) -> why this GPU must not run it, or None: what `first_use` has found so far.
-first_uses: dict[tuple[str, str, str], str | None] = {}
+# (op, implementation, kind of call) -> why this GPU must not run it, or None: what `first_use` finds.
+first_uses: dict[tuple[str, str, str], Future[str | None]] = {}
 _first_use_lock = threading.Lock()
+_checkers = ThreadPoolExecutor(8, "first use")
+# What `lowered` is to wait for, of the checks that its traces asked for; None outside of it.
+_beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
 _FIRST_USE_BOUND = 0.02
 
@@ -63,6 +67,7 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
     Does nothing where no GPU is (interpreted kernels have their tests) or while compiling for another one. May be
     called while JAX traces: the comparison runs in a thread of its own, which knows of no trace, mesh or context.
+    Within `lowered` it is not waited for here.
 
     Args:
       call: what makes the kernel another one: dtype, head dim, ...
@@ -72,18 +77,54 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
         return None
     with _first_use_lock:
         if (op, name, call) not in first_uses:
-            passed, reason = _pass(op, name, call), None
-            if not passed.is_file():
-                with ThreadPoolExecutor(max_workers=1) as alone:
-                    reason = alone.submit(_difference, compare).result()
-            first_uses[op, name, call] = reason
-            if reason is None:
-                with contextlib.suppress(OSError):  # a cache that cannot be written costs the next start its time
-                    passed.parent.mkdir(parents=True, exist_ok=True)
-                    passed.touch()
-            else:
-                logger.error("%s: implementation %s is disabled for %s: it %s", op, name, call, reason)
-        return first_uses[op, name, call]
+            first_uses[op, name, call] = _checkers.submit(_checked, op, name, call, compare)
+        check = first_uses[op, name, call]
+    beside = _beside.get()
+    if beside is None or check.done():
+        return check.result()
+    beside.append(check)
+    return None
+
+
+def lowered[Lowered](lower: Callable[[], Lowered]) -> Lowered:
+    """What `lower` gives, a program that it traces and lowers; the checks of first uses run beside it.
+
+    Their kernels are taken as right until it ends, so that a start waits for the longest check and not for all of them,
+    of which a model of experts has a dozen. Where one fails then, everything is traced once more, without its kernel.
+    """
+    asked: list[Future[str | None]] = []
+    token = _beside.set(asked)
+    try:
+        program = lower()
+    except Exception:  # a kernel that fails its check may not even lower
+        if not _failed(asked):
+            raise
+    else:
+        if not _failed(asked):
+            return program
+    finally:
+        _beside.reset(token)
+    jax.clear_caches()  # of traces with a kernel that is refused now
+    return lower()
+
+
+def _failed(checks: list[Future[str | None]]) -> bool:
+    """Whether one did; waits for all."""
+    return any([check.result() is not None for check in checks])  # noqa: C419 - of a generator, not for all
+
+
+def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
+    passed = _pass(op, name, call)
+    if passed.is_file():
+        return None
+    reason = _difference(compare)
+    if reason is None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs the next start its time
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+    else:
+        logger.error("%s: implementation %s is disabled for %s: it %s", op, name, call, reason)
+    return reason
 
 
 def _pass(op: str, name: str, call: str) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -47,11 +48,34 @@ def interpreter() -> Any:
 def kernel(body, name: str, interpret=None, **options):
     """plgpu.kernel(body, **options), run by the interpreter where `interpret` has its parameters.
 
-    name: a scope of its own in op_names; jaxtune.profile knows by it what the kernel does.
+    Args:
+      body: a module's function, or a functools.partial of one. What that holds, and the options, are hashable or lists
+        and dictionaries of what is: they tell kernels apart.
+      name: a scope of its own in op_names; jaxtune.profile knows by it what the kernel does.
     """
     _name_modules_alike()
-    interpretation = {} if interpret is None else {"interpret": interpret}
-    return meshes.on_each_device(plgpu.kernel(body, kernel_name=name, **options, **interpretation))
+    if interpret is not None:  # not jitted: in a program of its own, the interpreter's callbacks hung
+        return meshes.on_each_device(plgpu.kernel(body, kernel_name=name, interpret=interpret, **options))
+    function, *given = (body.func, body.args, body.keywords) if isinstance(body, functools.partial) else (body,)
+    values, structure = jax.tree.flatten((given, options))
+    key = (function, name, structure, tuple((type(value), value) for value in values))
+    if key not in _traced_once:
+        _traced_once[key] = _jitted(plgpu.kernel(body, kernel_name=name, **options), name)
+    return meshes.on_each_device(_traced_once[key])
+
+
+# A step calls a kernel from several programs of layers: by which residuals they keep, forward, backward and computing
+# again. Traced at each call, it would be lowered at each, which took 60 % of a start's Python time: a model of experts
+# calls 18 kernels from 55 places. One jitted function has one trace for the same shapes, which is lowered once.
+_traced_once: dict[Hashable, Callable[..., Any]] = {}
+
+
+def _jitted(function, name: str) -> Callable[..., Any]:
+    def call(*operands):
+        return function(*operands)
+
+    call.__name__ = name
+    return jax.jit(call, inline=True)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtune import processes
 from jaxtune.models import collectives, partition
 from jaxtune.models.transfers import IN_FLIGHT
+from jaxtune.pallas import dispatch
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch, Batches, Rows
 from jaxtune.train.flops import sum_squared_documents
@@ -179,7 +180,8 @@ class Engine:
             with jax.set_mesh(self.mesh):
                 results = (self.program.shardings(state, where), unsummed, where)
                 update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
-                update = pool.submit(update.lower(state, sums).compile, compiler_options=self.options)
+                lowered = dispatch.lowered(functools.partial(update.lower, state, sums))
+                update = pool.submit(lowered.compile, compiler_options=self.options)
             if held_out is not None:
                 for program in steps:
                     lowered = self._lowered_of_rows(program.evaluate, where, state, frozen, held_out)
@@ -206,7 +208,8 @@ class Engine:
 
     def _lowered(self, function, out, arguments: tuple, **options):
         with partition.compiling(self.mesh):
-            return jax.jit(function, out_shardings=out, **options).lower(*arguments)
+            program = jax.jit(function, out_shardings=out, **options)
+            return dispatch.lowered(functools.partial(program.lower, *arguments))
 
     def _compiled(self, lowered):
         """Of `_lowered`; by any thread."""

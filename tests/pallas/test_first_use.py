@@ -1,5 +1,7 @@
 """A kernel is compared with the reference at its first use on a GPU; here the CPU says that it is one."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,42 @@ def test_it_runs_outside_of_whatever_is_being_traced(gpu):
         np.testing.assert_array_equal(jax.jit(mapped)(x), 2 * x)
     assert kernel.calls == 1
     assert "callback" not in str(jax.make_jaxpr(scanned)(x))
+
+
+def traced(kernels, ends=lambda: None):
+    """Of a program, lowered, that doubles by `wrong`, a kernel that triples, or by the first that is not refused."""
+
+    def double(x):
+        table = {name: lambda kernel=kernel, name=name: check(kernel, name) for name, kernel in kernels.items()}
+        name = dispatch.choose("op", {**table, "reference": lambda: None}, None)
+        if name == "unlowerable":
+            raise NotImplementedError
+        return x * (3 if name == "wrong" else 2)
+
+    program = jax.jit(lambda x: jax.jit(double)(x))
+
+    def lower():
+        found = program.lower(jnp.ones(2))
+        ends()
+        return found
+
+    return dispatch.lowered(lower).compile()(jnp.ones(2)).tolist()
+
+
+def test_a_programs_checks_run_while_it_is_traced(gpu):
+    """The check ends only after the trace that asks for it."""
+    ended, kernel = threading.Event(), Counted(lambda out: out if ended.wait(60) else [][0])
+    assert traced({"right": kernel}, ended.set) == [2, 2]
+    assert dispatch.record["op"] == ("right", {}) and kernel.calls == 1 and check(kernel, "right") is None
+
+
+@pytest.mark.parametrize("name", ["wrong", "unlowerable"])
+def test_a_program_is_traced_again_without_a_kernel_that_fails_meanwhile(gpu, name):
+    """Of the one in its place too, whose check begins then."""
+    wrong, other = Counted(lambda out: out * 1.5), Counted(lambda out: out * jnp.nan)
+    assert traced({name: wrong, "other": other}) == [2, 2]
+    assert dispatch.record["op"][0] == "reference" and dispatch.record["op"][1].keys() == {name, "other"}
+    assert (wrong.calls, other.calls) == (1, 1)
 
 
 def test_nothing_is_run_without_a_gpu_or_for_another_one(monkeypatch):
