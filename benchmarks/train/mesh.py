@@ -56,6 +56,7 @@ _LORA = ("llama-3.1-8b bf16 LoRA r=16", "--plan auto --steps 8")
 _FULL = ("llama-3.1-8b, all parameters, 8-bit AdamW", "--rank 0 --optim adamw_8bit --plan auto --steps 6")
 # 0.70 of what a card alone takes with 8 rows: divided states alone leave 0.79 of it, residuals are each GPU's own.
 _FULL_SMALL = (_FULL[0], _FULL[1] + " --budget-gb 73")
+_FULL_SHORT = (_FULL[0], _FULL[1] + " --budget-gb 47")  # and here with 2 rows
 _EXPERTS = (
     "qwen3-30b-a3b bf16 LoRA r=16 on attention and experts",
     "--shape qwen3-30b-a3b --optim adamw_8bit --plan auto --steps 6",
@@ -66,7 +67,9 @@ CASES = {  # what matters most, first
     "8b_full": Case(*_FULL, 8),
     "8b_full_fsdp": Case(*_FULL_SMALL, 8, "fsdp", "8b_full", 0.95, 0.70, profiled=True),
     "8b_full_short": Case(*_FULL, 2),
-    "8b_full_short_fsdp": Case(*_FULL, 2, "fsdp", "8b_full_short", 0.95, 0.70, profiled=True),
+    "8b_full_short_fsdp": Case(
+        _FULL[0], _FULL[1] + " --budget-gb 47", 2, "fsdp", "8b_full_short", 0.95, 0.70, profiled=True
+    ),
     "8b_lora": Case(*_LORA, 8),
     "8b_lora_fsdp": Case(*_LORA, 8, "fsdp", "8b_lora", 0.97, profiled=True),
     "8b_lora_data": Case(*_LORA, 8, "data", "8b_lora", 0.985, profiled=True),

@@ -75,6 +75,10 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
     if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
+        if more is not None:
+            # Else XLA may make one GEMM of several small weights that share x, and add their parts to the thin products
+            # instead: the output is then rounded before the adapter's part is added, which is mostly lost in it.
+            weight, x = optimization_barrier((weight, x))
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)
     if more is not None:

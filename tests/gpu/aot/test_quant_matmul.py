@@ -13,7 +13,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.adam8 import api as adam8
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
-from jaxtune.pallas.quant_matmul import fp8_product, line_matmul, mosaic, quant_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, line_matmul, mosaic, quant_matmul
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.programs import compiler_options
 from tests.gpu.aot.target import H200
@@ -180,3 +180,23 @@ def test_adam_is_one_kernel_that_updates_a_donated_state_in_place(shape, dtype, 
     assert not any(ptxas())
     registers = 128 * adam8.WARPGROUPS * -(-ptxas.registers // 8) * 8  # of a program
     assert 65536 // registers == 1  # of a multiprocessor, as its grid has
+
+
+@pytest.mark.parametrize("outs", [(512, 512, 512), (4096, 1024, 1024)])  # XLA would multiply small weights in one GEMM
+def test_an_adapters_part_is_added_before_the_output_is_rounded(outs):
+    """The adapter's product is the addend of the weight's GEMM, not the reverse: added to an output that is already
+    rounded to 16 bits, a part smaller than half a unit in its last place is lost."""
+    size, tokens = outs[0], 4096
+    loras = [LoraWeights(array(16, size, dtype=jnp.float32), array(out, 16, dtype=jnp.float32)) for out in outs]
+
+    program = compiled(
+        lambda x, weights, loras: quant_matmul(x, weights, loras),
+        array(tokens, size), [array(out, size) for out in outs], loras,
+        compiler_options=compiler_options("gpu", False),
+    )  # fmt: skip
+
+    text = program.as_text()
+    shapes = dict(re.findall(r"%([\w.-]+) = \(?(\w+\[[\d,]*\])", text))
+    added = [re.search(r"custom-call\(([^)]*)\)", line) for line in text.splitlines() if '"beta":1' in line]
+    firsts = [shapes[call.group(1).split(",")[0].strip(" %")] for call in added if call is not None]
+    assert firsts == [f"bf16[{tokens},{size}]"] * len(outs)
