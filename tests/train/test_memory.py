@@ -289,6 +289,25 @@ def test_the_choice_looks_at_few_whole_plans(parts_8b, monkeypatch):
     assert 0 < len(tried) <= splits * sizes_of_chunks * 2
 
 
+def test_the_best_pair_for_few_logits_is_the_best_for_more_while_it_fits(parts_8b):
+    of_layers, chunks, again = choice._best_layers(parts_8b, 16384, H200, None), (64, 523, 8384), 0
+    for gb in (8, 11, 12, 14, 20, 40, 200):
+        found = choice._best_pairs(parts_8b, of_layers, 1, chunks, H200, gb * 1e9, None)
+        alone = [choice._best_pair(parts_8b, of_layers, 1, chunk, H200, gb * 1e9, None) for chunk in chunks]
+        assert found == alone[: len(found)]
+        assert len(found) == 3 or min(one.peak_bytes for one in alone) == found[-1].peak_bytes > gb * 1e9
+        again += len({one.plan.residuals for one in found}) > 1
+    assert again
+
+
+def test_rows_that_others_beat_are_left_out():
+    rows = np.random.default_rng(0).integers(0, 6, (300, 3))
+    rows = np.concatenate([rows, 12 - rows.sum(1, keepdims=True) // 2], 1).astype(float)
+    kept = [i for i, row in enumerate(rows) if not any((one <= row).all() and (one < row).any() for one in rows)]
+    assert choice._unbeaten(rows) == kept
+    assert len({tuple(rows[i]) for i in kept}) < len(kept) < 200  # equal rows stay together
+
+
 def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:

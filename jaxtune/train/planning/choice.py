@@ -117,9 +117,9 @@ def choose(
         if fixed is not None:
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
-            for tile in (None, _tile_tokens(parts, config)):
+            for tile in dict.fromkeys((None, _tile_tokens(parts, config))):
                 table = _best_layers(parts, tokens, device, tile)
-                pairs = [_best_pair(parts, table, micro, chunk, device, budget, tile) for chunk in chunks]
+                pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile)
                 found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
     fitting = [one for one in found if one.peak_bytes <= budget]
     if not fitting:
@@ -145,6 +145,25 @@ def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:
         return None
     tile = next(size for size in range(_TILE_TOKENS, 0, -1) if parts.length % size == 0)
     return tile if tile >= _TILE_TOKENS // 8 else None
+
+
+def _best_pairs(parts, table, micro: int, chunks: Sequence[int], device, budget: float, tile) -> list[Forecast]:
+    """The best mixture for each number of tokens whose logits are there at a time, from the fewest on.
+
+    More of them only take more memory: the best mixture with fewer stays the best while it fits, and where none does,
+    none will with more.
+    """
+    found: list[Forecast] = []
+    for chunk in sorted(chunks):
+        if found:
+            same = forecast(parts, dataclasses.replace(found[-1].plan, chunk_tokens=chunk), device)
+            if same.peak_bytes <= budget:
+                found.append(same)
+                continue
+        found.append(_best_pair(parts, table, micro, chunk, device, budget, tile))
+        if found[-1].peak_bytes > budget:
+            break
+    return found
 
 
 def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None) -> Forecast:
@@ -196,11 +215,20 @@ def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerFore
     for plan in layer_plans(parts, device.link > 0):
         first.setdefault(of(plan), plan)
     table = [(plan, cost) for cost, plan in first.items()]
-    figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table]).T
-    # [i, j]: i is no worse than j in anything.
-    no_more = functools.reduce(np.logical_and, (figure[:, None] <= figure[None, :] for figure in figures))
-    beaten = (no_more & ~no_more.T).any(0)
-    return [entry for entry, worse in zip(table, beaten, strict=True) if not worse]
+    figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table])
+    return [table[i] for i in _unbeaten(figures)]
+
+
+def _unbeaten(figures: np.ndarray) -> list[int]:
+    """Of the rows of `figures` [rows, figures], those than which no other is no more in all and less in one."""
+    left = np.lexsort(figures.T)  # what beats a row stands before it
+    figures, found = figures[left], []
+    while left.size:
+        found.append(int(left[0]))
+        stay = (figures < figures[0]).any(1) | (figures == figures[0]).all(1)
+        stay[0] = False
+        left, figures = left[stay], figures[stay]
+    return sorted(found)
 
 
 class PlanError(ValueError):

@@ -8,11 +8,13 @@ tests/gpu/aot/test_memory.py checks and benchmarks/train/memory.py records.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 
 from jaxtune.models.layers.segment import Sizes
-from jaxtune.models.residual_plan import KEEP, LayerPlan
+from jaxtune.models.residual_plan import KEEP, PLACEMENTS, LayerPlan, Placement
 from jaxtune.train.planning.cost import LayerKind, StepCost, Work
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
@@ -131,20 +133,65 @@ def layer_forecasts(
 
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
 
+    # A plan is a few sets of residuals, by placement. Of each set there are far fewer than there are plans.
+    @functools.cache
+    def size(names: tuple[str, ...]) -> float:
+        return sum(whole[name] for name in names)
+
+    @functools.cache
+    def remade(dropped: tuple[str, ...], rounded: tuple[str, ...]) -> _Remade:
+        tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
+        return _remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], device, tiles)
+
+    @functools.cache
+    def travelling(offloaded: tuple[str, ...], tiles: int) -> tuple[float, float]:
+        return _travelling(parts, offloaded, whole, size(offloaded), seconds_of[tiles], device)
+
     def one(plan: LayerPlan) -> LayerForecast:
-        placements = {residual.name: plan.of(residual) for residual in parts.known}
-        tiles = most_tiles if all(placements[name] == "recompute" for name in parts.tiled) else 1
-        return _layer_forecast(parts, placements, whole, of_kinds, seconds_of[tiles], device, tiles)
+        names: dict[Placement, list[str]] = {how: [] for how in PLACEMENTS}
+        for residual in parts.known:
+            names[plan.of(residual)].append(residual.name)
+        kept, offloaded, dropped, rounded = (tuple(names[how]) for how in ("keep", "offload", "recompute", "fp8"))
+        hosted, again = size(offloaded), remade(dropped, rounded)
+        leaving, arriving = travelling(offloaded, again.tiles)
+        rounding = size(rounded) * (1 + 1 / parts.dtype.itemsize) / (device.copy * _DECODE_SHARE)  # or reading it again
+        seconds = seconds_of[again.tiles]
+        forward = sum(f for f, _ in seconds) + rounding + _LAYER_PASS_SECONDS
+        backward = sum(b for _, b in seconds) + again.seconds + rounding + 2 * _LAYER_PASS_SECONDS
+        link = hosted / (device.link or device.copy)
+        waits = [max(link - _COVER * s, 0.0) for s in (forward, backward)]
+        return LayerForecast(
+            kept=size(kept) + size(rounded) / parts.dtype.itemsize,  # a scale a token beside it is nothing
+            hosted=hosted,
+            leaving=leaving,
+            arriving=arriving,
+            work_forward=again.work_forward,
+            work=max(again.at_feed_forward + (hosted + arriving), again.at_mixer + 2 * hosted, 0.0),
+            forward=forward + waits[0] + _CARRY_LOSS * link,
+            backward=backward + waits[1] + _CARRY_LOSS * link,
+            recompute=again.seconds,
+            wait=sum(waits),
+        )
 
     return one
 
 
-def _layer_forecast(parts: StepCost, placements, whole, of_kinds, seconds, device, tiles) -> LayerForecast:
-    """whole: {residual: bytes}, of_kinds: the same of each kind of layer; seconds: (forward, backward) by segment."""
-    kept, hosted = (sum(whole[n] for n, placed in placements.items() if placed == how) for how in ("keep", "offload"))
-    rounded = sum(whole[n] for n, placed in placements.items() if placed == "fp8")
-    kept += rounded / parts.dtype.itemsize  # a scale a token beside it is nothing
-    dropped = frozenset(name for name, placed in placements.items() if placed == "recompute")
+@dataclasses.dataclass(frozen=True)
+class _Remade:
+    """What a layer's recomputed residuals cost: `seconds`; bytes at the feed-forward's and at the mixer's backward and
+    at the end of the forward, of the kind of layer that takes most, without what has come from the host. tiles: in how
+    many the layer runs."""
+
+    seconds: float
+    at_feed_forward: float
+    at_mixer: float
+    work_forward: float
+    tiles: int
+
+
+def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> _Remade:
+    """dropped, rounded: names of residuals that are computed again and that are kept in FP8; whole: {residual: bytes},
+    of_kinds: the same of each kind of layer; seconds: (forward, backward) by segment."""
 
     def in_tiles(sizes):
         return sizes | {name: sizes[name] / tiles for name in parts.tiled if name in sizes}
@@ -158,37 +205,30 @@ def _layer_forecast(parts: StepCost, placements, whole, of_kinds, seconds, devic
             recompute += share * once
             if segment.decodes_once:
                 recompute -= _decode_seconds(segment.work, device)
-    rounding = rounded * (1 + 1 / parts.dtype.itemsize) / (device.copy * _DECODE_SHARE)  # or reading it again
-    forward = sum(f for f, _ in seconds) + rounding + _LAYER_PASS_SECONDS
-    backward = sum(b for _, b in seconds) + recompute + rounding + 2 * _LAYER_PASS_SECONDS
-    link = hosted / (device.link or device.copy)
-    waits = [max(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
-    leaving, arriving = _travelling(parts, placements, whole, hosted, seconds, device)
-    work = work_forward = 0.0
+    at_feed_forward = at_mixer = -math.inf
+    work_forward = 0.0
     for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
         facts = Sizes(
             residuals=in_tiles(sizes),
-            # What is kept in FP8 is there anew in the backward, too.
-            recomputed=dropped | {name for name, placed in placements.items() if placed == "fp8"},
+            recomputed=frozenset((*dropped, *rounded)),  # what is kept in FP8 is there anew in the backward, too
             tiles=tiles,
             dtype=parts.dtype,
             length=parts.length,
             hopper=device.hopper,
         )
-        work = max(work, _backward_bytes(kind, facts, hosted + arriving, 2 * hosted))
+        moments = _backward_bytes(kind, facts)
+        at_feed_forward, at_mixer = max(at_feed_forward, moments[0]), max(at_mixer, moments[1])
         work_forward = max(work_forward, kind.block.mlp.forward_bytes(facts))
-    forward, backward = (s + w + _CARRY_LOSS * link for s, w in zip((forward, backward), waits, strict=True))
-    return LayerForecast(kept, hosted, leaving, arriving, work_forward, work, forward, backward, recompute, sum(waits))
+    return _Remade(recompute, at_feed_forward, at_mixer, work_forward, tiles)
 
 
-def _travelling(parts: StepCost, placements, whole, hosted: float, seconds, device) -> list[float]:
+def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
     """Bytes on their way at the feed-forward of the layer above: (forward, backward).
 
     Of what is offloaded, the largest leave first and come last: under the mixer, if they can.
     """
     travelling = [hosted, hosted]
-    offloaded = [name for name, placed in placements.items() if placed == "offload"]
-    offloaded.sort(key=lambda name: whole[name], reverse=True)
+    offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
     for direction in (0, 1):
         stages = [
             times[direction]
@@ -201,20 +241,17 @@ def _travelling(parts: StepCost, placements, whole, hosted: float, seconds, devi
                 break
             room -= whole[name]
             travelling[direction] -= whole[name]
-    return travelling
+    return travelling[0], travelling[1]
 
 
-def _backward_bytes(kind: LayerKind, sizes: Sizes, arrived: float, arrived_last: float) -> float:
-    """Bytes of what a layer recomputes and makes in its backward, and of what was offloaded.
-
-    arrived, arrived_last: bytes that have come from the host at the feed-forward's backward, and at the mixer's.
-    """
+def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
+    """Bytes of what a layer recomputes and makes in its backward: at the feed-forward's, and at the mixer's."""
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
     total = sum(dropped.values())
     mixer, feed_forward = kind.block.mixer, kind.block.mlp
     scratch = feed_forward.backward_bytes(sizes)
     if scratch.covers_mixer:
-        return scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total + arrived_last
+        return -math.inf, scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total
     first, *middle, last = kind.mixer_outputs
     at_feed_forward = total + scratch.own
     if not any(name in dropped for outputs in middle for name in outputs):  # then what these read is not made before
@@ -225,7 +262,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes, arrived: float, arrived_last:
     at_mixer += mixer.backward_bytes(sizes)
     if sizes.tiles > 1:
         at_mixer -= sum(dropped.get(name, 0.0) for name in last)
-    return max(at_feed_forward + scratch.around + arrived, at_mixer + arrived_last)
+    return at_feed_forward + scratch.around, at_mixer
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
