@@ -292,7 +292,7 @@ def test_the_choice_looks_at_few_whole_plans(parts_8b, monkeypatch):
 def test_the_best_pair_for_few_logits_is_the_best_for_more_while_it_fits(parts_8b):
     of_layers, chunks, again = choice._best_layers(parts_8b, 16384, H200, None), (64, 523, 8384), 0
     for gb in (8, 11, 12, 14, 20, 40, 200):
-        found = choice._best_pairs(parts_8b, of_layers, 1, chunks, H200, gb * 1e9, None)
+        found = choice._best_pairs(parts_8b, 1, chunks, H200, gb * 1e9, None)
         alone = [choice._best_pair(parts_8b, of_layers, 1, chunk, H200, gb * 1e9, None) for chunk in chunks]
         assert found == alone[: len(found)]
         assert len(found) == 3 or min(one.peak_bytes for one in alone) == found[-1].peak_bytes > gb * 1e9
@@ -330,6 +330,20 @@ def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     choose(dataclasses.replace(parts_8b, rows=1, length=longest), one, H200, 24e9)
     with pytest.raises(PlanError):
         choose(dataclasses.replace(parts_8b, rows=1, length=longest + 1024), one, H200, 24e9)
+
+
+def test_whether_a_row_fits_is_known_of_most_without_choosing(parts_8b):
+    config, sure = config_8b(rows_per_step=1, micro_batches=1), []
+    for device in (H200, dataclasses.replace(H200, host_bytes=2e9), find_device("NVIDIA GB10")):
+        for length in (8192, 32768, 65536, 131072, 262144, 524288):
+            row = dataclasses.replace(parts_8b, rows=1, length=length)
+            sure.append(choice._surely_fits(row, config, device, 24e9))
+            try:
+                choose(row, config, device, 24e9, choice._CHUNK_LOGITS[-1:])
+                assert sure[-1] is not False
+            except PlanError:
+                assert not sure[-1]
+    assert {True, False} <= set(sure) and sure.count(None) <= 2
 
 
 # ---- devices

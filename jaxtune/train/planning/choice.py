@@ -8,17 +8,17 @@ own figure checks it (planner.py).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import optax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Residual
-from jaxtune.models.residual_plan import LayerPlan, Placement, ResidualPlan
+from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, Placement, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, Device, with_fragments
@@ -34,10 +34,25 @@ from jaxtune.train.planning.plan import StepPlan, parse_residuals
 
 _TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
 _PLACED_ALONE = 7  # groups of residuals, at most, each with a placement of its own
+_ROWS = 64  # of a table of pairs at a time: they stay in the processor's cache
 _CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
-def layer_plans(parts: StepCost, offload: bool) -> tuple[LayerPlan, ...]:
+class LayerPlans(Sequence[LayerPlan]):
+    """Plans for one layer, made as they are asked for. placed: int[plans, known], indices into PLACEMENTS."""
+
+    def __init__(self, known: tuple[Residual, ...], placed: np.ndarray):
+        self._known, self.placed = known, placed
+
+    def __len__(self) -> int:
+        return len(self.placed)
+
+    def __getitem__(self, index: Any) -> LayerPlan:
+        hows = (PLACEMENTS[at] for at in self.placed[index])
+        return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
+
+
+def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
     """The plans to choose from, each for one layer: residuals that are decided together have one placement.
 
     Of many groups the largest are placed each alone and the small ones all alike: what little they hold is not worth
@@ -53,27 +68,22 @@ def layer_plans(parts: StepCost, offload: bool) -> tuple[LayerPlan, ...]:
         free.sort(key=lambda group: sum(parts.residuals[r.name] for r in group), reverse=True)
         bound = [group for group in groups if group not in free]
         groups = [*bound, *free[:_PLACED_ALONE], [r for group in free[_PLACED_ALONE:] for r in group]]
-    return _placed(parts.known, tuple(tuple(group) for group in groups), offload)
 
-
-@functools.cache
-def _placed(
-    known: tuple[Residual, ...], groups: tuple[tuple[Residual, ...], ...], offload: bool
-) -> tuple[LayerPlan, ...]:
-    def placements(group: tuple[Residual, ...]) -> list[Placement]:
+    def placements(group: list[Residual]) -> list[int]:
         possible: dict[Placement, bool] = {
             "keep": True,
             "fp8": all(r.in_fp8 for r in group),
             "offload": offload,
             "recompute": all(r.recomputable for r in group),
         }
-        return [how for how, can in possible.items() if can]
+        return [PLACEMENTS.index(how) for how, can in possible.items() if can]
 
-    plans = []
-    for chosen in itertools.product(*map(placements, groups)):
-        named: dict[str, Placement] = {r.name: how for group, how in zip(groups, chosen, strict=True) for r in group}
-        plans.append(LayerPlan(**named).resolved(known))
-    return tuple(plans)
+    chosen = np.array(list(itertools.product(*map(placements, groups))))
+    placed = np.full((len(chosen), len(parts.known)), PLACEMENTS.index("keep"))
+    for at, group in enumerate(groups):
+        for residual in group:
+            placed[:, parts.known.index(residual)] = chosen[:, at]
+    return LayerPlans(parts.known, placed)
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
@@ -105,26 +115,28 @@ def choose(
             f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory, "
             f"of which {device.host_bytes / 1e9:.1f} GB may be pinned; use optim.name=adamw_8bit, or unset it"
         )
-    # What residuals may take of it.
-    device = dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
+    device = _beside_states(parts, device)
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
-        tokens = parts.rows / micro / parts.devices * parts.length
         # No more logits at a time than there are tokens, and no more sizes than make a difference.
-        chunks = sorted({max(1, min(int(tokens), count // parts.vocab_size)) for count in chunk_logits})
+        chunks = sorted({max(1, min(int(_tokens(parts, micro)), count // parts.vocab_size)) for count in chunk_logits})
         if fixed is not None:
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
             for tile in dict.fromkeys((None, _tile_tokens(parts, config))):
-                table = _best_layers(parts, tokens, device, tile)
-                pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile)
+                pairs = _best_pairs(parts, micro, chunks, device, budget, tile)
                 found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
     fitting = [one for one in found if one.peak_bytes <= budget]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
     return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
+
+
+def _beside_states(parts: StepCost, device: Device) -> Device:
+    """The device with as much of its host's memory as residuals may take."""
+    return dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
@@ -147,14 +159,15 @@ def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:
     return tile if tile >= _TILE_TOKENS // 8 else None
 
 
-def _best_pairs(parts, table, micro: int, chunks: Sequence[int], device, budget: float, tile) -> list[Forecast]:
-    """The best mixture for each number of tokens whose logits are there at a time, from the fewest on.
+def _best_pairs(parts, micro: int, chunks: Sequence[int], device, budget: float, tile) -> list[Forecast]:
+    """The best mixture for each number of tokens whose logits are there at a time; chunks: these, the fewest first.
 
     More of them only take more memory: the best mixture with fewer stays the best while it fits, and where none does,
     none will with more.
     """
+    table = _best_layers(parts, _tokens(parts, micro), device, tile)
     found: list[Forecast] = []
-    for chunk in sorted(chunks):
+    for chunk in chunks:
         if found:
             same = forecast(parts, dataclasses.replace(found[-1].plan, chunk_tokens=chunk), device)
             if same.peak_bytes <= budget:
@@ -166,68 +179,79 @@ def _best_pairs(parts, table, micro: int, chunks: Sequence[int], device, budget:
     return found
 
 
+def _tokens(parts: StepCost, micro: int) -> float:
+    """Of a micro-batch, on one device."""
+    return parts.rows / micro / parts.devices * parts.length
+
+
 def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None) -> Forecast:
     """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
-    longest, and one for the rest; the smallest mixture where none fits."""
+    longest, and one for the rest; the smallest mixture where none fits. table: of _best_layers."""
     count = parts.num_layers
-    tokens = parts.rows / micro / parts.devices * parts.length
-    head = head_forecast(parts, chunk_tokens, tokens, device)
-    kept, hosted, leaving, arriving, work_forward, work, seconds = np.array(
-        [
-            (f.kept, f.hosted, GAPS * f.leaving, f.arriving, f.work_forward, f.work, f.forward + f.backward)
-            for _, f in table
-        ]
-    ).T
-    work, forward = work + parts.head_gradient_bytes, hosted + work_forward
+    plans, of = table
+    head = head_forecast(parts, chunk_tokens, _tokens(parts, micro), device)
+    kept, hosted, leaving, arriving = of.kept, of.hosted, GAPS * of.leaving, of.arriving
+    seconds = of.forward + of.backward
+    work, forward = of.work + parts.head_gradient_bytes, hosted + of.work_forward
     budget -= parts.fixed_bytes(micro) + parts.cast_bytes
-    # Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
-    last_work = work + np.maximum(arriving[:, None] - arriving[None, :], 0.0)
-    over = count * kept + np.maximum(np.maximum(head[0] + hosted, forward + leaving), last_work) - budget
-    saved = kept[None, :] - kept[:, None]  # by one layer more under the first plan
-    with np.errstate(divide="ignore", invalid="ignore"):
-        number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
-    number = np.clip(number, 0, count)
-    rest = count - number
-    residuals = number * kept[:, None] + rest * kept[None, :]
-    last_work = np.where(rest > 0, last_work, 0.0)
-    last_hosted = np.where(rest > 0, hosted[None, :], hosted[:, None])
-    first_peak = np.where(number > 0, number * kept[:, None] + work[:, None], 0.0)
-    last_forward = np.where(rest > 0, forward[None, :], forward[:, None])
-    last_forward += np.where(rest > 1, leaving[None, :], leaving[:, None])  # of the layer before the last
-    last_moments = np.maximum(np.maximum(head[0] + last_hosted, last_forward), last_work)
-    peak = np.maximum(residuals + last_moments, first_peak)
-    time = number * seconds[:, None] + rest * seconds[None, :]
-    fits = (peak <= budget) & (number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes)
-    order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf)
-    if not fits.any():
-        allowed = number * hosted[:, None] + rest * hosted[None, :] <= device.host_bytes
-        order = np.where(allowed, peak, np.inf)
-    first, last = np.unravel_index(int(np.argmin(order)), order.shape)
-    first_layers = int(number[first, last])
-    layers = (table[first][0],) * first_layers + (table[last][0],) * (count - first_layers)
+
+    def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
+        """Of mixtures that begin with these plans: (none fits, seconds or bytes, first layers, their plan, the rest's).
+
+        Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
+        """
+        last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
+        over = count * kept + np.maximum(np.maximum(head[0] + hosted, forward + leaving), last_work) - budget
+        saved = kept[None, :] - kept[rows, None]  # by one layer more under the first plan
+        with np.errstate(divide="ignore", invalid="ignore"):
+            number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
+        number = np.clip(number, 0, count)
+        rest = count - number
+        residuals = number * kept[rows, None] + rest * kept[None, :]
+        last_work = np.where(rest > 0, last_work, 0.0)
+        last_hosted = np.where(rest > 0, hosted[None, :], hosted[rows, None])
+        first_peak = np.where(number > 0, number * kept[rows, None] + work[rows, None], 0.0)
+        last_forward = np.where(rest > 0, forward[None, :], forward[rows, None])
+        last_forward += np.where(rest > 1, leaving[None, :], leaving[rows, None])  # of the layer before the last
+        last_moments = np.maximum(np.maximum(head[0] + last_hosted, last_forward), last_work)
+        peak = np.maximum(residuals + last_moments, first_peak)
+        time = number * seconds[rows, None] + rest * seconds[None, :]
+        allowed = number * hosted[rows, None] + rest * hosted[None, :] <= device.host_bytes
+        fits = (peak <= budget) & allowed
+        found = bool(fits.any())
+        order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf) if found else np.where(allowed, peak, np.inf)
+        first, last = np.unravel_index(int(np.argmin(order)), order.shape)
+        return not found, float(order[first, last]), int(number[first, last]), int(first) + rows.start, int(last)
+
+    starts = range(0, len(plans), _ROWS)
+    found = (best_of(slice(start, start + _ROWS)) for start in starts)
+    _, _, number, first, last = min(found, key=lambda best: best[:2])
+    layers = (plans[first],) * number + (plans[last],) * (count - number)
     return forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
 
 
-def _best_layers(parts, tokens, device, tile) -> list[tuple[LayerPlan, LayerForecast]]:
-    """The layer plans that no other beats in memory kept, memory at work and time at once."""
-    of = layer_forecasts(parts, tokens, device, tile)
-    first: dict[LayerForecast, LayerPlan] = {}  # of those that cost the same: half of them
-    for plan in layer_plans(parts, device.link > 0):
-        first.setdefault(of(plan), plan)
-    table = [(plan, cost) for cost, plan in first.items()]
-    figures = np.array([(f.kept, f.work, f.forward + f.backward, f.hosted) for _, f in table])
-    return [table[i] for i in _unbeaten(figures)]
+def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
+    """The layer plans that no other beats in memory kept, memory at work and time at once, and what they cost."""
+    plans = layer_plans(parts, device.link > 0)
+    of = layer_forecasts(parts, plans.placed, tokens, device, tile)
+    # Of those that cost the same, the first: half of them.
+    different = np.sort(np.unique(np.stack(list(vars(of).values()), 1), axis=0, return_index=True)[1])
+    figures = np.stack([of.kept, of.work, of.forward + of.backward, of.hosted], 1)[different]
+    best = different[_unbeaten(figures)]
+    return LayerPlans(parts.known, plans.placed[best]), of.at(best)
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
     """Of the rows of `figures` [rows, figures], those than which no other is no more in all and less in one."""
-    left = np.lexsort(figures.T)  # what beats a row stands before it
-    figures, found = figures[left], []
+    left = np.lexsort(figures.T)  # what beats a row stands before it, and rows that are alike together
+    columns, found = figures.T[:, left], []
     while left.size:
-        found.append(int(left[0]))
-        stay = (figures < figures[0]).any(1) | (figures == figures[0]).all(1)
-        stay[0] = False
-        left, figures = left[stay], figures[stay]
+        first, alike = columns[:, 0], 1
+        while alike < left.size and (columns[:, alike] == first).all():
+            alike += 1
+        found += left[:alike].tolist()
+        stay = np.logical_or.reduce([column < least for column, least in zip(columns, first, strict=True)])
+        left, columns = left[stay], columns.compress(stay, axis=1)
     return sorted(found)
 
 
@@ -317,12 +341,41 @@ def minimum_bytes(parts: StepCost, config: TrainConfig, device: Device) -> float
         return error.smallest.peak_bytes
 
 
+def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
+    """Whether some plan of one micro-batch fits, where it need not be chosen to know: one plan for all layers does, or
+    the least bytes of layers under any plans are too many. None: one must look.
+
+    Bytes on the host have a price in bytes on the device (a Lagrange multiplier): what mixtures that the host has room
+    for keep is, at any price, no less than the least of both together, less what that room costs.
+    """
+    count, device = parts.num_layers, _beside_states(parts, device)
+    chunk = max(1, min(int(_tokens(parts, 1)), _CHUNK_LOGITS[-1] // parts.vocab_size))
+    head, _ = head_forecast(parts, chunk, _tokens(parts, 1), device)
+    plans, room = layer_plans(parts, device.link > 0), budget - parts.fixed_bytes(1) - parts.cast_bytes
+    sure: bool | None = False
+    for tile in dict.fromkeys((_tile_tokens(parts, config), None)):
+        of = layer_forecasts(parts, plans.placed, _tokens(parts, 1), device, tile)
+        own = np.maximum(np.maximum(head, of.work_forward) + of.hosted, of.work + parts.head_gradient_bytes)
+        alike = count * of.kept + np.maximum(own, of.hosted + of.work_forward + GAPS * of.leaving)
+        plan = plans[int(np.where(count * of.hosted <= device.host_bytes, alike, np.inf).argmin())]
+        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk)
+        if forecast(parts, uniform, device).peak_bytes <= budget:
+            return True
+        prices = np.array([[0.0], [0.5], [1.0], [2.0]])
+        layer = of.kept + prices * of.hosted
+        least = (count - 1) * layer.min(1) + (layer + own).min(1) - prices[:, 0] * device.host_bytes
+        sure = None if least.max() <= room else sure
+    return sure
+
+
 def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
     """The longest single row, in tokens, a multiple of `step`, with which some plan fits; 0 if none does."""
 
     def fits(length: int) -> bool:
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
         one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
+        if config.memory.plan is None and (sure := _surely_fits(row, one, device, budget_bytes)) is not None:
+            return sure
         try:
             choose(row, one, device, budget_bytes, _CHUNK_LOGITS[-1:])  # the fewest logits at a time
         except PlanError:

@@ -8,13 +8,15 @@ tests/gpu/aot/test_memory.py checks and benchmarks/train/memory.py records.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
 
 from jaxtune.models.layers.segment import Sizes
-from jaxtune.models.residual_plan import KEEP, PLACEMENTS, LayerPlan, Placement
+from jaxtune.models.residual_plan import KEEP, PLACEMENTS, LayerPlan
 from jaxtune.train.planning.cost import LayerKind, StepCost, Work
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
@@ -39,6 +41,9 @@ _MICRO_BATCH_SECONDS = 6e-3
 _COLLECTIVE_LOSS = 0.95
 
 
+type Figure = Any  # a float, or an array of one for each plan
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
     """A layer under a LayerPlan for one micro-batch, in bytes and seconds.
@@ -49,16 +54,20 @@ class LayerForecast:
     lost: seconds of recomputation and of waits for the link, part of forward + backward.
     """
 
-    kept: float
-    hosted: float
-    leaving: float
-    arriving: float
-    work_forward: float
-    work: float
-    forward: float
-    backward: float
-    recompute: float
-    wait: float
+    kept: Figure
+    hosted: Figure
+    leaving: Figure
+    arriving: Figure
+    work_forward: Figure
+    work: Figure
+    forward: Figure
+    backward: Figure
+    recompute: Figure
+    wait: Figure
+
+    def at(self, index: Any) -> LayerForecast:
+        """Of those plans, where these are arrays."""
+        return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +120,14 @@ def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
     """What the mean layer costs for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
-    return layer_forecasts(parts, tokens, device, tile_tokens)(plan)
+    placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
+    return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
 
 def layer_forecasts(
-    parts: StepCost, tokens: float, device: Device, tile_tokens: int | None
-) -> Callable[[LayerPlan], LayerForecast]:
-    """layer_forecast of any plan: what does not depend on the plan is computed once."""
+    parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
+) -> LayerForecast:
+    """layer_forecast of many plans; placed: int[plans, parts.known], indices into PLACEMENTS."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -133,65 +143,62 @@ def layer_forecasts(
 
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
 
-    # A plan is a few sets of residuals, by placement. Of each set there are far fewer than there are plans.
-    @functools.cache
-    def size(names: tuple[str, ...]) -> float:
-        return sum(whole[name] for name in names)
+    # A plan is a few sets of residuals, by placement, as bits. Of each set there are far fewer than there are plans.
+    count = len(parts.known)
+    bits = 2 ** np.arange(count)
+    kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
 
-    @functools.cache
-    def remade(dropped: tuple[str, ...], rounded: tuple[str, ...]) -> _Remade:
+    def names(mask: int) -> tuple[str, ...]:
+        return tuple(residual.name for at, residual in enumerate(parts.known) if mask >> at & 1)
+
+    def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
+        """function(mask) of each: [plans, ...]."""
+        values, where = np.unique(masks, return_inverse=True)
+        return np.array([function(int(mask)) for mask in values])[where]
+
+    def size(mask: int) -> float:
+        return sum(whole[name] for name in names(mask))
+
+    def remade(mask: int) -> tuple[float, ...]:
+        dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
-        return _remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], device, tiles)
+        return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], device, tiles), tiles
 
-    @functools.cache
-    def travelling(offloaded: tuple[str, ...], tiles: int) -> tuple[float, float]:
-        return _travelling(parts, offloaded, whole, size(offloaded), seconds_of[tiles], device)
+    def travelling(mask: int) -> tuple[float, float]:
+        seconds = seconds_of[most_tiles if mask >> count else 1]
+        return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
 
-    def one(plan: LayerPlan) -> LayerForecast:
-        names: dict[Placement, list[str]] = {how: [] for how in PLACEMENTS}
-        for residual in parts.known:
-            names[plan.of(residual)].append(residual.name)
-        kept, offloaded, dropped, rounded = (tuple(names[how]) for how in ("keep", "offload", "recompute", "fp8"))
-        hosted, again = size(offloaded), remade(dropped, rounded)
-        leaving, arriving = travelling(offloaded, again.tiles)
-        rounding = size(rounded) * (1 + 1 / parts.dtype.itemsize) / (device.copy * _DECODE_SHARE)  # or reading it again
-        seconds = seconds_of[again.tiles]
-        forward = sum(f for f, _ in seconds) + rounding + _LAYER_PASS_SECONDS
-        backward = sum(b for _, b in seconds) + again.seconds + rounding + 2 * _LAYER_PASS_SECONDS
-        link = hosted / (device.link or device.copy)
-        waits = [max(link - _COVER * s, 0.0) for s in (forward, backward)]
-        return LayerForecast(
-            kept=size(kept) + size(rounded) / parts.dtype.itemsize,  # a scale a token beside it is nothing
-            hosted=hosted,
-            leaving=leaving,
-            arriving=arriving,
-            work_forward=again.work_forward,
-            work=max(again.at_feed_forward + (hosted + arriving), again.at_mixer + 2 * hosted, 0.0),
-            forward=forward + waits[0] + _CARRY_LOSS * link,
-            backward=backward + waits[1] + _CARRY_LOSS * link,
-            recompute=again.seconds,
-            wait=sum(waits),
-        )
-
-    return one
+    again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
+    leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
+    hosted, in_fp8 = of_sets(offloaded, size), of_sets(rounded, size)
+    rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize) / (device.copy * _DECODE_SHARE)  # or reading it again
+    once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
+    forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
+    forward = forward + rounding + _LAYER_PASS_SECONDS
+    backward = backward + again + rounding + 2 * _LAYER_PASS_SECONDS
+    link = hosted / (device.link or device.copy)
+    waits = [np.maximum(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
+    return LayerForecast(
+        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize,  # a scale a token beside it is nothing
+        hosted=hosted,
+        leaving=leaving,
+        arriving=arriving,
+        work_forward=work_forward,
+        work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving), at_mixer + 2 * hosted), 0.0),
+        forward=forward + waits[0] + _CARRY_LOSS * link,
+        backward=backward + waits[1] + _CARRY_LOSS * link,
+        recompute=again,
+        wait=waits[0] + waits[1],
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Remade:
-    """What a layer's recomputed residuals cost: `seconds`; bytes at the feed-forward's and at the mixer's backward and
-    at the end of the forward, of the kind of layer that takes most, without what has come from the host. tiles: in how
-    many the layer runs."""
+def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> tuple[float, ...]:
+    """What a layer's recomputed residuals cost: seconds; and of the kind of layer that takes most, without what has
+    come from the host, bytes at the feed-forward's backward, at the mixer's, and at the end of the forward.
 
-    seconds: float
-    at_feed_forward: float
-    at_mixer: float
-    work_forward: float
-    tiles: int
-
-
-def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> _Remade:
-    """dropped, rounded: names of residuals that are computed again and that are kept in FP8; whole: {residual: bytes},
-    of_kinds: the same of each kind of layer; seconds: (forward, backward) by segment."""
+    dropped, rounded: names of residuals that are computed again and that are kept in FP8; whole: {residual: bytes},
+    of_kinds: the same of each kind of layer; seconds: (forward, backward) by segment.
+    """
 
     def in_tiles(sizes):
         return sizes | {name: sizes[name] / tiles for name in parts.tiled if name in sizes}
@@ -219,7 +226,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
         moments = _backward_bytes(kind, facts)
         at_feed_forward, at_mixer = max(at_feed_forward, moments[0]), max(at_mixer, moments[1])
         work_forward = max(work_forward, kind.block.mlp.forward_bytes(facts))
-    return _Remade(recompute, at_feed_forward, at_mixer, work_forward, tiles)
+    return recompute, at_feed_forward, at_mixer, work_forward
 
 
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
