@@ -2,8 +2,9 @@
 
 Each writes what the template of its family's chat models writes, with `{% generation %}` around what is trained: a
 response and the token that ends its turn. A BOS is written where the family's own template writes one; in training no
-row has two (RowEncoder). Differences: no date is looked up (the one of Llama's first template with a date stands), and
-phi-4 has no system message of its own. Mistral's is that of its tokenizer of version 3 and later ones.
+row has two (RowEncoder). Differences: no date is looked up (the one of Llama's first template with a date stands, and
+for gpt-oss the day of its release), phi-4 has no system message of its own, and gpt-oss no tools. Mistral's is that of
+its tokenizer of version 3 and later ones.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _MARKS = {
     "phi-3": ("<|user|>", "<|assistant|>", "<|end|>"),
     "phi-4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
     "mistral": ("[INST]", "[/INST]", "</s>"),
+    "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
 }
 PACKAGED = {name: Packaged(name, marks) for name, marks in _MARKS.items()}
 

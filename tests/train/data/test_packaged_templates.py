@@ -66,6 +66,7 @@ REFERENCES = {
     # The reference is of Phi-4-reasoning, which has a system message of its own where there is none.
     "phi-4": ("phi_4", "phi-4", "tool|calls|turn|question|thoughts"),
     "mistral": ("mistral_v3_spm", "mistral-7b-v0.3", ""),
+    "gpt-oss": ("gptoss", "gpt-oss", "tool|calls"),
 }
 
 
@@ -91,6 +92,7 @@ def test_it_writes_what_the_familys_template_writes(test_data, name):
     reference, folder, left_out = REFERENCES[name]
     tokenizer = tokenizer_of(name, folder, test_data)
     theirs = (test_data / "chat_templates" / f"{reference}.jinja").read_text(encoding="utf-8")
+    theirs = theirs.replace('strftime_now("%Y-%m-%d")', "'2025-08-05'")
     ours = resolve_template(tokenizer, name)
     compared = 0
     for title, (chat, tools) in CHATS.items():
@@ -112,13 +114,29 @@ def test_every_response_is_found_with_its_end(test_data, name):
     encoded = RowEncoder(tokenizer, template=name).encode([Example(messages=chat)])[0]
     assert not isinstance(encoded, RowError), encoded
     end = PACKAGED[name].marks[-1]
-    before = "<think>\n\n</think>\n\n" if name == "qwen-3" else ""
-    found = [text.replace(" ", "") for text in spans(tokenizer, encoded.tokens, encoded.mask)]
-    assert found == [f"Abot.{end}", f"{before}Yes,\n\nreally.{end}"]
+    first, last = f"Abot.{end}", f"Yes,\n\nreally.{end}"
+    if name == "qwen-3":
+        last = f"<think>\n\n</think>\n\n{last}"
+    if name == "gpt-oss":
+        first, last = "<|channel|>final<|message|>Abot.<|end|>", f"<|channel|>final<|message|>{last}"
+    assert [text.replace(" ", "") for text in spans(tokenizer, encoded.tokens, encoded.mask)] == [first, last]
     assert (encoded.responses, encoded.ended) == (2, 2)
     bos = tokenizer.bos_token_id
     wrote = "bos_token" in PACKAGED[name].text
     assert [int(token) for token in encoded.tokens].count(bos) == (1 if wrote and bos is not None else 0)
+
+
+def test_what_gpt_oss_thought_and_its_tools(test_data):
+    """A thought is trained with the answer that it led to, where that is the last; tools are its own template's."""
+    tokenizer = tokenizer_of("gpt-oss", "gpt-oss", test_data)
+    theirs = (test_data / "chat_templates/gptoss.jinja").read_text(encoding="utf-8")
+    ours = resolve_template(tokenizer, "gpt-oss")
+    chat = [user("A?"), answer("B") | {"thinking": "hm"}, user("C?"), answer("D") | {"thinking": "so"}]
+    expected = rendered(tokenizer, theirs.replace('strftime_now("%Y-%m-%d")', "'2025-08-05'"), chat, None)
+    assert rendered(tokenizer, ours, chat, None) == expected and "so" in expected and "hm" not in expected
+    assert rendered(tokenizer, ours, USE, TOOLS) is rendered(tokenizer, ours, USE, None) is None
+    thought = [user("A?"), answer("<|channel|>analysis<|message|>hm")]
+    assert rendered(tokenizer, ours, thought, None) is None
 
 
 def test_a_tokenizer_without_the_marks_is_told_which_it_lacks():
