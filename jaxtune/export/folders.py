@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models import hf, shards
+from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import require_space
 from jaxtune.models.lora import experts
-from jaxtune.models.model_folder import weight_entries
+from jaxtune.models.model_folder import read_config, weight_entries
 from jaxtune.models.quant import dequantize, is_quantized, quantize, stored_in
+from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import MXFP4, dense
 
 
@@ -97,12 +99,13 @@ def write_planned(
     require_space(folder, hf.checkpoint_bytes(planned))
     hf.write_checkpoint(folder, planned, hf.hf_config_of(model, tokenizer) | (extra or {}), max_shard_bytes)
     hf.write_companions(folder, model, tokenizer)
-    verify(folder, planned, loads)
+    verify(folder, planned, model.config, loads)
     return []
 
 
-def verify(folder: Path, planned: hf.Planned, loads: bool = True) -> None:
-    """Reads a folder and compares every byte of every tensor with the model's, and the tensors with config.json.
+def verify(folder: Path, planned: hf.Planned, config: DecoderConfig, loads: bool = True) -> None:
+    """Reads a folder and compares what config.json says, and every byte of every tensor, with the model's: what is
+    computed of them, and so its logits, are the same.
 
     loads: whether jaxtune loads such folders itself, so that tensors are compared with config.json.
 
@@ -110,8 +113,13 @@ def verify(folder: Path, planned: hf.Planned, loads: bool = True) -> None:
       ArithmeticError: something is not as it was meant.
     """
     try:
+        said = text_config(read_config(folder))
         if loads:
             hf.Pretrained(folder)
+        else:
+            said.pop("quantization_config")
+        if config_from_hf(said) != config:
+            raise ArithmeticError("config.json, read back, says another model than this one")
         entries = weight_entries(folder)
         wanted = {name: part for parts in planned.values() for name, part in parts.items()}
         wrong = sorted(wanted.keys() ^ entries.keys())

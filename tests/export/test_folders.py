@@ -140,7 +140,7 @@ def test_mxfp4_rounds_to_the_nearest_number_of_the_better_scale():
         MXFP4.encode(jnp.zeros((2, 48)))
 
 
-@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "adapter"])
+@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "mxfp4", "adapter"])
 def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch):
     module, name = (adapters, "write_adapter") if to == "adapter" else (hf, "write_checkpoint")
     real = getattr(module, name)
@@ -153,9 +153,19 @@ def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch)
         file.write_bytes(data)
 
     monkeypatch.setattr(module, name, write_and_flip)
-    wide = dict(hidden_size=128, intermediate_size=256) if to == "w4a16" else {}
+    name, wide = ("gpt_oss", dict(hidden_size=64, intermediate_size=64)) if to == "mxfp4" else ("qwen2", {})
+    wide = dict(hidden_size=128, intermediate_size=256) if to == "w4a16" else wide
     with pytest.raises(ArithmeticError, match="read back"):
-        api.export_model(adapted_model(made("qwen2", **wide), r=2), tmp_path / "out", to)
+        api.export_model(adapted_model(made(name, **wide), r=2), tmp_path / "out", to)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["merged", "w4a16"])
+def test_a_config_of_another_model_is_noticed(to, tmp_path, monkeypatch):
+    real = hf.hf_config_of
+    monkeypatch.setattr(hf, "hf_config_of", lambda *rest: real(*rest) | {"rms_norm_eps": 0.5})
+    with pytest.raises(ArithmeticError, match=r"config.json, read back, says another model"):
+        api.export_model(made("qwen2", hidden_size=128, intermediate_size=256), tmp_path / "out", to)
     assert not any(tmp_path.iterdir())
 
 
@@ -251,6 +261,7 @@ def test_verify_names_what_is_missing(tmp_path):
     model = made("qwen2")
     planned = hf.checkpoint_tensors(model)
     hf.write_checkpoint(tmp_path, planned, hf.hf_config_of(model), 10**9)
-    folders.verify(tmp_path, planned)
+    folders.verify(tmp_path, planned, model.config)
     with pytest.raises(ArithmeticError, match="not as the model has it: lm_head.weight"):
-        folders.verify(tmp_path, planned | {"lm_head.weight": {"lm_head.weight": ((1,), np.dtype(np.uint8), None)}})
+        wrong = {"lm_head.weight": {"lm_head.weight": ((1,), np.dtype(np.uint8), None)}}
+        folders.verify(tmp_path, planned | wrong, model.config)
