@@ -25,6 +25,7 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.sampling import Kind, Numbers, Sampling, filtered, penalised
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout
+from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
 _SMALLEST_LENGTH = 16  # of a bucket of prompts or of new tokens
 _STEPS_BETWEEN_LOOKS = 16  # tokens between looks for stop strings; what a row has past one is dropped
@@ -58,6 +59,7 @@ def generate(
     streamer: Callable[[int, list[int]], None] | None = None,
     eos_token_ids: int | Sequence[int] | None = None,
     output_logprobs: bool = False,
+    deterministic: bool = False,
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
     """Continues each prompt.
 
@@ -78,6 +80,9 @@ def generate(
         was loaded; an empty sequence: no token does.
       output_logprobs: also return the logarithm of each new token's probability under the model itself: softmax of
         its logits, without temperature, penalty or filters.
+      deterministic: these logarithms are computed once more, by the forward and the loss of training over each whole
+        text, with the kernels that a run with `deterministic: true` takes. Else they are those of the single steps,
+        which equal them within the rounding of the model's dtype.
     Returns:
       for each prompt its new tokens, up to and with the one that ended it; with output_logprobs (those, logarithms).
     Raises:
@@ -139,6 +144,8 @@ def generate(
                 answers = [tokens[i, start[i] : lengths[i]].tolist() for i in range(count)]
                 if not output_logprobs:
                     return answers
+                if deterministic:
+                    logprobs = np.asarray(_of_the_forward(graph, trainable, frozen, tokens, lengths))
                 return answers, [logprobs[i, start[i] : lengths[i]].tolist() for i in range(count)]
             if (~ended & begun_short & (lengths > switch)).any():
                 break
@@ -302,6 +309,20 @@ def _prefill(
         )
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return _append(model, kind, request, carry, last)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_the_forward(graph, trainable, frozen, tokens, lengths) -> jax.Array:
+    """float32[B, T], the logarithm of each token's probability after those before it, as training computes it."""
+    model = nnx.merge(graph, trainable, frozen)
+    real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    hidden = model.hidden_states(tokens, real)
+    targets, weights = (jnp.pad(part[:, 1:], ((0, 0), (0, 1))) for part in (tokens, real))
+    losses = linear_token_losses(
+        hidden, model.head_variable[...], targets, weights.astype(jnp.float32), head_gradient=False,
+        soft_cap=model.config.final_soft_cap, logit_scale=model.config.logit_scale,
+    )  # fmt: skip
+    return jnp.pad(-losses[:, :-1], ((0, 0), (1, 0)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames=("carry",))
