@@ -341,6 +341,9 @@ class Trainer:
         """(programs, state, sums, frozen) for the first step that this process makes."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
+        if self.planner.device.name != "cpu":  # whose speed is not known
+            price, devices = self.config.plan.dollars_per_hour, self.planner.cost.devices
+            progress.print(report.finish_line(self.planner.forecast, self.total_steps - start, price, devices))
         # One line, once the folder is this run's: an error before leaves it to another.
         with monitor.planned("load", start) as line:
             with progress.compiling():

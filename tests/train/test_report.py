@@ -9,8 +9,9 @@ import pytest
 
 from jaxtune.models.config import RopeConfig
 from jaxtune.train import report
-from jaxtune.train.config import DataConfig
+from jaxtune.train.config import DataConfig, PlanConfig
 from jaxtune.train.data import prepare
+from jaxtune.train.planning.devices import find_device
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, dataset, documents, lora_model, make_config
@@ -68,3 +69,12 @@ def test_a_stretched_context_counts_in_full():
 def test_every_key_of_data_reaches_the_rows():
     keys = {field.name for field in dataclasses.fields(DataConfig)} - {"train", "eval", "eval_rows"}
     assert keys <= set(inspect.signature(prepare).parameters)
+
+
+def test_the_start_of_a_run_on_a_gpu_says_how_long_it_takes(tmp_path, capsys):
+    config = make_config(tmp_path, steps=2, plan=PlanConfig(dollars_per_hour=2.0))
+    trainer = Trainer(lora_model(), None, config, dataset(documents(12)))
+    trainer.planner.device = find_device("NVIDIA H200")
+    trainer.train()
+    said = "".join(capsys.readouterr())
+    assert said.count("2 steps take 0:00, for 0.00 dollars, evaluations and saves not counted") == 1
