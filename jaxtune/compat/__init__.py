@@ -73,8 +73,9 @@ _ELSEWHERE = {
     "get_peft_model": "use FastLanguageModel.get_peft_model, or SFTTrainer(peft_config=...)",
     "AutoModelForCausalLM": "use FastLanguageModel.from_pretrained, or give SFTTrainer the model's name",
     "AutoTokenizer": "import it from transformers",
-    "DataCollatorForSeq2Seq": "leave data_collator out: rows are packed or padded already",
+    "DataCollatorForSeq2Seq": "import it from transformers, or leave data_collator out: rows are padded already",
     "DataCollatorForLanguageModeling": "leave data_collator out: rows are packed or padded already",
+    "DataCollatorForCompletionOnlyLM": "use train_on_responses_only, or completion_only_loss of SFTConfig",
 }
 
 

@@ -54,9 +54,14 @@ def settle(
         if not argument.idle:
             at = f"; leave it at {argument.free[0]!r}" if argument.free else ""
             raise ValueError(f"{where}: {name} = {value!r} is not supported{at}. Instead: {argument.text}")
-        if (where, name) not in _told:
-            _told.add((where, name))
-            say(f"{where}: {name} does nothing here: {argument.text}")
+        tell(where, name, argument.text)
+
+
+def tell(where: str, name: str, text: str) -> None:
+    """Says once a process why an argument does nothing here."""
+    if (where, name) not in _told:
+        _told.add((where, name))
+        say(f"{where}: {name} does nothing here: {text}")
 
 
 def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:

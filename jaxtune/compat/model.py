@@ -120,9 +120,11 @@ class CompatModel:
         """transformers' generate: int[B, T] padded on either side -> int32[B, T + new], padded on the right.
 
         Samples if do_sample, or if only a temperature, top_k, top_p or min_p is given; else takes the likeliest token.
-        The module's adapters are used as they are. A streamer is given one row's tokens when all of them are there.
+        The module's adapters are used as they are. A streamer is given each token of the one row as it comes.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
+        if isinstance(input_ids, Mapping):  # what apply_chat_template gives since transformers 5
+            attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]
         ids = np.atleast_2d(np.asarray(input_ids))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
         limits = {"top_k": (top_k, 0), "top_p": (top_p, 1.0), "min_p": (min_p, 0.0)}
@@ -134,15 +136,15 @@ class CompatModel:
         if streamer is not None and len(ids) > 1:
             raise ValueError(f"generate: a streamer shows one row, and there are {len(ids)}: give them one by one")
         prompts = [row[used != 0].tolist() for row, used in zip(ids, mask, strict=True)]
+        if streamer is not None:
+            streamer.put(ids[0])
         new = jaxtune.generate(
             self.module, prompts, max_new_tokens, (1.0 if temperature is None else temperature) if sample else 0.0,
             seed=self.random_state, eos_token_ids=eos_token_id,
-            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty, **asked,
+            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
+            streamer=None if streamer is None else lambda _, tokens: streamer.put(np.array(tokens)), **asked,
         )  # fmt: skip
         if streamer is not None:
-            streamer.put(ids[0])
-            for token in new[0]:
-                streamer.put(np.array([token]))
             streamer.end()
         pads = (pad_token_id, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         pad = next(token for token in pads if token is not None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.compat.adapters import adapted, lora_settings
-from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
 from jaxtune.compat.measures import EvalPrediction, measures
 from jaxtune.compat.model import CompatModel, FastLanguageModel
@@ -97,8 +97,10 @@ class SFTTrainer:
             raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
         settings = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
         self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in moved}))
-        if type(others.get("data_collator")).__name__ in _PADDING_COLLATORS:
-            others.pop("data_collator")  # it pads, which rows here need not
+        collator = others.get("data_collator")
+        if type(collator).__name__ in _PADDING_COLLATORS and not getattr(collator, "mlm", False):
+            others.pop("data_collator")
+            tell(type(self).__name__, "data_collator", "rows are packed or padded already")
         settle(type(self).__name__, others, self.table, SFTTrainer)
         if isinstance(model, str | os.PathLike):
             model = loaded(os.fspath(model), self.args, full=peft_config is None)

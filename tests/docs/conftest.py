@@ -22,7 +22,7 @@ from jaxtune.models.registry import FAMILIES
 QUICKSTART = Path(jaxtune.__file__).parent / "quickstart"
 HUB_NAMES = (
     "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct",
-    "unsloth/gemma-3-4B-it", "Qwen/Qwen2.5-0.5B",
+    "unsloth/gemma-3-4B-it", "unsloth/Phi-3.5-mini-instruct", "Qwen/Qwen2.5-0.5B",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.docs.conftest import run_command
@@ -15,10 +16,13 @@ from tests.docs.pages import ROOT
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 EXAMPLES = ROOT / "examples"
-MOVED = ("unsloth_quickstart.py", "trl_quickstart.py", "peft_training_arguments.py")
+MOVED = ("unsloth_quickstart.py", "unsloth_notebook.ipynb", "trl_quickstart.py", "peft_training_arguments.py")
 WITH_TORCH = ("compare_flax_and_torch.py",)  # run by tests/parity/test_compared_programs.py
 # Numbers that are smaller here.
-SMALLER = {"own_loop.py": {"LENGTH, STEPS = 1024, 100": "LENGTH, STEPS = 64, 2"}}
+SMALLER = {
+    "own_loop.py": {"LENGTH, STEPS = 1024, 100": "LENGTH, STEPS = 64, 2"},
+    "own_loss.py": {"length=256": "length=64", "steps=20": "steps=2"},
+}
 
 
 def run_text(text: str, name: str, namespace: dict | None = None) -> dict:
@@ -40,6 +44,10 @@ def test_an_example_runs(name, workplace):
         assert Path("own_loop_adapter/adapter_model.safetensors") in {p for f in set(Path().iterdir()) - before
                                                                       for p in f.rglob("*")}  # fmt: skip
         assert made["loss"] > 0
+    if name == "own_loss.py":
+        batch = made["trainer"].batches.batch_at(1)
+        documents = sum(len(np.unique(s[w > 0])) for s, w in zip(batch.segment_ids, batch.weights, strict=True))
+        assert made["last"]["documents"] == documents < (batch.weights > 0).sum()
 
 
 def test_own_rows_from_a_file_to_an_answer(workplace, capsys):
@@ -51,7 +59,7 @@ def test_own_rows_from_a_file_to_an_answer(workplace, capsys):
     assert "Capital of Spain?⟦Madrid." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.ipynb")))
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.ipynb") if p.name not in MOVED))
 def test_a_notebook_runs(name, workplace):
     notebook = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))
     namespace: dict = {"__name__": "__main__"}

@@ -35,7 +35,11 @@ def from_the_hub(workplace, monkeypatch):
     import datasets
 
     def load_dataset(name, split=None, **_):
-        rows = [{"text": text} for text in TEXTS] if name == "json" else [{"messages": chat} for chat in CHATS * 4]
+        shared = [[{"from": m["role"], "value": m["content"]} for m in chat] for chat in CHATS * 4]
+        rows = {
+            "json": [{"text": text} for text in TEXTS],
+            "mlabonne/FineTome-100k": [{"conversations": chat, "source": "here"} for chat in shared],
+        }.get(name, [{"messages": chat} for chat in CHATS * 4])
         made = datasets.Dataset.from_list(rows)
         return made if split else datasets.DatasetDict(train=made, test=made.select(range(4)))
 
@@ -47,6 +51,8 @@ def from_the_hub(workplace, monkeypatch):
 def run_script(name: str, **numbers: str) -> dict:
     """Runs an example with some of its numbers replaced; each must be there."""
     text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    if name.endswith(".ipynb"):
+        text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code")
     for key, value in numbers.items():
         text, count = re.subn(rf"\b{key}( ?= ?)\d+", rf"{key}\g<1>{value}", text)
         assert count, key
@@ -60,6 +66,21 @@ def test_unsloths_quick_start(from_the_hub):
     config = made["trainer"].config()
     assert (config.model.load_in, config.data.packing, config.optim.name) == ("nf4", True, "adamw_8bit")
     assert len(made["trainer"].state.log_history) == 2
+
+
+def test_an_unsloth_notebook(from_the_hub, capsys):
+    numbers = dict(max_seq_length="64", max_steps="2", max_new_tokens="4", dataset_num_proc="1")
+    made = run_script("unsloth_notebook.ipynb", **numbers)
+    told = capsys.readouterr().out
+    assert told.count("data_collator does nothing here") == 1
+    trainer, tokenizer = made["trainer"], made["tokenizer"]
+    trained = {tokenizer.decode([x for x in row["labels"] if x != -100]) for row in trainer.train_dataset}
+    assert trained == {"4<|end|>\n", "AABB<|end|>\n"} or trained == {"4<|end|>", "AABB<|end|>"}
+    assert trainer.state.global_step == 2
+    assert made["outputs"].shape == (1, made["inputs"]["input_ids"].shape[1] + 4)
+    assert {path.name for path in from_the_hub.glob("*_model/*.safetensors")} == {
+        "adapter_model.safetensors", "model.safetensors",
+    }  # fmt: skip
 
 
 def test_trls_quick_start(from_the_hub, monkeypatch):
@@ -118,10 +139,18 @@ def test_generation_and_tokenizers_without_torch(workplace, capsys, monkeypatch)
     inputs = tokenizer(["Once upon a time"], return_tensors="pt").to("cuda")
     tokenizer(["again"], return_tensors="pt")
     assert capsys.readouterr().out.count("is answered with NumPy arrays") == 1
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
+
+    class Counted(TextStreamer):
+        parts = 0
+
+        def put(self, value):
+            self.parts += 1
+            super().put(value)
+
+    streamer = Counted(tokenizer, skip_prompt=True)
     out = model.generate(**inputs, streamer=streamer, max_new_tokens=6, use_cache=True, eos_token_id=[])
     start = inputs["input_ids"].shape[1]
-    assert capsys.readouterr().out == tokenizer.decode(out[0, start:]) + "\n"
+    assert capsys.readouterr().out == tokenizer.decode(out[0, start:]) + "\n" and streamer.parts == 1 + 6
     chat = tokenizer.apply_chat_template(
         CHATS[0][:1], add_generation_prompt=True, return_tensors="pt", return_dict=False, tokenize=True
     ).to("cuda")
