@@ -253,8 +253,9 @@ def grouped_matmul(
     Args:
       x: [rows, in] bfloat16, float16 or float32, sorted as `groups` says; the compute dtype. Weights in another dtype
         are cast to it.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits (decoded for each product, by
-        "mosaic_ahead" while it multiplies).
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits, as `formats.NF4.encode(array)`
+        and `MXFP4` make it (decoded for each product, by "mosaic_ahead" while it multiplies).
+      groups: `routing.route(choice, E).groups`.
       derivative_follows: the derivative is taken soon, and x serves nothing else. A weight that is decoded first is
         then decoded once for both; the adapter's gradients are made before x's, whose product needs no x beside it.
       implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call.

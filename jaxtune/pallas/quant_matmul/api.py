@@ -53,8 +53,9 @@ def quant_matmul(
 
     Args:
       x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
-      weights: each [out_i, in], an array or quantised. Quantised ones are decoded to x's dtype for each product,
-        get no gradient, and leave nothing decoded behind for the backward.
+      weights: each [out_i, in], an array or quantised (`formats.NF4.encode(array)`, `FP8.encode(array)`).
+        Quantised ones are decoded to x's dtype for each product, get no gradient, and leave nothing decoded behind for
+        the backward.
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
         each module); no dropout without a key.
