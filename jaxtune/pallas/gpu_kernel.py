@@ -12,11 +12,14 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Hashable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 
 from jaxtune.pallas import dispatch, meshes
@@ -76,6 +79,40 @@ def _jitted(function, name: str) -> Callable[..., Any]:
 
     call.__name__ = name
     return jax.jit(call, inline=True)
+
+
+_TARGET = "mosaic_gpu_v2"
+
+
+def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
+    """Begins to compile a program's kernels for a jax.Device, a thread of `pool` each; gives what is to come of them.
+
+    XLA compiles kernels one after the other as the last of a program, and those of one that it takes from its cache,
+    too. One that the process has compiled before, in whatever program, it takes as it is.
+    """
+    module: Any = program.compiler_ir()
+    kernels: dict[bytes, dict[str, Any]] = {}
+
+    def keep(operation):
+        if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == _TARGET:
+            settings = {each.name: each.attr for each in operation.attributes["mhlo.backend_config"]}
+            kernel = {name: _value(setting) for name, setting in settings.items()}
+            kernels.setdefault(kernel["kernel_hash"], kernel)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(keep)
+    return [pool.submit(_compile, kernel, device) for kernel in kernels.values()]
+
+
+def _value(setting) -> Any:
+    return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
+
+
+def _compile(kernel: dict[str, Any], device: Any) -> None:
+    """Compiles a kernel in a program that never runs, for only then it would matter what the kernel is given."""
+    call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
+    given = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
+    jax.jit(lambda given: call(given, **kernel)).lower(given).compile()
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtune import processes
 from jaxtune.models import collectives, partition
 from jaxtune.models.transfers import IN_FLIGHT
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch, Batches, Rows
 from jaxtune.train.flops import sum_squared_documents
@@ -181,7 +181,7 @@ class Engine:
                 results = (self.program.shardings(state, where), unsummed, where)
                 update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
                 lowered = dispatch.lowered(functools.partial(update.lower, state, sums))
-                update = pool.submit(lowered.compile, compiler_options=self.options)
+                update = pool.submit(self._compile, lowered)
             if held_out is not None:
                 for program in steps:
                     lowered = self._lowered_of_rows(program.evaluate, where, state, frozen, held_out)
@@ -214,6 +214,13 @@ class Engine:
     def _compiled(self, lowered):
         """Of `_lowered`; by any thread."""
         with partition.compiling(self.mesh):
+            return self._compile(lowered)
+
+    def _compile(self, lowered):
+        device = self.mesh.local_devices[0]
+        with ThreadPoolExecutor(8, "kernels") as pool:
+            if device.platform == "gpu":
+                gpu_kernel.compile_beside(lowered, device, pool)
             return lowered.compile(compiler_options=self.options)
 
     def _abstract_batch(self, rows: Rows | Batches) -> Batch:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import gated_backward
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, INPUT, KV_HEADS, TOKENS, WIDE, compiled, memory
@@ -55,3 +56,24 @@ def test_the_peak_of_a_step_that_recomputes():
     """Inputs of layers, a layer's residuals, one wide array more, and what is half ready; it was four wide arrays."""
     residuals = TOKENS * (3 * HIDDEN + 2 * KV_HEADS * 128) * 2
     assert memory("recompute").temp_size_in_bytes < 4 * INPUT + residuals + 3 * WIDE + 2.5 * INPUT
+
+
+def test_kernels_compiled_beside_a_program_are_not_compiled_in_it(monkeypatch, capfd):
+    """Each once, though one is called twice; by XLA itself, for nothing of it can be kept."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setattr(jax.stages.Lowered, "compile", jax.stages.Lowered.compile.__wrapped__)
+    array = jax.ShapeDtypeStruct((96, INNER), jnp.bfloat16, sharding=H200.sharding())
+
+    def call(gate, up, dgated):
+        first = [gated_backward(gate, up, dgated, activation) for activation in ("silu", "gelu_tanh")]
+        return first, gated_backward(up, gate, dgated, "silu")
+
+    with H200.lowering():
+        program = jax.jit(call).lower(array, array, array)
+    with ThreadPoolExecutor(2) as pool:
+        begun = gpu_kernel.compile_beside(program, H200.sharding().device_set.pop(), pool)
+        assert [future.result() for future in begun] == [None, None]
+    beside = "".join(capfd.readouterr())
+    text = program.compile().as_text()
+    assert text.count(KERNEL) == 3
+    assert beside.count("Used ") == 2 and "Used " not in "".join(capfd.readouterr())
