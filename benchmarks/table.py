@@ -307,6 +307,40 @@ def quality_table(record: dict) -> list[str]:
     return lines
 
 
+def qwen35_table(record: dict) -> list[str]:
+    """A small Qwen3.5: packed rows beside single documents, and what four bits do to its matrices."""
+    options, before, arms = record["options"], record["before"], record["arms"]
+    lines = [
+        f"A Qwen3.5 of {record['parameters'] / 1e6:.1f} million parameters ({options['layers']} layers of "
+        f"{options['hidden']}), pretrained here on {record['pretraining']['tokens'] / 1e6:.1f} million tokens of real "
+        f"text, then {options['steps']} steps of LoRA r={record['rank']} in float32 on the same "
+        f"{record['documents_per_step']} documents a step in each arm (held-out loss before: {before:.4f}). "
+        f"{_versions(record)}. `python benchmarks/train/qwen35.py --help`.",
+        "",
+        "| rows of a step | held-out loss after | from documents alone | largest difference of a step's loss |",
+        "|---|---|---|---|",
+    ]
+    for name, arm in arms.items():
+        apart = record["differences"].get(name)
+        cells = ["-", "-"] if apart is None else [f"{apart['held_out']:+.1e}", f"{apart['step']:.1e}"]
+        lines.append(f"| {name}, {arm['rows']} x {arm['length']} | {arm['held_out']:.6f} | {' | '.join(cells)} |")
+    found = record["four_bits"]
+    lines += [
+        "",
+        f"Each kind of matrix of that model alone in NF4 (held-out loss {found['loss']:.4f}; all of them: "
+        f"{found['all_rises']:+.4f}):",
+        "",
+        "| matrices | share of weights | error of a weight | of what the layer adds, mean / largest | held-out loss |",
+        "|---|---|---|---|---|",
+    ]
+    for name, kind in sorted(found["kinds"].items(), key=lambda item: -item[1]["loss_rises"]):
+        lines.append(
+            f"| `{name}` | {kind['share']:.1%} | {kind['weight_error']:.1%} | {kind['output_error']:.2%} / "
+            f"{kind['largest_output_error']:.2%} | {kind['loss_rises']:+.4f} |"
+        )
+    return lines
+
+
 def generate_table(record: dict) -> list[str]:
     """Speed of generation, and what was to be shown of it."""
     rows = record["rows"]
@@ -394,6 +428,7 @@ def measured(records: list[dict]) -> str:
         "train/trajectory": trajectory_table,
         "train/memory": memory_table,
         "train/quality": quality_table,
+        "train/qwen35": qwen35_table,
         "generate": generate_table,
     }
     for kind, text in texts.items():

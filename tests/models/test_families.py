@@ -71,33 +71,52 @@ def test_loss_and_gradients_equal_transformers(name, model_of):
         np.testing.assert_allclose(gradients[key], golden["gradient:" + key], atol=1e-5, rtol=1e-3, err_msg=key)
 
 
-@families
-@pytest.mark.gpu
-def test_packed_equals_unpacked(name, model_of, compiled_in_full):
-    """Three documents in a row, in three orders, with padding between and after them, against one row each.
-
-    Both in one shape: one program of each layer.
-    """
-    model = model_of(name)
+def packed_and_alone():
+    """Three documents, alone in a row each, and then together in three rows, in three orders, with padding between and
+    after them: (tokens int32[6, T], segment ids, [(packed row, document, its first token, its tokens)])."""
     lengths, gap = (9, 5, 20), 3
     rng = np.random.default_rng(3)
     documents = [rng.integers(3, 128, n, np.int32) for n in lengths]
-    alone, alone_ids, packed, packed_ids = np.zeros((4, 3, sum(lengths) + 2 * gap), np.int32)
+    tokens, ids = np.zeros((2, 6, sum(lengths) + 2 * gap), np.int32)
     for row, document in enumerate(documents):
-        alone[row, : len(document)], alone_ids[row, : len(document)] = document, 1
-    places = []  # (row, document, first token)
+        tokens[row, : len(document)], ids[row, : len(document)] = document, 1
+    places = []
     for row, order in enumerate(((0, 1, 2), (2, 0, 1), (1, 2, 0))):
         at = 0
         for number, document in enumerate(order):
             inside = slice(at, at + lengths[document])
-            packed[row, inside], packed_ids[row, inside] = documents[document], number + 1
-            places.append((row, document, at))
+            tokens[3 + row, inside], ids[3 + row, inside] = documents[document], number + 1
+            places.append((row, document, at, lengths[document]))
             at += lengths[document] + (gap if number == 0 else 0)
-    want = model(jnp.asarray(alone), jnp.asarray(alone_ids))
-    got = model(jnp.asarray(packed), jnp.asarray(packed_ids))
-    for row, document, start in places:
-        n = lengths[document]
+    return tokens, ids, places
+
+
+@families
+@pytest.mark.gpu
+def test_packed_equals_unpacked(name, model_of, compiled_in_full):
+    """Each document gives the logits that it gives alone, wherever it lies. Both have one shape, for one program."""
+    model, (tokens, ids, places) = model_of(name), packed_and_alone()
+    want, got = (model(jnp.asarray(tokens[half]), jnp.asarray(ids[half])) for half in (slice(3), slice(3, 6)))
+    for row, document, start, n in places:
         np.testing.assert_allclose(got[row, start : start + n], want[document, :n], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"], scope="module")
+def test_gradients_of_packed_rows_are_those_of_their_documents(name, model_of):
+    """Of gated delta nets, whose state would carry gradients over a border. Each document lies in three packed rows."""
+    model, (tokens, ids, _) = model_of(name), packed_and_alone()
+    follows = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
+    alone = np.arange(6)[:, None] < 3
+
+    def total(model, counted):  # one program, of all six rows
+        logits = jax.nn.log_softmax(model(jnp.asarray(tokens), jnp.asarray(ids))[:, :-1])
+        return -(jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0] * counted).sum()
+
+    gradient = nnx.jit(nnx.grad(total))
+    want, got = (gradient(model, jnp.asarray(follows & half, jnp.float32)) for half in (alone, ~alone))
+    for (path, a), (_, b) in zip(nnx.to_flat_state(want), nnx.to_flat_state(got), strict=True):
+        a, b = 3 * a.get_value(), b.get_value()
+        np.testing.assert_allclose(b, a, atol=1e-5 * float(abs(a).max()) + 1e-7, rtol=1e-4, err_msg=str(path))
 
 
 @families

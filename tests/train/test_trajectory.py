@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checks import shapes_of
-from tiny import CONFIGS
 
 from jaxtune.train.data import TokenDataset, prepare
 from jaxtune.train.data.cache import Summary
@@ -40,7 +38,7 @@ def compare(case, losses, norms):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 def test_tiny_model(tmp_path, packed):
-    folder = t.tiny_checkpoint(tmp_path / "base", shapes_of(CONFIGS["llama"]))
+    folder = t.tiny_checkpoint(tmp_path / "base", "llama")
     compare("tiny", *t.ours(folder, tiny_dataset(), tmp_path / "run", packed))
 
 
@@ -50,8 +48,18 @@ def test_stories260k(test_data, tmp_path, monkeypatch, packed):
     compare("stories260K", *t.ours(t.stories(test_data)[0], story_dataset(test_data), tmp_path / "run", packed))
 
 
+def test_gated_delta_nets_train_alike_packed_and_not(tmp_path):
+    """State, convolution and attention begin anew with each document, in both directions: but for rounding, packing
+    changes neither a loss nor a gradient. benchmarks/train/qwen35.py shows it of a pretrained model."""
+    folder = t.tiny_checkpoint(tmp_path / "base", "qwen3_5")
+    losses, norms = zip(*(t.ours(folder, tiny_dataset(), tmp_path / str(p), p, steps=6) for p in (True, False)))
+    assert min(norms[0]) > 0.01
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    np.testing.assert_allclose(*norms, rtol=1e-3)
+
+
 def test_packed_rows_hold_several_documents():
-    packed, unpacked = t.StepBatches(tiny_dataset(), True), t.StepBatches(tiny_dataset(), False)
+    packed, unpacked = t.step_batches(tiny_dataset(), True), t.step_batches(tiny_dataset(), False)
     assert packed.rows_per_step < unpacked.rows_per_step == t.DOCUMENTS_PER_STEP
     assert packed.batch_at(0).segment_ids.max() >= 2
     for step in (0, 7, 49):

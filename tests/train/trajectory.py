@@ -1,4 +1,4 @@
-"""The trajectory that both sides train: rows, start of the adapter, settings. numpy only, but for `ours`."""
+"""The trajectory that both sides train: rows, start of the adapter, settings. numpy only, but inside functions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def start_of_a(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return random_tensor(f"{name}.lora_A.weight", shape)
 
 
-def tiny_checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
-    write_checkpoint(folder, CONFIGS["llama"], shapes)
+def tiny_checkpoint(folder: Path, family: str) -> Path:
+    from checks import shapes_of
+
+    write_checkpoint(folder, CONFIGS[family], shapes_of(CONFIGS[family]))
     return folder
 
 
@@ -60,8 +62,8 @@ def step_documents(step: int, count: int) -> list[int]:
     return [(step * DOCUMENTS_PER_STEP + i) % count for i in range(DOCUMENTS_PER_STEP)]
 
 
-def ours(model_folder: Path, data, output: Path, packed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(losses, gradient norms) of jaxtune's Trainer, float64[STEPS]; data: a TokenDataset."""
+def ours(model_folder: Path, data, output: Path, packed: bool, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
+    """(losses, gradient norms) of jaxtune's Trainer, float64[steps]; data: a TokenDataset."""
     import jax.numpy as jnp
 
     from jaxtune.models.hf import from_pretrained
@@ -80,11 +82,11 @@ def ours(model_folder: Path, data, output: Path, packed: bool) -> tuple[np.ndarr
     model = get_peft_model(from_pretrained(model_folder, dtype="float32")[0], r=RANK, lora_alpha=ALPHA)
     for name, linear in linears(model):
         linear.lora.a.set_value(jnp.asarray(start_of_a(name, linear.lora.a.shape)))
-    batches = StepBatches(data, packed)
+    batches = step_batches(data, packed, steps)
     config = TrainConfig(
         model=ModelConfig(path=str(model_folder)),
         data=DataConfig(train="rows", length=batches.length, packing=packed),
-        steps=STEPS,
+        steps=steps,
         rows_per_step=batches.rows_per_step,
         precision="fp32",
         max_grad_norm=MAX_GRAD_NORM,
@@ -100,33 +102,11 @@ def ours(model_folder: Path, data, output: Path, packed: bool) -> tuple[np.ndarr
     return tuple(np.asarray([line[key] for line in trainer.history]) for key in ("loss", "grad_norm"))  # type: ignore[return-value]
 
 
-class StepBatches:
-    """A step's documents, the same ones whether packed or not: stands in for `Batches`, which packs whole sets."""
+def step_batches(data, packed: bool, steps: int = STEPS):
+    """A step's documents, the same ones whether packed or not."""
+    from benchmarks.train.qwen35 import StepBatches
 
-    def __init__(self, data, packed: bool):
-        from jaxtune.train.data.packing import pack
-
-        self.documents = [data.documents[index] for index in range(len(data.documents))]
-        self.length = 2 * data.length if packed else data.length
-        self.made = []
-        for step in range(STEPS):
-            chosen = [self.documents[index] for index in step_documents(step, len(self.documents))]
-            chosen = [type(d)(d.tokens[: data.length], d.mask[: data.length]) for d in chosen]
-            self.made.append(pack(chosen, self.length, packing=packed)[0])
-        self.rows_per_step = max(len(batch.tokens) for batch in self.made)
-        self.steps_per_epoch = STEPS
-        self.max_documents = None
-
-    def empty(self, rows: int):
-        from jaxtune.train.data.batches import Batch
-
-        return Batch.empty(rows, self.length)
-
-    def batch_at(self, step: int):
-        batch, made = self.empty(self.rows_per_step), self.made[step]
-        for field in ("tokens", "targets", "weights", "segment_ids", "positions"):
-            getattr(batch, field)[: len(made.tokens)] = getattr(made, field)
-        return batch
-
-    def sources_at(self, step: int) -> list[str]:
-        return [f"document {index}" for index in step_documents(step, len(self.documents))]
+    documents = [data.documents[index] for index in range(len(data.documents))]
+    cut = [type(d)(d.tokens[: data.length], d.mask[: data.length]) for d in documents]
+    chosen = [[cut[index] for index in step_documents(step, len(cut))] for step in range(steps)]
+    return StepBatches(chosen, 2 * data.length if packed else data.length, packed)
