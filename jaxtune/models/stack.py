@@ -189,7 +189,8 @@ def layer_backward(
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
                 inputs = start(stage, [dense(values[name]) for name in segment.reads])
-                if order.derivatives_at_once and segment.differentiable and segment.backward is None:
+                at_once = order.derivatives_at_once or segment.held_bytes is not None
+                if at_once and segment.differentiable and segment.backward is None:
                     outputs, pullbacks[segment.name] = pullback_of(segment, inputs)
                 else:
                     outputs = _run(segment, block, context_of(segment), inputs)

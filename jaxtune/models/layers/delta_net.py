@@ -136,6 +136,7 @@ class DeltaNet(nnx.Module):
                 (Residual("remembered"),),
                 DeltaNet._remember,
                 token_flops=2.0 * products,
+                held_bytes=self._held_bytes,
             ),
             Segment(
                 "mix",
@@ -214,6 +215,14 @@ class DeltaNet(nnx.Module):
 
     def waiting_bytes(self, sizes: Sizes) -> float:
         return 0.7 * sizes["remembered"]
+
+    def _held_bytes(self, sizes: Sizes) -> float:
+        """Queries and keys after the convolution; and of the kernels, the errors, two matrices and the state of each
+        chunk. The plain form holds less."""
+        shape = self.shape
+        numbers = 2 * shape.key_size + shape.value_size + 2 * shape.heads * CHUNK
+        state = shape.heads * shape.key_dim * shape.value_dim / CHUNK
+        return sizes["remembered"] / shape.value_size * (numbers + state)
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Queries, keys and values after the convolution and their gradients, cut into groups and not. Then the larger

@@ -97,6 +97,8 @@ class Segment:
       separable: its outputs can be computed each alone.
       tokenwise: it may run over tiles of tokens, together with its neighbours that may.
       decodes_once: where it runs again in the backward, what it decodes serves its gradients too.
+      held_bytes: Sizes -> bytes that its derivative holds: where it runs again in the backward, it is differentiated
+        then; None: it is made once more when its gradient is there, which takes no memory before.
       scoped: its kernels carry its name in profiles.
       attention_width: query heads times head dim, where it is an attention: it costs 4 FLOPs of these a visible key.
       token_flops: of its forward for one token, beside its matrices and beside attention.
@@ -116,6 +118,7 @@ class Segment:
     separable: bool = False
     tokenwise: bool = False
     decodes_once: bool = False
+    held_bytes: Callable[[Sizes], float] | None = None
     scoped: bool = True
     attention_width: int = 0
     token_flops: float = 0.0

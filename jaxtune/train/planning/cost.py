@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
-from jaxtune.models.layers.segment import Residual, Segment, matrix_of, numbers_met
+from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
@@ -100,6 +100,12 @@ class LayerKind:
     def mixer_outputs(self) -> tuple[tuple[str, ...], ...]:
         """What each of the mixer's segments makes."""
         return tuple(segment.outputs for segment in self.block.part_segments("mixer"))
+
+    @functools.cached_property
+    def held(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
+        """(what it makes, its held_bytes) of each of the mixer's segments that has them."""
+        segments = self.block.part_segments("mixer")
+        return tuple((s.outputs, s.held_bytes) for s in segments if s.held_bytes is not None)
 
     @functools.cached_property
     def feed_forward_outputs(self) -> tuple[str, ...]:

@@ -257,10 +257,11 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
     total = sum(dropped.values())
     mixer, feed_forward = kind.block.mixer, kind.block.mlp
     scratch = feed_forward.backward_bytes(sizes)
+    held = sum(held_bytes(sizes) for outputs, held_bytes in kind.held if not dropped.keys().isdisjoint(outputs))
     if scratch.covers_mixer:
-        return -math.inf, scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total
+        return -math.inf, scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total + held
     first, *middle, last = kind.mixer_outputs
-    at_feed_forward = total + scratch.own
+    at_feed_forward = total + scratch.own + held
     if not any(name in dropped for outputs in middle for name in outputs):  # then what these read is not made before
         at_feed_forward -= sum(dropped.get(name, 0.0) for name in first)
     at_mixer = total

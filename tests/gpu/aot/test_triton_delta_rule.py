@@ -5,7 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.published import PUBLISHED
+from jaxtune.models.registry import config_from_hf
+from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import gated_delta_rule
@@ -45,6 +50,26 @@ def test_kernels_fit(capability, tmp_path):
         assert ("wgmma" in compiled.ptx) == (capability == (9, 0)), compiled.name
         if capability == (9, 0):  # dkey's sums of a chunk fill half of a thread's registers twice
             assert compiled.spilled_bytes <= (640 if compiled.name == "dkey_kernel" else 0), compiled.name
+
+
+def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
+    """The derivative is taken of what is made again for the layers after it, not of a third run."""
+    shape = PUBLISHED["Qwen/Qwen3.5-9B"] | {
+        "num_hidden_layers": 1, "layer_types": ["linear_attention"], "hidden_size": DIM, "intermediate_size": DIM,
+        "linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": HEADS, "vocab_size": DIM,
+    }  # fmt: skip
+    model = nnx.eval_shape(lambda: Decoder(config_from_hf(shape), jax.random.key(0), "bfloat16"))
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+
+    def total(model, tokens):
+        return model.hidden_states(tokens, plan=ResidualPlan.uniform(RECOMPUTE, 1)).astype(jnp.float32).sum()
+
+    jax.clear_caches()
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        nnx.eval_shape(nnx.grad(total), model, tokens)
+    assert [kernel.__name__.removesuffix("_kernel") for kernel, *_ in calls] == [
+        "chunk", "forward", "chunk", "forward", "reverse", "pairs", "dquery", "dkey",
+    ]  # fmt: skip
 
 
 def test_a_step_lowers_through_jax_triton_and_compiles():
