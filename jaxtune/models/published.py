@@ -114,7 +114,7 @@ _MIXTRAL_8X7B: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-# The text models, as transformers' default configs of their types have them (27B: as its card states).
+# The text models, as transformers' default configs of their types have them (4B and 27B: as their cards state).
 _QWEN35_9B: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -135,6 +135,7 @@ _QWEN35_9B: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+_QWEN35_4B = _QWEN35_9B | {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
 _QWEN35_27B = _QWEN35_9B | {
     "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
     "linear_num_value_heads": 48,
@@ -154,6 +155,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-14B": _QWEN3_14B,
     "Qwen/Qwen3-32B": _QWEN3_32B,
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen3.5-4B": _QWEN35_4B,
     "Qwen/Qwen3.5-9B": _QWEN35_9B,
     "Qwen/Qwen3.5-27B": _QWEN35_27B,
     "Qwen/Qwen3.5-35B-A3B": _QWEN35_35B_A3B,

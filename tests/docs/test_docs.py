@@ -125,6 +125,16 @@ def test_the_readmes_models_are_those_of_its_recipes():
         assert (config.adapter is None) == (f"| {model}, all parameters |" in README and recipe.startswith("full"))
 
 
+SMALLEST = re.findall(r"\| \d+ GB \(([\w ]+)\) \| `(qwen3\.5-[\w.-]+)` \|$", README, re.M)
+
+
+@pytest.mark.parametrize(("card", "recipe"), SMALLEST)
+def test_a_recipe_fits_the_smallest_card_that_is_named(card, recipe, capsys):
+    assert cli.main(["train", recipe, "--plan", f"plan.device={card}"]) == 0
+    said = re.search(r"predicted peak ([\d.]+) GB of ([\d.]+) GB", capsys.readouterr().out)
+    assert said and float(said[1]) <= float(said[2])
+
+
 # ---- docs/: tables of names
 
 
