@@ -49,7 +49,7 @@ def test_a_matrix_that_four_bits_hold_exactly_is_not_harmed():
         if name in exact:
             assert row["output_error"] == row["weight_error"] == 0, name
         else:
-            assert 0.05 < row["weight_error"] < 0.15 and row["output_error"] > 1e-5, name
+            assert 0.05 < row["weight_error"] < 0.15 and row["output_error"] > 0, name
     kinds = found["kinds"]
     assert kinds["self_attn.q_proj"]["loss_rises"] == 0 != kinds["mlp.up_proj"]["loss_rises"]
     assert sum(kind["share"] for kind in kinds.values()) == pytest.approx(1)
