@@ -16,10 +16,10 @@ from tests.train.data.conftest import make_tokenizer
 STEPS = 6
 
 
-def make_folder(folder: Path) -> Path:
-    """Writes model/, rows.jsonl, eval.jsonl and recipe.yaml; returns the recipe."""
+def make_folder(folder: Path, **shape: Any) -> Path:
+    """Writes model/, of that shape, rows.jsonl, eval.jsonl and recipe.yaml; returns the recipe."""
     tokenizer = make_tokenizer()
-    model = tiny_model("bfloat16", vocab_size=len(tokenizer), layers=(LayerSpec(),))
+    model = tiny_model("bfloat16", vocab_size=len(tokenizer), layers=(LayerSpec(),), **shape)
     save_pretrained(model, folder / "model", tokenizer=tokenizer)
     for name, count in (("rows", 40), ("eval", 10)):
         rows = [

@@ -24,7 +24,7 @@ from jaxtune.models import partition
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import quantize
+from jaxtune.models.quant import prepare_qat, quantize
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.models.reward import reward_model
 from jaxtune.pallas import draws
@@ -41,7 +41,7 @@ from tests.train.test_preference import pairs
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 MOE = MoEConfig(4, 2, 8, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=0.5)
-MICRO_BATCHES, STEPS = 2, 3
+MICRO_BATCHES, STEPS = 2, 5
 ROWS = dataset(documents(15, seed=6), LENGTH, packing=False).batches(16, shuffle=False).batch_at(0)
 PACKED = dataset(documents(60, seed=6), LENGTH).batches(16, shuffle=False).batch_at(0)
 
@@ -67,7 +67,8 @@ def wide_enough_for_blocks() -> Decoder:
 def experts_whole(**changes) -> Decoder:
     model = one_layer(moe=MOE, attention_sinks=True, **changes)
     for layer in model.layers:  # routers that prefer some experts
-        layer.mlp.router.weight.set_value(2 * jax.random.normal(jax.random.key(1), layer.mlp.router.weight.shape))
+        for leaf, scale in ((layer.mlp.router.weight, 2.0), (layer.mlp.router.bias, 0.1)):
+            leaf.set_value(scale * jax.random.normal(jax.random.key(1), leaf.shape))
     return model
 
 
@@ -92,7 +93,9 @@ MODELS = {
 }  # fmt: skip
 
 
-MODELS["a step's only micro-batch"] = (lambda: moved(get_peft_model(one_layer(), r=4)), dict(micro_batches=1))
+MODELS["a step's only micro-batch, its loss scaled"] = (
+    lambda: moved(get_peft_model(one_layer(), r=4)), dict(micro_batches=1, scale_loss=True)
+)  # fmt: skip
 # Of two layers, so that one gathers what the other needs.
 DIVIDED = {
     "adapters with dropout and DoRA, tied tensors whole": (
@@ -112,6 +115,10 @@ DIVIDED = {
     "NF4, recomputed": (
         lambda: moved(get_peft_model(quantize(wide_enough_for_blocks(), "nf4"), r=4)),
         dict(plan=ResidualPlan.uniform(RECOMPUTE, 2)),
+    ),
+    "QAT": (
+        lambda: prepare_qat(moved(get_peft_model(tiny_model(hidden_size=32, head_dim=16), r=4)), "int4", 32),
+        dict(micro_batches=1),
     ),
     "experts, with routers' losses": (
         lambda: experts_whole(layers=(LayerSpec(),) * 2),
@@ -210,8 +217,10 @@ MESHES = [
     ("ORPO of experts, with routers' losses", (2, 2)),
     ("a reward model", (1, 2)),
     (next(iter(MODELS)), (4, 1)),
+    ("a step's only micro-batch, its loss scaled", (8, 1)),
+    ("QAT", (2, 1)),
     *((name, (1, 2)) for name in DIVIDED),
-    ("all trained, packed rows and a window", (1, 4)),
+    *(("all trained, packed rows and a window", mesh) for mesh in ((1, 4), (2, 4))),
     *((name, (2, 2)) for name in ("all trained, recomputed", "experts, with routers' losses")),
 ]
 

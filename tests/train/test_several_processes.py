@@ -168,6 +168,23 @@ def test_four_processes_divide_a_base_and_rows(recipe, tmp_path):
         same_tensors(output / file, whole / file, 1e-5)
 
 
+def test_preferences_and_qat_are_those_of_one_process(tmp_path):
+    """Rounded weights, and a reference that is looked up once for all rows, which every process fills in."""
+    recipe = make_folder(tmp_path, hidden_size=32, head_dim=16)
+    rows = [{"prompt": "Name a colour:", "chosen": f" red {i}", "rejected": f" {i} or blue"} for i in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wanted = ["objective=dpo", "objective.precompute_ref_log_probs=true", f"data.train={tmp_path}/pairs.jsonl"]
+    wanted += ["data.eval=null", "steps=3", "mesh.data=2", "adapter.lora_dropout=0", "qat=int4", "qat.group_size=32"]
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    assert cli.main(["train", str(recipe), f"output={whole}", f"data.cache_dir={tmp_path}/own", *wanted]) == 0
+    ended = run_two(recipe, output, wanted, (("none", 0), ("none", 0)))
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "log-probabilities of the reference: one pass over" in ended[0][1]
+    assert steps(output) == steps(whole)
+    for file in (ADAPTER, Path("merged") / "model.safetensors"):
+        same_tensors(output / file, whole / file)
+
+
 def test_launch_ends_with_the_code_of_the_first_that_failed(recipe):
     done = subprocess.run(
         [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=2", str(recipe), "stps=2"],
