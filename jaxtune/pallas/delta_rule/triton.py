@@ -9,8 +9,8 @@ chunk's own tokens, both 16-bit, and what a token keeps, reads and writes of the
 row, a program for some columns of a head's state, which stays in its registers in float32 and is rounded to 16 bits
 only on its way into products. For the backward it leaves the state before each chunk, and z.
 
-The backward is four kernels: the gradients of the states walk back, leaving that after each chunk and dvalue; then,
-chunk by chunk, the gradients of the two matrices, dquery, and dkey with ddecay and dbeta. No inverse is differentiated:
+The backward is five kernels: the gradients of the states walk back, leaving that after each chunk and dvalue; then,
+chunk by chunk, the gradients of the two matrices, dquery, dkey, and ddecay with dbeta. No inverse is differentiated:
 d(1 + B) = -dv z^T. Every sum has one fixed order.
 
 The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
@@ -32,12 +32,27 @@ from jaxtune.pallas.delta_rule import reference
 from jaxtune.pallas.delta_rule.chunked import CHUNK
 
 DIM = 128  # of keys and of values
-# Columns at a time: of a state, the rows of a Hopper matrix product; else what a kernel takes per step.
-_WIDTH = {"forward": 64, "reverse": 64, "pairs": 32, "dkey": 32}
-_WARPS = 4
-# Steps that are on their way while a kernel goes through them, where shared memory has room for them.
-_STAGES = {"forward": 2, "reverse": 2, "pairs": 3, "dkey": 3}
-_ROOMY = ((8, 0), (8, 7), (9, 0))
+# Of a kernel: warps, columns that it takes at a time (of a state, the rows of a matrix product), and how many such steps
+# are on their way while it goes through them.
+_TILES = {
+    "chunk": (4, DIM, 1),
+    "forward": (4, 64, 2),
+    "reverse": (4, 64, 2),
+    "pairs": (4, 64, 2),
+    "dquery": (4, 32, 3),
+    "dkey": (8, 32, 3),
+    "rates": (4, DIM, 1),
+}
+_ROOMY = ((8, 0), (8, 7), (9, 0))  # where shared memory has room for more than one step
+
+
+def _tile(kernel: str) -> tuple[int, int, int]:
+    """_TILES, for the GPU in use."""
+    capability = dispatch.compute_capability()
+    if kernel == "reverse" and capability == (9, 0):
+        return 8, DIM, 3  # 210 KB
+    warps, width, stages = _TILES[kernel]
+    return warps, width, stages if capability in _ROOMY else 1
 
 
 def refusal(key, value) -> str | None:
@@ -121,13 +136,13 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
     from jaxtune.pallas.delta_rule import triton_kernels
 
     length, heads, value_dim = value.shape[1:]
-    stages = _STAGES.get(kernel, 1) if dispatch.compute_capability() in _ROOMY else 1
+    warps, width, stages = _tile(kernel)
     return compat.triton_call(
         getattr(triton_kernels, f"{kernel}_kernel"),
         arguments,
         out_types,
         grid,
-        warps=_WARPS,
+        warps=warps,
         stages=stages,
         LENGTH=length,
         CHUNKS=math.ceil(length / CHUNK),
@@ -137,7 +152,7 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
         KEY_DIM=key.shape[-1],
         VALUE_DIM=value_dim,
         SCALE=key.shape[-1] ** -0.5,
-        WIDTH=_WIDTH.get(kernel, DIM),
+        WIDTH=width,
         **constants,
     )
 
@@ -171,7 +186,7 @@ def _states(query, key, value, inverse, weights, total, kept, read, written, fad
         "forward",
         (query, key, value, inverse, weights, kept, read, written, faded),
         (like_value, *((like_value, states) if save else (nothing, nothing))),
-        (value_dim // _WIDTH["forward"], heads, rows),
+        (value_dim // _tile("forward")[1], heads, rows),
         key,
         value,
         SAVE=save,
@@ -186,7 +201,7 @@ def _reverse(query, key, dout, inverse, weights, total, kept, read, written, fad
         "reverse",
         (query, key, dout, inverse, weights, kept, read, written, faded),
         (jax.ShapeDtypeStruct(dout.shape, dout.dtype), jax.ShapeDtypeStruct(states, key.dtype)),
-        (value_dim // _WIDTH["reverse"], heads, rows),
+        (value_dim // _tile("reverse")[1], heads, rows),
         key,
         dout,
     )
@@ -195,9 +210,11 @@ def _reverse(query, key, dout, inverse, weights, total, kept, read, written, fad
 def _backward(query, key, dout, beta, error, states, layout, *made):
     """(dquery, dkey, dvalue, ddecay, dbeta); made: what _chunks gives."""
     dvalue, dstates = _reverse(query, key, dout, *made)
-    bounds, total = (layout.doc_start, layout.doc_end), made[2]
+    _, _, total, kept, read, written, faded = made
+    bounds = layout.doc_start, layout.doc_end
     matrices = jax.ShapeDtypeStruct(made[0].shape, made[0].dtype)
     numbers = jax.ShapeDtypeStruct(total.shape, total.dtype)
+    fading = jax.ShapeDtypeStruct(faded.shape, faded.dtype)
     like_query, like_beta = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (query, beta))
     rows, length, heads = beta.shape
     chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
@@ -209,19 +226,27 @@ def _backward(query, key, dout, beta, error, states, layout, *made):
         key,
         dout,
     )
-    dquery, read = _call(
+    dquery, asked = _call(
         "dquery",
-        (query, key, *bounds, dout, states, total, to_weights),
+        (query, key, dout, states, read, to_weights),
         (like_query, numbers),
         (key_heads, chunks, rows),
         key,
         dout,
     )
-    dkey, ddecay, dbeta = _call(
+    dkey, *of_states = _call(
         "dkey",
-        (query, key, beta, *bounds, error, dvalue, states, dstates, total, to_weights, to_system, flow, dbeta, read),
-        (like_query, like_beta, like_beta),
+        (query, key, error, dvalue, states, dstates, kept, written, to_weights, to_system),
+        (like_query, numbers, numbers, fading),
         (key_heads, chunks, rows),
+        key,
+        dout,
+    )
+    ddecay, dbeta = _call(
+        "rates",
+        (key, beta, *bounds, total, flow, dbeta, asked, *of_states),
+        (like_beta, like_beta),
+        (heads, chunks, rows),
         key,
         dout,
     )

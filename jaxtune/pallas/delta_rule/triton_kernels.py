@@ -76,19 +76,14 @@ def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGT
 
 
 @triton.jit
-def _scaled(tokens, factors):
-    return (tokens.to(tl.float32) * factors[:, None]).to(tokens.dtype)
-
-
-@triton.jit
 def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.load(array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
 
 
 @triton.jit
-def _matrix_turned(array, CHUNK: tl.constexpr):
-    """The transpose of a matrix [CHUNK, CHUNK], loaded as such."""
-    return tl.load(array + tl.arange(0, CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :] * CHUNK)
+def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The transpose of a matrix [ROWS, COLUMNS], loaded as such."""
+    return tl.load(array + tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS)
 
 
 @triton.jit
@@ -213,6 +208,9 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
     for chunk in range(CHUNKS):
         first = chunk * CHUNK
         at = line * CHUNK + first + tl.arange(0, CHUNK)
+        # Triton brings ahead only what products are made of: these are asked for before the products that wait.
+        reading = tl.load(read + at)
+        fade = tl.load(faded + line + chunk)
         k = _tokens(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
         q = _tokens(query + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
         v = _tokens_turned(value + values, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
@@ -227,10 +225,10 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
         narrow_wrong = wrong.to(k.dtype)
         if SAVE:
             _put_tokens_turned(error + values, narrow_wrong, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        result = tl.dot(narrow, tl.trans(q)) * tl.load(read + at)[None, :]
+        result = tl.dot(narrow, tl.trans(q)) * reading[None, :]
         result = tl.dot(narrow_wrong, tl.trans(attend), result)
         _put_tokens_turned(out + values, result, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        state = state * tl.load(faded + line + chunk)
+        state = state * fade
         state = tl.dot((wrong * tl.load(written + at)[None, :]).to(k.dtype), k, state)
 
 
@@ -247,6 +245,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
         chunk = CHUNKS - 1 - step
         first = chunk * CHUNK
         at = line * CHUNK + first + tl.arange(0, CHUNK)
+        writing = tl.load(written + at)
+        fade = tl.load(faded + line + chunk)
         k = _tokens(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
         q = _tokens(query + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
         do = _tokens_turned(dout + values, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
@@ -254,11 +254,11 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
         attend = _matrix(weights + (line + chunk) * CHUNK * CHUNK, CHUNK, CHUNK)
         narrow = dstate.to(k.dtype)
         _put_matrix(dstates + ((line + chunk) * VALUE_DIM + part) * KEY_DIM, narrow, WIDTH, KEY_DIM)
-        derror = tl.dot(narrow, tl.trans(k)) * tl.load(written + at)[None, :]
+        derror = tl.dot(narrow, tl.trans(k)) * writing[None, :]
         derror = tl.dot(do, attend, derror)
         dv = tl.dot(derror.to(k.dtype), solve)
         _put_tokens_turned(dvalue + values, dv, first, HEADS * VALUE_DIM, WIDTH, LENGTH, CHUNK)
-        dstate = dstate * tl.load(faded + line + chunk)
+        dstate = dstate * fade
         dstate = tl.dot((do.to(tl.float32) * tl.load(read + at)[None, :]).to(k.dtype), q, dstate)
         dstate = tl.dot((dv * -tl.load(kept + at)[None, :]).to(k.dtype), k, dstate)
 
@@ -296,63 +296,54 @@ def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
     dout += values
     line = (batch * HEADS + head) * CHUNKS + chunk
     at = line * CHUNK + tl.arange(0, CHUNK)
-    b = tl.load(beta + (batch * LENGTH + places) * HEADS + head, mask=places < LENGTH, other=0.0)
-    sums = tl.load(total + at)
-    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
 
     squares_q = tl.zeros([CHUNK], tl.float32)
-    squares_k = tl.zeros([CHUNK], tl.float32)
-    products = tl.zeros([CHUNK, CHUNK], tl.float32)
+    attended = tl.zeros([CHUNK, CHUNK], tl.float32)
+    alike = tl.zeros([CHUNK, CHUNK], tl.float32)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+    system = tl.zeros([CHUNK, CHUNK], tl.float32)
     for part in range(0, KEY_DIM, WIDTH):
         q = _tokens(query + part, first, KEYS, WIDTH, LENGTH, CHUNK)
         k = _tokens(key + part, first, KEYS, WIDTH, LENGTH, CHUNK)
         do = _tokens(dout + part, first, VALUES, WIDTH, LENGTH, CHUNK)
         e = _tokens(error + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        squares_q += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
-        squares_k += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
-        products = tl.dot(q, tl.trans(k), products)
-        pairs = tl.dot(do, tl.trans(e), pairs)
-    unit_q = tl.where(real, tl.rsqrt(squares_q + _EPS) * SCALE, 0.0)
-    unit_k = tl.rsqrt(squares_k + _EPS)
-    reads = _reads(start, places)
-    pairs *= _left(sums, reads) * unit_k[None, :] * unit_q[:, None]
-    _put_matrix(to_weights + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
-    flow_q, db_q = _shares(pairs, products, b)
-
-    products = tl.zeros([CHUNK, CHUNK], tl.float32)
-    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for part in range(0, KEY_DIM, WIDTH):
-        k = _tokens(key + part, first, KEYS, WIDTH, LENGTH, CHUNK)
         dv = _tokens(dvalue + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        e = _tokens(error + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        products = tl.dot(k, tl.trans(k), products)
-        pairs = tl.dot(dv, tl.trans(e), pairs)
-    reads = _reads(start, places) & (places[:, None] > places[None, :])
-    pairs *= _left(sums, reads) * unit_k[None, :] * -unit_k[:, None]
-    _put_matrix(to_system + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
-    flow_k, db_k = _shares(pairs, products, b)
+        squares_q += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
+        attended = tl.dot(q, tl.trans(k), attended)
+        alike = tl.dot(k, tl.trans(k), alike)
+        pairs = tl.dot(do, tl.trans(e), pairs)
+        system = tl.dot(dv, tl.trans(e), system)
+
+    b = tl.load(beta + (batch * LENGTH + places) * HEADS + head, mask=places < LENGTH, other=0.0)
+    sums = tl.load(total + at)
+    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
+    # Squares of keys, along rows and along columns: a sum over the diagonal is in either without a change of layout.
+    diagonal = tl.where(places[:, None] == places[None, :], alike, 0.0)
+    unit_rows = tl.rsqrt(tl.sum(diagonal, 1) + _EPS)
+    unit_k = tl.rsqrt(tl.sum(diagonal, 0) + _EPS)
+    unit_q = tl.where(real, tl.rsqrt(squares_q + _EPS) * SCALE, 0.0)
+    left = _left(sums, _reads(start, places)) * unit_k[None, :]
+    pairs *= left * unit_q[:, None]
+    _put_matrix(to_weights + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
+    flow_q, db_q = _shares(pairs, attended, b)
+    system *= tl.where(places[:, None] > places[None, :], left, 0.0) * -unit_rows[:, None]
+    _put_matrix(to_system + line * CHUNK * CHUNK, system * b[None, :], CHUNK, CHUNK)
+    flow_k, db_k = _shares(system, alike, b)
     tl.store(flow + at, flow_q + flow_k)
     tl.store(dbeta + at, db_q + db_k)
 
 
 @triton.jit
-def _put_unit_gradient(array, sums, vectors, first, factors, STRIDE: tl.constexpr, DIM: tl.constexpr,
-                       LENGTH: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Writes the gradients of vectors, of `sums`, those of their directions; factors: 1 over squares of lengths."""
-    wide = _tokens(vectors, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
-    sums -= wide * (tl.sum(sums * wide, 1) * factors)[:, None]
-    _put_tokens(array, sums, first, STRIDE, DIM, LENGTH, CHUNK)
-
-
-@triton.jit
-def dquery_kernel(query, key, starts, ends, dout, states, total, to_weights,
-                  dquery, read,
+def dquery_kernel(query, key, dout, states, read, to_weights,
+                  dquery, asked,
                   LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                   HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                   WIDTH: tl.constexpr):  # fmt: skip
-    """dquery of a chunk, from all value heads of a key head. read: of each, what its reading of states is of its own
-    gradient, which is its decays' too. Grid: (key_heads, chunks, B)."""
+    """dquery of a chunk, from all value heads of a key head. asked: of each, what its reading of states is of its own
+    gradient, which is its decays' too. Grid: (key_heads, chunks, B).
+
+    Factors of tokens are rows of a product: they multiply what comes out, and what goes in comes from memory as it is.
+    """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -364,86 +355,110 @@ def dquery_kernel(query, key, starts, ends, dout, states, total, to_weights,
     query += keys
     values = (batch * LENGTH * HEADS + key_head * GROUP) * VALUE_DIM
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
-    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    unit = _inverse_length(query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-    reads = tl.where(real & (start < first), unit * SCALE, 0.0)
-    k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
     dq = tl.zeros([CHUNK, KEY_DIM], tl.float32)
     for member in range(GROUP):
         line = lines + member * CHUNKS
-        factors = reads * tl.exp(tl.load(total + line * CHUNK + tl.arange(0, CHUNK)))
-        do = _tokens(dout + values + member * VALUE_DIM, first, VALUES, VALUE_DIM, LENGTH, CHUNK)
-        state = _matrix(states + line * VALUE_DIM * KEY_DIM, VALUE_DIM, KEY_DIM)
-        matrix = _matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK)
-        part = tl.dot(_scaled(do, factors), state)
-        tl.store(read + line * CHUNK + tl.arange(0, CHUNK), _along(part, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
-        dq = tl.dot(matrix, k, dq + part)
-    _put_unit_gradient(dquery + keys, dq, query, first, unit * unit, KEYS, KEY_DIM, LENGTH, CHUNK)
+        at = line * CHUNK + tl.arange(0, CHUNK)
+        part = tl.zeros([CHUNK, KEY_DIM], tl.float32)
+        for column in range(0, VALUE_DIM, WIDTH):
+            do = _tokens(dout + values + member * VALUE_DIM + column, first, VALUES, WIDTH, LENGTH, CHUNK)
+            state = _matrix(states + (line * VALUE_DIM + column) * KEY_DIM, WIDTH, KEY_DIM)
+            part = tl.dot(do, state, part)
+        part *= tl.load(read + at)[:, None]
+        tl.store(asked + at, _along(part, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
+        dq += part
+        k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        dq = tl.dot(_matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dq)
+    wide = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
+    dq -= wide * (tl.sum(dq * wide, 1) / (tl.sum(wide * wide, 1) + _EPS))[:, None]
+    _put_tokens(dquery + keys, dq, first, KEYS, KEY_DIM, LENGTH, CHUNK)
 
 
 @triton.jit
-def dkey_kernel(query, key, beta, starts, ends, error, dvalue, states, dstates, total, to_weights, to_system, flow,
-                dbeta_of_pairs, read,
-                dkey, ddecay, dbeta,
+def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_weights, to_system,
+                dkey, lost, gained, fading,
                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
-    """dkey of a chunk, from all value heads of a key head, and their ddecay and dbeta. Grid: (key_heads, chunks, B).
+    """dkey of a chunk, from all value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads,
+    chunks, B).
 
-    A decay's gradient is a sum over the later tokens: what a query or a key that reads has of its own gradient along
-    itself, less what a key that writes has."""
+    What of a decay's gradient is found on the way, of each value head: lost and gained, the products of keys with
+    dvalue and with the error through the states, and fading, that of the state before the chunk and dstates."""
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
-    places = first + tl.arange(0, CHUNK)
-    is_last = places == first + CHUNK - 1
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     VALUES: tl.constexpr = HEADS * VALUE_DIM
     keys = (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
     query += keys
     key += keys
-    tokens = (batch * LENGTH + places) * HEADS + key_head * GROUP
     values = (batch * LENGTH * HEADS + key_head * GROUP) * VALUE_DIM
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
-    unit = _inverse_length(key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-    dk = tl.zeros([CHUNK, KEY_DIM], tl.float32)
+    dk = tl.zeros([KEY_DIM, CHUNK], tl.float32)
     for member in range(GROUP):
         line = lines + member * CHUNKS
-        # Bounds are loaded anew for each head: masks kept from one to the next would take registers.
-        start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
         at = line * CHUNK + tl.arange(0, CHUNK)
-        sums = tl.load(total + at)
-        since = tl.where(start < first, tl.exp(sums), 0.0)
-        after = _after(sums, start, places, is_last)
         offset = values + member * VALUE_DIM
-
-        k = _tokens(key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        dk = tl.dot(_matrix(to_system + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dk)
-        dk = tl.dot(_matrix_turned(to_system + line * CHUNK * CHUNK, CHUNK), k, dk)
-        q = _tokens(query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        dk = tl.dot(_matrix_turned(to_weights + line * CHUNK * CHUNK, CHUNK), q, dk)
-
-        own = -_along(dk, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        fading = tl.zeros([WIDTH], tl.float32)
-        into = tl.zeros([CHUNK, KEY_DIM], tl.float32)
+        fade = tl.zeros([WIDTH], tl.float32)
+        into = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+        back = tl.zeros([KEY_DIM, CHUNK], tl.float32)
         for part in range(0, VALUE_DIM, WIDTH):
-            state = _matrix(states + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
-            dstate = _matrix(dstates + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
-            dv = _tokens(dvalue + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-            e = _tokens(error + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-            fading += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-            dk = tl.dot(_scaled(dv, -since * unit), state, dk)
-            into = tl.dot(_scaled(e, after * unit), dstate, into)
-        own += _along(dk, key, first, KEYS, KEY_DIM, LENGTH, CHUNK) + tl.load(flow + at) + tl.load(read + at)
-        through = _along(into, key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        b = tl.load(beta + tokens + member, mask=real, other=0.0)
-        dk += into * b[:, None]
-        db = tl.load(dbeta_of_pairs + at) + through
-        across = tl.sum(through * b, 0) + tl.sum(fading, 0) * tl.sum(tl.where(is_last, since, 0.0), 0)
-        own += tl.where(is_last, across, 0.0) - through * b
-        later = tl.sum(tl.where(_reads(start, places), own[:, None], 0.0), 0)
-        tl.store(ddecay + tokens + member, tl.where(real, later, 0.0), mask=places < LENGTH)
-        tl.store(dbeta + tokens + member, tl.where(real, db, 0.0), mask=places < LENGTH)
-    _put_unit_gradient(dkey + keys, dk, key, first, unit * unit, KEYS, KEY_DIM, LENGTH, CHUNK)
+            state = _turned(states + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
+            dstate = _turned(dstates + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
+            dv = _tokens_turned(dvalue + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+            e = _tokens_turned(error + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
+            fade += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+            back = tl.dot(state, dv, back)
+            into = tl.dot(dstate, e, into)
+        tl.store(fading + line, tl.sum(fade, 0))
+        k = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        tl.store(gained + at, tl.sum(into * k.to(tl.float32), 0))
+        tl.store(lost + at, tl.sum(back * k.to(tl.float32), 0))
+        dk += into * tl.load(written + at)[None, :]
+        dk -= back * tl.load(kept + at)[None, :]
+        matrix = _matrix(to_system + line * CHUNK * CHUNK, CHUNK, CHUNK)
+        dk = tl.dot(k, matrix, dk)
+        dk = tl.dot(k, tl.trans(matrix), dk)
+        q = _tokens_turned(query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+        dk = tl.dot(q, _matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), dk)
+    wide = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
+    dk -= wide * (tl.sum(dk * wide, 0) / (tl.sum(wide * wide, 0) + _EPS))[None, :]
+    _put_tokens_turned(dkey + keys, dk, first, KEYS, KEY_DIM, LENGTH, CHUNK)
+
+
+@triton.jit
+def rates_kernel(key, beta, starts, ends, total, flow, dbeta_of_pairs, asked, lost, gained, fading,
+                ddecay, dbeta,
+                LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
+                HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
+                WIDTH: tl.constexpr):  # fmt: skip
+    """ddecay and dbeta of a chunk of a value head. Grid: (heads, chunks, B).
+
+    A decay's gradient is a sum over the later tokens: what a query or a key that reads has of its own gradient along
+    itself, less what a key that writes has."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    first = chunk * CHUNK
+    places = first + tl.arange(0, CHUNK)
+    is_last = places == first + CHUNK - 1
+    tokens = (batch * LENGTH + places) * HEADS + head
+    line = (batch * HEADS + head) * CHUNKS + chunk
+    at = line * CHUNK + tl.arange(0, CHUNK)
+    keys = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
+    sums = tl.load(total + at)
+    b = tl.load(beta + tokens, mask=places < LENGTH, other=0.0)
+    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
+    unit = _inverse_length(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    since = tl.where(start < first, tl.exp(sums), 0.0)
+    b = tl.where(real, b, 0.0)
+    through = tl.load(gained + at) * unit * _after(sums, start, places, is_last)
+    own = tl.load(flow + at) + tl.load(asked + at) - tl.load(lost + at) * unit * since - through * b
+    across = tl.sum(through * b, 0) + tl.load(fading + line) * tl.sum(tl.where(is_last, since, 0.0), 0)
+    own += tl.where(is_last, across, 0.0)
+    later = tl.sum(tl.where(_reads(start, places), own[:, None], 0.0), 0)
+    tl.store(ddecay + tokens, tl.where(real, later, 0.0), mask=places < LENGTH)
+    tl.store(dbeta + tokens, tl.where(real, tl.load(dbeta_of_pairs + at) + through, 0.0), mask=places < LENGTH)

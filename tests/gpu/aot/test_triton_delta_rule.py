@@ -43,13 +43,15 @@ def test_kernels_fit(capability, tmp_path):
         jax.eval_shape(step, *arguments())
     assert [kernel.__name__ for kernel, *_ in calls] == [
         "chunk_kernel", "forward_kernel", "reverse_kernel", "pairs_kernel", "dquery_kernel", "dkey_kernel",
+        "rates_kernel",
     ]  # fmt: skip
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
         assert 0 < compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name
-        assert ("wgmma" in compiled.ptx) == (capability == (9, 0)), compiled.name
-        if capability == (9, 0):  # dkey's sums of a chunk fill half of a thread's registers twice
-            assert compiled.spilled_bytes <= (640 if compiled.name == "dkey_kernel" else 0), compiled.name
+        products = compiled.name != "rates_kernel"
+        assert ("wgmma" in compiled.ptx) == (products and capability == (9, 0)), compiled.name
+        if capability == (9, 0):
+            assert compiled.spilled_bytes == 0, compiled.name
 
 
 def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
@@ -77,4 +79,4 @@ def test_a_step_lowers_through_jax_triton_and_compiles():
     with gpu.lowering():
         text = jax.jit(step).lower(*arguments(where=gpu.sharding())).compile().as_text()
     assert dispatch.record["gated_delta_rule"] == ("triton", {})
-    assert text.count('custom_call_target="triton_kernel_call"') == 6
+    assert text.count('custom_call_target="triton_kernel_call"') == 7
