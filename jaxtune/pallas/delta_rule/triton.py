@@ -32,8 +32,8 @@ from jaxtune.pallas.delta_rule import reference
 from jaxtune.pallas.delta_rule.chunked import CHUNK
 
 DIM = 128  # of keys and of values
-# Of a kernel: warps, columns that it takes at a time (of a state, the rows of a matrix product), and how many such steps
-# are on their way while it goes through them.
+# Of a kernel: warps, columns that it takes at a time (of a state, the rows of a matrix product), and how many such
+# steps are on their way while it goes through them.
 _TILES = {
     "chunk": (4, DIM, 1),
     "forward": (4, 64, 2),
