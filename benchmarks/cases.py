@@ -44,6 +44,19 @@ _EXPERTS = {
         "qwen3-30b-a3b nf4: planned for 30.7 GB",
         "--shape qwen3-30b-a3b --budget-gb 30.7 --optim adamw_8bit --load-in nf4",
     ),
+    # Held under what bf16 is held under.
+    "gpt_oss_fp8": _of_experts(
+        "gpt-oss-20b fp8 by rows, products in fp8: planned for 50.9 GB",
+        "--shape gpt-oss-20b --budget-gb 50.9 --load-in fp8 --compute fp8",
+    ),
+    "qwen3_moe_fp8": _of_experts(
+        "qwen3-30b-a3b fp8 by rows, products in fp8: planned for 75.1 GB",
+        "--shape qwen3-30b-a3b --budget-gb 75.1 --optim adamw_8bit --load-in fp8 --compute fp8",
+    ),
+    "qwen3_moe_fp8_blocks": _of_experts(
+        "qwen3-30b-a3b fp8 of 128 x 128, products in fp8: planned for 75.1 GB",
+        "--shape qwen3-30b-a3b --budget-gb 75.1 --optim adamw_8bit --load-in fp8 --compute fp8 --scales blocks",
+    ),
 }
 STEPS = {
     "8b": Step("llama-3.1-8b bf16, 8 x 2,048, everything kept", "--shape llama-3.1-8b"),

@@ -12,8 +12,8 @@ alone instead, whose seconds are recorded (`compile_seconds_cold`). FILE.json is
 several calls, each of at most --seconds, make one record. --against: the older commit runs this case, whatever the new
 one runs: what a case that it does not know gains (`8b_fp8 --old ea5ae4c --against 8b`).
 
-Without --old, each case runs once, and the ratio is to its record in benchmarks/results/steps.json. FILE.json holds
-records of that form: `--output benchmarks/results/steps.json` makes them the stored ones.
+Without --old, each case runs once, and the ratio is to its record in benchmarks/results/steps.json, if it has one.
+FILE.json holds records of that form: `--output benchmarks/results/steps.json` makes them the stored ones.
 
 The exit status is 1 where a ratio is below its floor or a figure is missing. FILE.json is written after each run.
 """
@@ -222,15 +222,14 @@ def beside_older(
 
 
 def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: bool) -> dict[str, float | None]:
-    """Runs each case once and writes its record; {name: ratio to the stored one}.
+    """Runs each case once and writes its record; {name: ratio to the stored one}, of those that have one.
 
     Raises:
-      SystemExit: a case has no stored record of this device.
+      SystemExit: a stored record is of another device.
     """
     stored = json.loads((RESULTS / "steps.json").read_text(encoding="utf-8"))
     for name in names:
-        found = stored.get(name, {}).get("device")
-        if found != device:
+        if name in stored and (found := stored[name]["device"]) != device:
             raise SystemExit(f"{name}: the stored record is of {found!r}, this device is {device!r}; use --old FOLDER")
     records = json.loads(call.output.read_text(encoding="utf-8")) if call.output.is_file() else {}
     ratios: dict[str, float | None] = dict.fromkeys(names)
@@ -240,7 +239,10 @@ def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: 
         found = call.run(side, STEPS[name], side.commit)
         if found is not None and "failed" not in found:
             records[name] = found
-            ratios[name] = found["tokens_per_second"] / stored[name]["tokens_per_second"]
+            if name in stored:
+                ratios[name] = found["tokens_per_second"] / stored[name]["tokens_per_second"]
+            else:
+                del ratios[name]
             write(call.output, records)
     return ratios
 

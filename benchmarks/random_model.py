@@ -15,7 +15,7 @@ from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import frozen
-from jaxtune.models.lora import copy_structure, freeze, linears
+from jaxtune.models.lora import copy_structure, freeze, matrices
 from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.formats import FP8, dense
@@ -61,9 +61,9 @@ def random_model(
 
 
 def in_blocks(model: Decoder) -> Decoder:
-    """The model with its linears in FP8 with scales of 128 x 128, as official checkpoints are published."""
+    """The model with its linears and experts in FP8 with scales of 128 x 128, as official checkpoints are published."""
     model = copy_structure(model)
-    for _, linear in linears(model):
-        encoded = FP8.encode(dense(linear.stored_weight, model.dtype), TILE)
-        linear.weight = frozen(linear.weight.replace(encoded))
+    for _, matrix in matrices(model):
+        encoded = FP8.encode(dense(matrix.stored_weight, model.dtype), TILE)
+        matrix.weight = frozen(matrix.weight.replace(encoded))
     return model

@@ -113,10 +113,12 @@ def test_a_stored_record_is_held_against(trees, tmp_path, monkeypatch, speed, st
     record = {"device": "a GPU", "tokens_per_second": 100.0}
     stored.write_text(json.dumps({"8b": record, "8b_nf4": record}))
     (tmp_path / "out.json").write_text(json.dumps({"8b_nf4": record}))
-    call = trees(new=[speed])
+    call = trees(new=[speed, 50.0, None])
     assert call("8b")[0] == status
+    assert call("8b_long")[0] == 0  # which has no stored record yet
     records = json.loads((tmp_path / "out.json").read_text())
     assert records["8b_nf4"] == record and records["8b"]["tokens_per_second"] == speed  # it can take the store's place
+    assert records["8b_long"]["tokens_per_second"] == 50 and call("8b_long")[0] == 1
     stored.write_text(json.dumps({"8b": record | {"device": "another GPU"}}))
     with pytest.raises(SystemExit, match="'another GPU', this device is 'a GPU'"):
         call("8b")
@@ -131,4 +133,5 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     stored = json.loads((compare.RESULTS / "steps.json").read_text())
     assert set(compare.COMPARED) <= set(stored)
     unmeasured = set(compare.STEPS) - set(stored)  # yet
-    assert unmeasured == {"8b_fp8_residuals", "qwen35_27b_nf4", "qwen35_35b", "qwen35_35b_nf4"}
+    of_experts = (name for name in compare.STEPS if name.startswith(("gpt_oss_fp8", "qwen3_moe_fp8")))
+    assert unmeasured == {"8b_fp8_residuals", "qwen35_27b_nf4", "qwen35_35b", "qwen35_35b_nf4", *of_experts}

@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import numpy as np
+from flax import nnx
 
+from benchmarks.random_model import in_blocks
 from benchmarks.shapes import SHAPES
 from benchmarks.train.step import arguments, make_trainer, train_config
 from benchmarks.transfers import transfers
@@ -41,6 +43,8 @@ def compile_ahead(cases: dict[str, list[str]], cache: str, threads: int = THREAD
 
     def one(options) -> float:
         model = abstract_model(config_from_hf(SHAPES[options.shape]), train_config(options))
+        if options.scales == "blocks":
+            model = nnx.eval_shape(in_blocks, model)
         trainer = make_trainer(options, model)
         trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, lambda line: None)
         return time.perf_counter() - began
