@@ -1,12 +1,13 @@
 """The mixture of experts, beside the best known alternatives in one run on one GPU.
 
-    python benchmarks/kernels/moe.py --output FILE.json
+    python benchmarks/kernels/moe.py --output FILE.json [--only fp8]
 
 gpt-oss-20b (32 experts, 4 a token, 2,880 x 2,880) and Qwen3-30B-A3B (128 experts, 8 a token, 2,048 x 768) at 16,384
 tokens in bf16, with a balanced router and with one after Zipf (expert e is as likely as 1 / (e + 1)). A grouped
 product is measured beside a dense product of the vendor's with as many rows as there are pairs and
-`torch._grouped_mm` over rows without gaps; experts in four bits beside bf16 ones; routing's kernels beside XLA's. 40
-runs of a layer and its gradients are compared bit for bit. TFLOP/s count pairs, not the rows of filled-up tiles.
+`torch._grouped_mm` over rows without gaps; experts in four bits and in FP8 beside bf16 ones; routing's kernels beside
+XLA's. 40 runs of a layer and its gradients are compared bit for bit. TFLOP/s count pairs, not the rows of filled-up
+tiles. --only KEY: what has KEY in its name alone (fp8: 4 of 20 parts, about a minute).
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ from benchmarks.kernels.timing import in_turns, queued_ms
 from benchmarks.record import environment, write
 from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
 from jaxtune.models.layers.experts import ExpertLora, MoE
-from jaxtune.pallas.formats import MXFP4, NF4
-from jaxtune.pallas.grouped_matmul import grouped_bias, grouped_matmul, mosaic
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.formats import FP8, MXFP4, NF4
+from jaxtune.pallas.formats.fp8 import TILE
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul, mosaic
 from jaxtune.pallas.grouped_matmul.api import gathers
+from jaxtune.pallas.quant_matmul import fp8_product, fp8_rounding
 from jaxtune.pallas.routing import choose_experts, expert_weights, permute, route, row_weights, unpermute
 
 TOKENS = 16_384
@@ -186,6 +190,70 @@ def four_bits(shape: Shape, name: str, tokens: int) -> dict:
             if way != "bf16":
                 result[f"{kind}_{way}_of_bf16"] = median["bf16"] / took
     return result
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "fp8", "forward"))
+def _one_way(x, weight, groups, dout, lora, transposed, fp8, forward):
+    def run(x):
+        return grouped_matmul(x, weight, groups, lora, transposed=transposed, fp8=fp8)
+
+    return run(x) if forward else jax.vjp(run, x)[1](dout)
+
+
+@functools.partial(jax.jit, static_argnames="contract")
+def _codes_alone(codes, scale, weight, groups, contract):
+    """The kernel without rounding and without the copy that one direction needs."""
+    ones = jnp.ones(weight.shape[:2], jnp.float32)
+    tiles = groups.tile_expert, groups.tile_sizes
+    return fp8_product.by_kernel(codes, scale, None, None, weight, ones, jnp.bfloat16, False, "mosaic", tiles)
+
+
+def in_fp8(shape: Shape, name: str, tokens: int) -> dict:
+    """Experts in FP8 that multiply as they are stored, with scales by rows and of 128 x 128 (where these divide the
+    sizes), and decoded before each product, beside bf16 ones: forward and dx, each with an adapter; rounding,
+    transposing and the kernel over codes apart; and relative errors against bf16's."""
+    groups = _groups(choices(shape, False, tokens), shape.experts)
+    x, dout, plain = sides(shape, name, groups.rows)
+    held = jnp.arange(groups.rows) % 128 < jnp.repeat(groups.tile_sizes, 128)
+    x, dout = x * held[:, None], dout * held[:, None]
+    in_size, out_size = shape.products[name]
+    lora = GroupedLora(
+        normal(4, shape.experts, RANK, in_size, size=in_size**-0.5), normal(5, shape.experts, out_size, RANK)
+    )
+    weights = {"bf16": plain, "rows": FP8.encode(plain), "decoded": FP8.encode(plain)}
+    if in_size % 128 == out_size % 128 == 0:
+        weights["blocks"] = FP8.encode(plain, TILE)
+    result: dict = {}
+    for direction in ("forward", "dx"):
+
+        def call(way, direction=direction):
+            fp8 = way in ("rows", "blocks")
+            return _one_way(
+                x, weights[way], groups, dout, lora, transposed=shape.gpt_oss, fp8=fp8, forward=direction == "forward"
+            )
+
+        ways = {way: functools.partial(_queued, call, way) for way in weights}
+        along = 2 if (direction == "forward") != shape.gpt_oss else 1
+        left = x if direction == "forward" else dout
+        codes, scale = jax.jit(fp8_product.rounded)(left)
+        side = weights["rows"].codes if along == 2 else jnp.array(weights["rows"].codes.mT)
+        ways["codes"] = functools.partial(_queued, _codes_alone, codes, scale, side, groups, along)
+        ways["rounding"] = functools.partial(_queued, jax.jit(lambda left: fp8_rounding.rounded([left], None)), left)
+        if along == 1:
+            ways["transposing"] = functools.partial(_queued, jax.jit(lambda w: w.codes.mT), weights["rows"])
+        median = in_turns(ways)
+        exact = call("bf16")
+        result[direction] = {f"{way}_ms": took for way, took in median.items()}
+        result[direction] |= {f"{way}_over_bf16": median["bf16"] / median[way] for way in weights if way != "bf16"}
+        result[direction] |= {f"{way}_error": float(_distance(call(way), exact)) for way in weights if way != "bf16"}
+    result["chosen"] = dispatch.record["fp8_matmul of experts"]
+    return result
+
+
+@jax.jit
+def _distance(one, other):
+    one, other = (jax.tree.leaves(each)[0].astype(jnp.float32) for each in (one, other))
+    return jnp.linalg.norm(one - other) / jnp.linalg.norm(other)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -358,6 +426,13 @@ def must_show(record: dict) -> list[dict]:
                 value = min(one[f"{kind}_{way}_of_bf16"] for one in found)
                 what = f"{model}, experts in {kind.upper()}{words}: speed over bf16 experts, worse of two"
                 line("grouped product", what, value, *bounds)
+        found = [record[f"fp8 {model} {name}"] for name in names]
+        for way in ("rows", "blocks", "decoded"):
+            times = [(part["bf16_ms"], part.get(f"{way}_ms")) for one in found for part in (one["forward"], one["dx"])]
+            if all(took for _, took in times):
+                value = sum(bf16 for bf16, _ in times) / sum(took for _, took in times)
+                what = f"{model}, experts in FP8, {way}: speed over bf16 experts, both products, forward and dx"
+                line("grouped product", what, value)
         layers = [record[f"layer {model} {mode}"] for mode in modes]
         share = max(one[f"routing_share_{how}"] for one in layers for how in ("of_step", "by_difference"))
         line("routing", f"share of an MoE layer's forward+backward, {model}", share, 0.08, 0.04, at_most=True)
@@ -374,6 +449,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--only", default="", help="parts that have this in their name")
     options = parser.parse_args()
     record: dict = {"benchmark": "kernels/moe", **environment(), "tokens": options.tokens}
     calls = {}
@@ -385,12 +461,16 @@ def main() -> None:
             calls[f"routing {shape.name} {mode}"] = (routing_kernels, shape, zipf)
         for name in shape.products:
             calls[f"four bits {shape.name} {name}"] = (four_bits, shape, name)
+            calls[f"fp8 {shape.name} {name}"] = (in_fp8, shape, name)
     begun = time.perf_counter()
     for key, (function, *arguments) in calls.items():
+        if options.only not in key:
+            continue
         record[key] = function(*arguments, options.tokens)
         write(options.output, record)
         print(f"{time.perf_counter() - begun:6.1f} s  {key}: {json.dumps(record[key], default=str)}", flush=True)
-    record["must_show"] = must_show(record)
+    if not options.only:
+        record["must_show"] = must_show(record)
     write(options.output, record)
 
 

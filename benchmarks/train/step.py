@@ -269,7 +269,7 @@ def arguments() -> argparse.ArgumentParser:
         "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"
     )
     parser.add_argument("--load-in", choices=LOAD_IN, help="the layers' weights in few bits; default: bfloat16")
-    parser.add_argument("--compute", choices=["fp8"], help="linears in FP8 multiply as they are stored")
+    parser.add_argument("--compute", choices=["fp8"], help="weights in FP8 multiply as they are stored")
     parser.add_argument(
         "--scales", choices=["rows", "blocks"], default="rows", help="of FP8: jaxtune's, or official checkpoints'"
     )

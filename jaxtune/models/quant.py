@@ -81,23 +81,24 @@ def dequantize(model: Decoder) -> Decoder:
 
 
 def compute_in_fp8(model: Decoder) -> Decoder:
-    """A new model over the same arrays whose linears in FP8 multiply as they are stored, forward and backward.
+    """A new model over the same arrays whose linears and experts in FP8 multiply as they are stored, forward and
+    backward.
 
-    Adapters, norms, routers, embeddings and the head compute as before; experts in FP8 are decoded for each product.
+    Adapters, norms, routers, embeddings and the head compute as before.
 
     Raises:
       ValueError: no linear is in FP8.
     """
     model = copy_structure(model)
-    for _, linear in linears(model):
-        linear.fp8 = isinstance(linear.stored_weight, FP8)
+    for _, matrix in matrices(model):
+        matrix.fp8 = isinstance(matrix.stored_weight, FP8)
     if not computes_in_fp8(model):
         raise ValueError("model.compute = 'fp8': no linear of the model is in FP8; set model.load_in = fp8")
     return model
 
 
 def computes_in_fp8(model: Decoder) -> bool:
-    return any(linear.fp8 for _, linear in linears(model))
+    return any(matrix.fp8 for _, matrix in matrices(model))
 
 
 def is_quantized(model: Decoder) -> bool:

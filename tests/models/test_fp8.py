@@ -1,8 +1,9 @@
-"""Models in FP8: checkpoints of both layouts in and out, quantised on the way, training, merging, experts."""
+"""Models in FP8: checkpoints of both layouts in and out, quantised on the way, training, merging, experts, meshes."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -18,12 +19,14 @@ from tiny_models import adapted_model, named, shaken
 from jaxtune.models import shards
 from jaxtune.models.generate import generate
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
-from jaxtune.models.lora import get_peft_model, matrices
+from jaxtune.models.lora import get_peft_model, linears, matrices
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import compute_in_fp8, dequantize, quantize, stored_in
 from jaxtune.models.stack import layer_backward, layer_forward
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, dense
 from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.train.config import CheckpointConfig, MeshConfig
 from jaxtune.train.planning.plan import parse_residuals
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -202,13 +205,32 @@ def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
     losses = {}
     for name, model in (("plain", base), ("fp8", compute_in_fp8(base))):
         model = shaken(get_peft_model(model, r=4), 1)
-        trainer = Trainer(model, None, make_config(tmp_path / name, steps=4), dataset(documents(16)))
+        save = CheckpointConfig(every_steps=2, every_minutes=None)
+        arguments = model, None, make_config(tmp_path / name, steps=4, checkpoint=save), dataset(documents(16))
+        trainer = Trainer(*arguments)
         trainer.train()
         losses[name] = np.array([line["loss"] for line in trainer.history])
         assert trainer.config.model.compute == (None if name == "plain" else "fp8")  # config.yaml says it
     assert (losses["plain"] != losses["fp8"]).all()
     np.testing.assert_allclose(losses["fp8"], losses["plain"], rtol=0.02)
     assert losses["fp8"][-1] < losses["fp8"][0]
+    shutil.rmtree(tmp_path / "fp8/checkpoints/step_00000004")
+    resumed = Trainer(*arguments)
+    resumed.train()
+    assert [line["loss"] for line in resumed.history] == list(losses["fp8"][2:])
+
+
+def test_dora_rslora_and_fp16_stand_beside_products_in_fp8(tmp_path):
+    base = quantize(made(CONFIG, "float16"), "fp8")
+    losses = []
+    for name, model in (("plain", base), ("fp8", compute_in_fp8(base))):
+        model = shaken(get_peft_model(model, r=4, use_dora=True, use_rslora=True), 1)
+        config = make_config(tmp_path / name, precision="fp16", steps=2)
+        trainer = Trainer(model, None, config, dataset(documents(8)))
+        trainer.train()
+        losses.append(np.array([(line["loss"], line["loss_scale"]) for line in trainer.history]))
+    assert (losses[0][:, 0] != losses[1][:, 0]).all()
+    np.testing.assert_allclose(*losses, rtol=0.02)  # the scale falls at an overflow, which both have or neither
 
 
 def test_gate_and_up_are_kept_in_fp8_where_a_plan_says_so():
@@ -267,6 +289,43 @@ def test_experts_in_fp8_go_through_files(tmp_path):
     assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8), name)
+
+
+def test_experts_in_fp8_multiply_as_they_are_stored():
+    """Forward and backward, with adapters on experts: near what decoded weights give, and not the same."""
+    model = quantize(made(CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}, "float32"), "fp8")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    results = []
+    for base in (model, compute_in_fp8(model)):
+        assert all(matrix.fp8 == (base is not model) for _, matrix in matrices(base))
+        for _, linear in linears(base):  # else the router sees other numbers, and may choose other experts
+            linear.fp8 = False
+        adapted = shaken(get_peft_model(base, r=4, target_parameters=names), 1)
+        graph, *weights = nnx.split(adapted.layers[0], nnx.Param, ...)
+        x = jax.random.normal(jax.random.key(2), (2, 24, adapted.config.hidden_size))
+        shared = (adapted.layout(x.shape[:2]), None)
+        residuals = tuple(residual.name for residual in adapted.layers[0].residuals())
+        out, saved, *_ = layer_forward(graph, adapted.config.layers[0], residuals, *weights, x, *shared)
+        trained, dx, *_ = layer_backward(graph, adapted.config.layers[0], *weights, saved, jnp.cos(x), *shared)
+        results.append(
+            [np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(part)]) for part in (out, dx, trained)]
+        )
+    assert dispatch.record["fp8_matmul of experts"][0] == "reference"
+    for plain, got in zip(*results, strict=True):
+        assert 0 < np.linalg.norm(got - plain) / np.linalg.norm(plain) < 0.15
+
+
+def test_products_in_fp8_are_divided_over_a_mesh(tmp_path):
+    """Rows are rounded by themselves, so that a mesh changes no more than the order of sums over rows."""
+    base = compute_in_fp8(quantize(made(CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}, "float32"), "fp8"))
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    losses = []
+    for name, mesh in (("one", MeshConfig()), ("four", MeshConfig(data=2, fsdp=2))):
+        model = shaken(get_peft_model(base, r=4, target_parameters=names), 1)
+        trainer = Trainer(model, None, make_config(tmp_path / name, steps=2, mesh=mesh), dataset(documents(40)))
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.history])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 def test_experts_whose_blocks_would_meet_are_refused(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
-from jaxtune.pallas.grouped_matmul import grouped_matmul
+from jaxtune.pallas.grouped_matmul import fp8_experts, grouped_matmul, reference
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, quant_matmul
 
@@ -214,10 +214,75 @@ def test_rows_are_rounded_bit_for_bit_as_by_the_reference(widths, scaled):
         assert np.isnan(np.asarray(row, np.float32)).any()
 
 
+# ---- experts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("block", [ROW, MATRIX, TILE])
+def test_experts_products_are_those_of_rounded_operands(block, transposed):
+    """As of one weight: along the second axis rows are rounded as they are; along the first they take the scales of
+    their expert's rows before that."""
+    draw, sizes = np.random.default_rng(0), [5, 0, 130]
+    groups = groups_of(jnp.array(sizes), sum(sizes))
+    weight = FP8.encode((draw.normal(size=(3, 130, 150)) * np.logspace(-3, 1, 130)[:, None]).astype(np.float32), block)
+    width, out = (130, 150) if transposed else (150, 130)
+    x, dout = (draw.normal(size=(groups.rows, size)).astype(np.float32) for size in (width, out))
+    got, pull = jax.vjp(lambda x: grouped_matmul(x, weight, groups, transposed=transposed, fp8=True), jnp.asarray(x))
+    sides = [(x, got, transposed), (dout, pull(jnp.asarray(dout))[0], not transposed)]
+    starts, wide = np.asarray(groups.starts()), np.asarray(weight.decode(jnp.float32))
+    codes = np.asarray(weight.codes).astype(np.float32)
+    for left, result, along_first in sides:
+        for expert, size in enumerate(sizes):
+            rows = left[starts[expert] :][:size]
+            exact = rows @ (wide[expert] if along_first else wide[expert].T)
+            if block == TILE:
+                rows, side = _in_fp8(rows, 128), wide[expert]
+            elif along_first:
+                scales = np.broadcast_to(np.asarray(weight.scales)[expert, :, 0], (130,))
+                rows, side = _in_fp8(rows * scales), codes[expert]
+            else:
+                rows, side = _in_fp8(rows), wide[expert]
+            found = np.asarray(result)[starts[expert] :][:size]
+            wanted = rows @ (side if along_first else side.T)
+            # As a whole: a number between two codes may be rounded to the other one.
+            assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted)
+            assert not size or np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "block", "contract", "rank"), [((576, 640), ROW, 1, 24), ((128, 256), TILE, 2, 0)])
+def test_the_kernels_multiply_experts_as_their_reference(shape, block, contract, rank):
+    """Rows of tokens, which take their expert's factors, with an adapter; and rows in order, in blocks. A tile that is
+    half empty, one that is not and one that holds nothing; widths that whole steps, and pieces of a row, do not divide.
+    """
+    draw, sizes, count = np.random.default_rng(0), [6, 66], 90
+    groups = groups_of(jnp.array(sizes), 140)
+    held = np.concatenate([np.arange(128) < size for size in (*sizes, 0)])
+    tokens = jnp.asarray(np.where(held, draw.integers(0, count, groups.rows), count), jnp.int32)
+    values = draw.normal(size=(2, *shape)) * np.logspace(-2, 1, shape[0])[:, None]
+    weight = FP8.encode(values.astype(np.float32), block)
+    x = jnp.asarray(draw.normal(size=(count, shape[contract - 1])), jnp.bfloat16)
+    extra = exact = None
+    if rank:
+        u = jnp.asarray(draw.normal(size=(groups.rows, rank)) * held[:, None], jnp.bfloat16)
+        side = jnp.asarray(draw.normal(size=(2, rank, shape[1])), jnp.bfloat16)
+        extra = jnp.pad(u, ((0, 0), (0, 64 - rank))), side  # as the kernel of thin products gives it
+        exact = u.astype(jnp.float32), side.astype(jnp.float32)
+    if contract == 2:
+        x, tokens = reference.rows_of(x, tokens), None
+    with gpu_kernel.interpreted():
+        run = jax.jit(fp8_experts._by_kernel, static_argnums=(3, 6))
+        got = np.asarray(run(x, weight, groups, contract, extra, tokens, "mosaic"), np.float32)
+    want = fp8_experts._by_reference(x.astype(jnp.float32), weight, groups, contract, exact, tokens)
+    assert not got[~held].any(), "rows that hold nothing must be zero"
+    assert np.linalg.norm(got - want) < 0.003 * np.linalg.norm(want)
+
+
 def test_what_the_kernel_refuses_is_said():
     with gpu_kernel.interpreted():
         for words, (tokens, out, width), dtype in (
-            ("size 130 is not a multiple of 128", (256, 130, 128), "bfloat16"),
+            ("size 130 is not a multiple of 64", (256, 130, 128), "bfloat16"),
             ("100 tokens, fewer than 128", (100, 128, 128), "bfloat16"),
             ("130 tokens, no multiple of 8", (130, 128, 128), "bfloat16"),
             ("dtype float32", (256, 128, 128), "float32"),

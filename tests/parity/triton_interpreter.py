@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from jaxtune.pallas import compat, dispatch
 
@@ -16,6 +18,8 @@ def _to_torch(array) -> torch.Tensor:
     array = np.array(array)
     if array.dtype == jnp.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype == jnp.float8_e4m3fn:
+        return torch.from_numpy(array.view(np.int8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(array)
 
 
@@ -32,10 +36,26 @@ def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, *
     return [_to_jax(tensor) for tensor in outputs]
 
 
+_DOT = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot(self, a, b, *others):
+    """The interpreter holds bfloat16 as its bits, in 16-bit integers, and would multiply these."""
+
+    def numbers(side):
+        if side.dtype.scalar != tl.bfloat16:
+            return side
+        bits = side.data.view(np.uint16).astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    return _DOT(self, numbers(a), numbers(b), *others)
+
+
 @contextlib.contextmanager
 def interpreted(capability=(8, 0)):
     """In this context Triton implementations serve calls, outside of jit, with the tiles of that compute capability."""
     with pytest.MonkeyPatch.context() as patch, dispatch.compile_for(capability):
         patch.setattr(compat, "triton_call", _call)
         patch.setattr(compat, "_has_jax_triton", lambda: True)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
         yield

@@ -77,7 +77,10 @@ class ExpertLora(nnx.Module):
 
 class ExpertLinear(nnx.Module):
     """One matrix of every expert: weight [E, out, in], or [E, in, out] if transposed (as in Hugging Face's class), or
-    that quantised; optional bias [E, out], optional adapter."""
+    that quantised; optional bias [E, out], optional adapter.
+
+    fp8: a weight in FP8 is multiplied as it is stored, see grouped_matmul.
+    """
 
     def __init__(
         self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
@@ -90,6 +93,7 @@ class ExpertLinear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
         self.lora: ExpertLora | None = nnx.data(None)  # an ExpertLora, once the model has adapters
         self.transposed = transposed
+        self.fp8 = False
 
     @property
     def num_experts(self) -> int:
@@ -110,7 +114,7 @@ class ExpertLinear(nnx.Module):
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """x [T, in] -> [rows, out], whose derivative follows soon; see matmul_of_tokens."""
-        options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True)
+        options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True, fp8=self.fp8)
         out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
         if self.bias is None:
             return out
@@ -121,7 +125,7 @@ class ExpertLinear(nnx.Module):
     ) -> jax.Array:
         """rows [rows, in] -> [T, out], summed over each token's choice [T, k]; see matmul_to_tokens. weights [T, k]
         multiply the bias, where there is one, and are in the rows already."""
-        out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed)
+        out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed, fp8=self.fp8)
         return out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
 
 
@@ -319,14 +323,19 @@ class MoE(nnx.Module):
         as sorted rows.
 
         Where products do not bring rows themselves, sorted rows too; or, beside a decoded weight, if gate_up runs
-        again, its rows and those of a gradient; if not, gradients of gate_up and of rows.
+        again, its rows and those of a gradient; if not, gradients of gate_up and of rows. Where codes multiply, rows of
+        them, and the weight's transposed.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up
-        weights = [linear.stored_weight for linear in (self.experts.gate_up_proj, self.experts.down_proj)]
-        decoded = max((w.size for w in weights if isinstance(w, Stored)), default=0) * sizes.dtype.itemsize
+        linears = (self.experts.gate_up_proj, self.experts.down_proj)
+        codes = max((linear.stored_weight.size for linear in linears if linear.fp8 and sizes.hopper), default=0)
+        packed = [linear for linear in linears if isinstance(linear.stored_weight, Stored)]
+        packed = [linear.stored_weight.size for linear in packed if not (linear.fp8 and sizes.hopper)]
+        decoded = max(packed, default=0) * sizes.dtype.itemsize
         if sizes.hopper and not decoded:  # grouped_matmul's `gathers`
             work = max(2 * gate_up, gate_up + 1.3 * rows)
+            work += codes + max(gate_up, rows) / sizes.dtype.itemsize if codes else 0.0
         else:
             again = 2.05 * rows if "gate_up" in sizes.recomputed else gate_up + rows
             work = max(2 * gate_up + 1.25 * rows, again + 1.1 * decoded)

@@ -11,9 +11,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.grouped_matmul import (
     first_use,
+    fp8_experts,
     mosaic,
     mosaic_ahead,
     mosaic_contract,
@@ -48,12 +49,17 @@ class GroupedLora:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What of a call is known when it is traced; adapter_first: in the backward, before the gradient of x."""
+    """What of a call is known when it is traced.
+
+    adapter_first: in the backward, before the gradient of x. fp8: of a weight that multiplies as it is stored, a tuple
+    of one, the implementation that was asked for.
+    """
 
     transposed: bool
     scale: float
     implementation: str
     adapter_first: bool
+    fp8: tuple[str | None, ...] = ()
 
 
 def implementations(
@@ -102,8 +108,12 @@ def gathers(implementation: str) -> bool:
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
-def _product(x, weight, groups, contract, extra, implementation, tokens):
-    """A weight in four bits is decoded when x is there and not before."""
+def _product(x, weight, groups, contract, extra, static: Static, tokens):
+    """A weight in few bits is decoded when x is there and not before, or multiplies as it is stored."""
+    implementation = static.implementation
+    if static.fp8:
+        plain = _PRODUCTS[implementation]
+        return fp8_experts.product(x, weight, groups, contract, extra, tokens, plain, *static.fp8)
     if implementation != _AHEAD:
         weight, x = decoded(weight, x)
         weight = weight.astype(x.dtype)
@@ -143,7 +153,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
         a, b = lora
         inner = _thin(x, a, groups, 2, static.implementation, tokens)
         extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
-    out = _product(x, weight, groups, contract, extra, static.implementation, tokens)
+    out = _product(x, weight, groups, contract, extra, static, tokens)
     return out, (x, weight, lora, groups, inner)
 
 
@@ -167,7 +177,7 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
-    dx = _product(dout, weight, groups, contract, extra, static.implementation, dout_tokens)
+    dx = _product(dout, weight, groups, contract, extra, static, dout_tokens)
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
     dweight = None
     if not isinstance(weight, Stored):
@@ -217,18 +227,19 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
         check.number("lora.scale", lora.scale)
 
 
-def chosen(dtype, weight, groups: Groups, transposed: bool, implementation: str | None) -> str:
-    """The implementation of a call over rows of a dtype; see grouped_matmul."""
+def prepared(
+    x, weight, groups: Groups, lora: GroupedLora | None, transposed: bool, derivative_follows: bool, fp8: bool,
+    implementation: str | None,
+):  # fmt: skip
+    """(x, weight, lora, static) as forward takes them; the arguments are grouped_matmul's."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
-    packed = weight if isinstance(weight, Stored) else None
-    table = implementations(dtype, in_size, out_size, groups, packed, implementation)
-    return dispatch.choose("grouped_matmul", table, implementation)
-
-
-def prepared(x, weight, lora: GroupedLora | None, transposed: bool, derivative_follows: bool, name: str):
-    """(x, weight, lora, static) as forward takes them."""
-    static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows)
-    if derivative_follows and isinstance(weight, Stored) and name != _AHEAD:
+    as_stored = fp8 and isinstance(weight, FP8)
+    packed = weight if isinstance(weight, Stored) and not as_stored else None
+    table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
+    name = dispatch.choose("grouped_matmul", table, implementation)
+    asked = (implementation,) if as_stored else ()
+    static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows, asked)
+    if derivative_follows and packed is not None and name != _AHEAD:
         array, x = decoded(weight, x)
         weight = jax.lax.stop_gradient(array)
     return x, weight, None if lora is None else (lora.a, lora.b), static
@@ -243,6 +254,7 @@ def grouped_matmul(
     *,
     transposed: bool = False,
     derivative_follows: bool = False,
+    fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies each expert's rows by its weight, and by its adapter.
@@ -258,6 +270,8 @@ def grouped_matmul(
       groups: `routing.route(choice, E).groups`.
       derivative_follows: the derivative is taken soon, and x serves nothing else. A weight that is decoded first is
         then decoded once for both; the adapter's gradients are made before x's, whose product needs no x beside it.
+      fp8: a weight in FP8 is multiplied as it is stored, in both directions, as quant_matmul does it: rows are rounded
+        to e4m3 (fp8_experts.py). Adapters multiply x as it is.
       implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call.
     Returns:
       [rows, out] in x's dtype.
@@ -265,8 +279,7 @@ def grouped_matmul(
       TypeError, ValueError: an argument is not as described here.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
-    name = chosen(x.dtype, weight, groups, transposed, implementation)
-    x, weight, sides, static = prepared(x, weight, lora, transposed, derivative_follows, name)
+    x, weight, sides, static = prepared(x, weight, groups, lora, transposed, derivative_follows, fp8, implementation)
     return _grouped(x, weight, sides, groups, static)
 
 

@@ -1,8 +1,9 @@
 """The product of e4m3 codes as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA, warp specialisation).
 
 Persistent, as pallas/grouped_matmul: a program for each multiprocessor takes every n-th tile of the output. One
-warpgroup brings 128 codes along K of both sides, as many steps ahead as fit, and goes on to the next tile while the two
-others, each with 64 of the 128 rows, store the last one.
+warpgroup brings 128 (or 64) codes along K of both sides, as many steps ahead as fit, and goes on to the next tile while
+the two others, each with 64 of the 128 rows, store the last one. Where rows are sorted by expert (grouped_matmul), a
+tile's other side is its expert's; tiles that hold nothing take no step, and half a tile that does is not multiplied.
 
 Scales of rows stand outside the sum: the tensor cores add up all of K, and what is stored is scaled once, in registers.
 Scales of 128 numbers along K (and of as many of the weight's rows) stand inside: the tensor cores add up 128, which a
@@ -30,6 +31,8 @@ _WARPGROUPS = 2  # that compute
 _OWN = 64  # rows of each
 ROWS = _WARPGROUPS * _OWN  # of a tile
 STEP = 128  # codes along K: a row of the swizzle, and what shares a scale
+_HALF_STEP = 64  # where whole ones do not divide K and scales stand outside
+_COLUMNS = (256, 192, 128, 64)  # of a tile; the first that divide the output's
 _STORED = 64  # columns that are stored at a time
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 72, 216  # of a thread; of all together 65,536
 _RANKS = (16, 32, 64)  # of an adapter, filled up: rows of a swizzle of 32, 64 and 128 bytes
@@ -38,28 +41,32 @@ _SHARED_BYTES = 231_000  # of a program's shared memory, less its barriers
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """columns: of a tile of the output. stages: steps on their way. band: tiles of rows that go together."""
+    """columns: of a tile of the output. stages: steps on their way. band: tiles of rows that go together. step: codes
+    along K that are brought together."""
 
     columns: int
     stages: int
     band: int = 16
+    step: int = STEP
 
 
-def blocks_for(out_size: int, rank: int) -> Blocks:
+def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
     """rank: of the adapter, filled up; 0: none."""
-    columns = 256 if out_size % 256 == 0 else 128
+    columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
+    step = STEP if in_size % STEP == 0 else _HALF_STEP
     left = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
-    return Blocks(columns, min(left // (STEP * (ROWS + columns)), 6))
+    return Blocks(columns, min(left // (step * (ROWS + columns)), 6 * STEP // step), step=step)
 
 
-def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype) -> str | None:
+def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
     """Why this kernel cannot multiply [tokens, in_size] by [out_size, in_size], and add what an adapter of this rank
     gives, in `dtype`; or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
+    multiple = STEP if in_blocks else _HALF_STEP
     for size in (in_size, out_size):
-        if size % STEP:
-            return f"size {size} is not a multiple of {STEP}"
+        if size % multiple:
+            return f"size {size} is not a multiple of {multiple}"
     if tokens < ROWS:
         return f"{tokens} tokens, fewer than {ROWS}"
     if tokens % 8:
@@ -76,12 +83,18 @@ def filled_rank(rank: int) -> int | None:
     return next((size for size in _RANKS if rank <= size), None)
 
 
-def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, programs: int, in_blocks: bool, rank: int):
-    """out [M, N] = scaled(x [M, K] w [N, K]^T) + u [M, R] l [N, R]^T.
+def _kernel(
+    x_ref, w_ref, x_scale_ref, w_scale_ref, *rest,
+    blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool,
+):  # fmt: skip
+    """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T; w and l are [E, N, K] and [E, N, R], and e
+    is the expert of a tile of rows, or 0.
 
-    x_scale [M] and w_scale [N], or `in_blocks` [K / 128, M] and [N / 128, K / 128]; rest: u and l where there is a
-    rank; out; scratch.
+    x_scale [M] and w_scale [E, N], or `in_blocks` [K / 128, M] and [E, N / 128, K / 128]; rest: where rows are
+    `grouped` each tile's expert and how many of its rows hold something; u and l where there is a rank; out; scratch.
     """
+    if grouped:
+        expert_ref, sizes_ref, *rest = rest
     if rank:
         u_ref, l_ref, *rest = rest
         out_ref, x_smem, w_smem, out_smem, full, free, u_smem, l_smem, extra_full, extra_free = rest
@@ -89,8 +102,8 @@ def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, progr
         out_ref, x_smem, w_smem, out_smem, full, free = rest
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
-    (all_rows, width), out_size = x_ref.shape, w_ref.shape[0]
-    row_tiles, column_tiles, steps = -(-all_rows // ROWS), out_size // columns, width // STEP
+    (all_rows, width), (experts, out_size, _) = x_ref.shape, w_ref.shape
+    row_tiles, column_tiles, all_steps = -(-all_rows // ROWS), out_size // columns, width // blocks.step
     mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
 
     def corner(index):
@@ -98,30 +111,48 @@ def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, progr
         row, column = persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
         return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
 
+    def tile_of(index):
+        """(expert, rows that hold something) of an item, where rows are grouped: to read of an item early, for that
+        takes as long as a step; of any item where there is no such."""
+        if not grouped:
+            return ()
+        item = program + jnp.minimum(index, mine - 1) * programs
+        row = jnp.clip(persistent.place(item, row_tiles, column_tiles, blocks.band)[0], 0, row_tiles - 1)
+        return jnp.minimum(expert_ref[row], experts - 1), sizes_ref[row]
+
+    def steps_of(tile, least: int | jax.Array = 0):
+        """Steps of a tile, if it has more than `least` rows that hold something."""
+        return jnp.where(tile[1] > least, all_steps, 0) if grouped else all_steps
+
+    def expert_of(tile):
+        return tile[0] if grouped else 0
+
     def slot_of(at):
         return lax.rem(at, jnp.int32(stages))
 
     def bring():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
-        def item(index, at):
+        def item(index, carry):
+            at, *tile = carry
+            following, expert = tile_of(index + 1), expert_of(tile)
             row, column = corner(index)
             rows, here = pl.ds(row, ROWS), pl.ds(column, columns)
 
             def step(number, at):
-                slot, along = slot_of(at), pl.ds(number * STEP, STEP)
+                slot, along = slot_of(at), pl.ds(number * blocks.step, blocks.step)
                 pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 plgpu.copy_gmem_to_smem(x_ref.at[rows, along], x_smem.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(w_ref.at[here, along], w_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(w_ref.at[expert, here, along], w_smem.at[slot], full.at[slot])
                 return at + 1
 
-            if rank:
+            if rank:  # of tiles that hold nothing, too, whose rows of u are zeros
                 pl.when(index > 0)(lambda: plgpu.barrier_wait(extra_free))
                 plgpu.copy_gmem_to_smem(u_ref.at[rows], u_smem.at[0], extra_full)
-                plgpu.copy_gmem_to_smem(l_ref.at[here], l_smem.at[0], extra_full)
-            return lax.fori_loop(0, steps, step, at)
+                plgpu.copy_gmem_to_smem(l_ref.at[expert, here], l_smem.at[0], extra_full)
+            return lax.fori_loop(0, steps_of(tile), step, at), *following
 
-        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         # Every arrival is waited for: a barrier must not be left halfway.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
@@ -139,7 +170,17 @@ def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, progr
         zero = lax.shift_right_logical(at, jnp.int32(30))
         plgpu.wgmma(acc, u_smem.at[zero, own], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
 
-    def by_rows(row, column, at):
+    def pass_on(first, steps, at):
+        """The steps of a tile that this warpgroup has no rows in."""
+
+        def one(number, _):
+            plgpu.barrier_wait(full.at[slot_of(at + number)])
+            plgpu.barrier_arrive(free.at[slot_of(at + number)])
+
+        if grouped:
+            lax.fori_loop(first, steps, one, None)
+
+    def by_rows(row, column, at, tile, steps, multiplied):
         """[(first column, float32[own, stored])]"""
 
         def accumulate(acc):
@@ -156,26 +197,28 @@ def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, progr
                 adapter(acc, at)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(extra_free)
-            lax.fori_loop(0, steps, step, at)
+            lax.fori_loop(0, multiplied, step, at)
             plgpu.wgmma_wait(0)
             return acc[...]
 
         total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
-        plgpu.barrier_arrive(free.at[slot_of(at + steps - 1)])
+        pl.when(multiplied > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at + steps - 1)]))
+        pass_on(multiplied, steps, at)
         x_scale = plgpu.load(x_scale_ref.at[pl.ds(row + wg * _OWN, _OWN)], layout=by_row, optimized=False)
         for first in range(0, columns, _STORED):
             part = lax.slice(total, (0, first), (_OWN, first + _STORED))
-            w_scale = plgpu.load(w_scale_ref.at[pl.ds(column + first, _STORED)], layout=by_column, optimized=False)
+            theirs = w_scale_ref.at[expert_of(tile), pl.ds(column + first, _STORED)]
+            w_scale = plgpu.load(theirs, layout=by_column, optimized=False)
             yield first, part * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, part.shape, [1])
 
-    def by_blocks(row, column, at):
+    def by_blocks(row, column, at, tile, steps, multiplied):
         halves = columns // STEP
         block = lax.div(column, jnp.int32(STEP))
 
         def scales(number):
-            number = jnp.minimum(number, steps - 1)
+            number = jnp.minimum(number, all_steps - 1)
             ours = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
-            theirs = [w_scale_ref[block + half, number] for half in range(halves)]
+            theirs = [w_scale_ref[expert_of(tile), block + half, number] for half in range(halves)]
             return plgpu.load(ours, layout=by_row, optimized=False), theirs
 
         def product(multiply):
@@ -204,7 +247,8 @@ def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, progr
             return at + 1, following, added
 
         zeros = [plgpu.layout_cast(jnp.zeros((_OWN, STEP), jnp.float32), plgpu.Layout.WGMMA) for _ in range(halves)]
-        _, _, sums = lax.fori_loop(0, steps, step, (at, scales(jnp.int32(0)), zeros))
+        _, _, sums = lax.fori_loop(0, multiplied, step, (at, scales(jnp.int32(0)), zeros))
+        pass_on(multiplied, steps, at)
         if rank:
             plgpu.barrier_wait(extra_full)
             for half in range(halves):
@@ -217,18 +261,21 @@ def _kernel(x_ref, w_ref, x_scale_ref, w_scale_ref, *rest, blocks: Blocks, progr
     def compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-        def item(index, at):
+        def item(index, carry):
+            at, *tile = carry
+            following, steps = tile_of(index + 1), steps_of(tile)
             row, column = corner(index)
             rows = pl.ds(row + wg * _OWN, _OWN)
-            for number, (first, part) in enumerate((by_blocks if in_blocks else by_rows)(row, column, at)):
+            parts = (by_blocks if in_blocks else by_rows)(row, column, at, tile, steps, steps_of(tile, wg * _OWN))
+            for number, (first, part) in enumerate(parts):
                 stored = out_smem.at[wg, number % 2]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the one before the last has left
                 stored[...] = part.astype(out_ref.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(stored, out_ref.at[rows, pl.ds(column + first, _STORED)])
-            return at + steps
+            return at + steps, *following
 
-        lax.fori_loop(0, mine, item, jnp.int32(0))
+        lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg < _WARPGROUPS, compute, bring)
@@ -239,16 +286,23 @@ def _smem(shape, dtype, row_bytes: int = 128):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(row_bytes)))
 
 
-def product(x, w, x_scale, w_scale, extra=None, *, dtype, in_blocks: bool, blocks: Blocks | None = None):
+def product(
+    x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *,
+    dtype, in_blocks: bool, blocks: Blocks | None = None,
+):  # fmt: skip
     """dtype[M, N]: the codes x [M, K] times w [N, K]^T, scaled, and u l^T of `extra`; see `refusal`.
 
     Args:
       x_scale, w_scale: float32 [M] and [N]; `in_blocks`: [K / 128, M] and [N / 128, K / 128].
       extra: bfloat16 (u [M, R], l [N, R]), R of `filled_rank`; by rows in units of the two scales.
+      tiles: int32[M / 128] both, of each 128 rows the expert, and how many, the first of them, hold something; then w,
+        w_scale and l are those of each expert, along an axis in front.
     """
-    (tokens, _), columns = x.shape, w.shape[0]
+    if tiles is None:
+        w, w_scale, extra = w[None], w_scale[None], None if extra is None else (extra[0], extra[1][None])
+    (tokens, width), columns = x.shape, w.shape[1]
     rank = extra[0].shape[1] if extra is not None else 0
-    blocks = blocks or blocks_for(columns, rank)
+    blocks = blocks or blocks_for(width, columns, rank, in_blocks)
     programs = persistent.cores()
     kept = []
     if extra is not None:
@@ -260,7 +314,9 @@ def product(x, w, x_scale, w_scale, extra=None, *, dtype, in_blocks: bool, block
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ]
     return gpu_kernel.kernel(
-        functools.partial(_kernel, blocks=blocks, programs=programs, in_blocks=in_blocks, rank=rank),
+        functools.partial(
+            _kernel, blocks=blocks, programs=programs, in_blocks=in_blocks, rank=rank, grouped=tiles is not None
+        ),
         "fp8_matmul",
         gpu_kernel.interpreter(),
         out_type=jax.ShapeDtypeStruct((tokens, columns), dtype),
@@ -269,11 +325,11 @@ def product(x, w, x_scale, w_scale, extra=None, *, dtype, in_blocks: bool, block
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            _smem((blocks.stages, ROWS, STEP), x.dtype),
-            _smem((blocks.stages, blocks.columns, STEP), w.dtype),
+            _smem((blocks.stages, ROWS, blocks.step), x.dtype, blocks.step),
+            _smem((blocks.stages, blocks.columns, blocks.step), w.dtype, blocks.step),
             _smem((_WARPGROUPS, 2, _OWN, _STORED), dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *kept,
         ],
-    )(x, w, x_scale, w_scale, *(extra or ()))
+    )(x, w, x_scale, w_scale, *(tiles or ()), *(extra or ()))

@@ -10,9 +10,9 @@ one product, whose sum over the weights costs no pass over memory. It needs the 
 take e4m3 along the summed axis alone. That copy is made in each step (two bytes a weight, about 6 ms of an 8B step on
 an H200) and not kept (another 7 GB).
 
-On Hopper fp8_rounding.py rounds rows and fp8_mosaic.py multiplies. Elsewhere XLA makes the vendor's FP8 product of a
-dot_general over rows on GPUs that have one (compute capability 8.9 and later); blocks are a loop over such products. On
-a CPU the values are the same.
+On Hopper fp8_rounding.py rounds rows and fp8_mosaic.py multiplies. On other GPUs that multiply in FP8 (of compute
+capability 8.9 and later) XLA makes the vendor's product of a dot_general over rows, and fp8_triton.py multiplies
+blocks, for which XLA has a loop over products. On a CPU the values are the same.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE
-from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding
+from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
 
+_KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
 BLOCK = 128  # numbers along the summed axis that share a scale, where rows do not
 _NO_SCALE = 1e-30  # in place of a weight's scale of zero, by which an adapter's operand is divided
 
@@ -134,22 +135,31 @@ def multiply(
     """dtype[n, columns]: codes [n, k] times side, e4m3[columns, k], over k, with their scales, and `more`.
 
     side_scale: float32[columns] or None, of `blocks` float32[columns / 128, k / 128].
-    implementation: "mosaic", "reference", or None for the first that supports the call.
+    implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], side.shape[0])
     rank = more[0].shape[1] if more is not None else 0
 
-    def refusal():
-        return fp8_mosaic.refusal(*sizes, rank, dtype) or _first_use(blocks, dtype, rank)
+    def first_use(name: str):
+        return _first_use(name, blocks, dtype, rank, sizes[1] % BLOCK == 0)
 
-    table = {"mosaic": refusal, "reference": lambda: None}
-    if dispatch.choose("fp8_matmul", table, implementation) == "reference":
+    def mosaic():
+        return fp8_mosaic.refusal(*sizes, rank, dtype, blocks) or first_use("mosaic")
+
+    def triton():
+        return fp8_triton.refusal(*sizes[1:], rank, dtype, blocks) or first_use("triton")
+
+    if not blocks:
+        triton = dispatch.on_request("triton", implementation, "not measured beside the vendor's product", triton)
+    table = {"mosaic": mosaic, "triton": triton, "reference": lambda: None}
+    name = dispatch.choose("fp8_matmul", table, implementation)
+    if name == "reference":
         out = (_by_blocks if blocks else _by_rows)(codes, scale, side, side_scale, dtype)
         return out if more is None else out + _thin(*more)
-    run = meshes.on_each_device(_by_mosaic, rows=3)
+    run = meshes.on_each_device(by_kernel, rows=3)
     u, add = more if more is not None else (None, None)
-    return run(codes, scale, u, add, side, side_scale, dtype, blocks)
+    return run(codes, scale, u, add, side, side_scale, dtype, blocks, name)
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
@@ -183,38 +193,46 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
     return jax.lax.fori_loop(0, scale.shape[1], add, total).astype(dtype)
 
 
-def _by_mosaic(codes, scale, u, add, side, side_scale, dtype, blocks):
+def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
+    """`multiply` by a kernel of ours, u and add its `more` or None; given `tiles`, as fp8_mosaic.product takes them,
+    add, side and side_scale are each expert's, along an axis in front."""
     if blocks:
         scale = scale.T
     else:
         scale = scale[:, 0]
         if side_scale is None:
-            side_scale = jnp.ones(side.shape[:1], jnp.float32)
+            side_scale = jnp.ones(side.shape[:-1], jnp.float32)
         side_scale = jnp.where(side_scale == 0, _NO_SCALE, side_scale)
     extra = None
     if u is not None:
+        wanted = fp8_mosaic.filled_rank(add.shape[-1])
+        u = u[:, :wanted]
         if not blocks:  # what is scaled at the end
-            u, add = u.astype(jnp.float32) / scale[:, None], add.astype(jnp.float32) / side_scale[:, None]
-        wanted = fp8_mosaic.filled_rank(u.shape[1])
-        extra = tuple(jnp.pad(a.astype(jnp.bfloat16), ((0, 0), (0, wanted - a.shape[1]))) for a in (u, add))
-    return fp8_mosaic.product(codes, side, scale, side_scale, extra, dtype=dtype, in_blocks=blocks)
+            u, add = u.astype(jnp.float32) / scale[:, None], add.astype(jnp.float32) / side_scale[..., None]
+
+        def filled(array):
+            return jnp.pad(array.astype(jnp.bfloat16), [(0, 0)] * (array.ndim - 1) + [(0, wanted - array.shape[-1])])
+
+        extra = filled(u), filled(add)
+    return _KERNELS[name](codes, side, scale, side_scale, extra, tiles, dtype=dtype, in_blocks=blocks)
 
 
-def _first_use(blocks: bool, dtype, rank: int) -> str | None:
+def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
     """Why this GPU must not run the kernel, by a small case whose rows overlap, with an adapter that fills as many
-    columns as this rank does: another width is another swizzle."""
-    filled = fp8_mosaic.filled_rank(rank) if rank else 0
+    columns as this rank does: another width is another swizzle, and so is a sum that 128 does not divide (not `whole`).
+    """
+    filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
-        x, weight = (jax.random.normal(key, shape) for key, shape in zip(keys, ((296, 1024), (512, 1024))))
+        x, weight = (jax.random.normal(key, shape) for key, shape in zip(keys, ((296, width), (512, width))))
         u = add = None
         if filled:
             u, add = (jax.random.normal(key, (n, filled), dtype) * 8 for key, n in zip(keys[2:], (296, 512)))
         stored, (codes, scale) = FP8.encode(weight, TILE if blocks else ROW), rounded(x, blocks)
         side_scale = stored.scales if blocks else stored.scales[:, 0]
-        run = jax.jit(_by_mosaic, static_argnums=(6, 7))
-        got = run(codes, scale, u, add, stored.codes, side_scale, dtype, blocks)
+        run = jax.jit(by_kernel, static_argnums=(6, 7, 8))
+        got = run(codes, scale, u, add, stored.codes, side_scale, dtype, blocks, name)
         wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
         with jax.default_matmul_precision("highest"):
             want = wide @ stored.decode(jnp.float32).T
@@ -222,19 +240,23 @@ def _first_use(blocks: bool, dtype, rank: int) -> str | None:
                 want += u.astype(jnp.float32) @ add.astype(jnp.float32).T
         return [got], [want]
 
-    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter"
-    return dispatch.first_use("fp8_matmul", "mosaic", call, compare)
+    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter, K of {width}"
+    return dispatch.first_use("fp8_matmul", name, call, compare)
 
 
 def _first_rounding(dtype) -> str | None:
-    """Why this GPU must not run the kernel that rounds, by a small case of two arrays."""
+    """Why this GPU must not run the kernel that rounds, by a small case of two arrays, whose rows are whole pieces or
+    end in one that overlaps."""
 
     def compare():
-        x = jax.random.normal(jax.random.key(0), (5, 3072), dtype)
-        factors = jax.random.uniform(jax.random.key(1), (3072,), jnp.float32, 0.5, 2.0)
-        codes, scale = jax.jit(fp8_rounding.rounded)((x[:, :1024], x[:, 1024:]), factors)
-        wide = x.astype(jnp.float32) * factors
-        want, of_rows = rounded(wide)
-        return [codes.astype(jnp.float32) * scale[:, None]], [want.astype(jnp.float32) * of_rows]
+        got, wanted = [], []
+        for width in (3072, 2880):
+            x = jax.random.normal(jax.random.key(0), (5, width), dtype)
+            factors = jax.random.uniform(jax.random.key(1), (width,), jnp.float32, 0.5, 2.0)
+            codes, scale = jax.jit(fp8_rounding.rounded)((x[:, :1024], x[:, 1024:]), factors)
+            got.append(codes.astype(jnp.float32) * scale[:, None])
+            want, of_rows = rounded(x.astype(jnp.float32) * factors)
+            wanted.append(want.astype(jnp.float32) * of_rows)
+        return got, wanted
 
     return dispatch.first_use("to_fp8", "mosaic", str(jnp.dtype(dtype)), compare)

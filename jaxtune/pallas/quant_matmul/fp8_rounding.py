@@ -1,7 +1,8 @@
 """Rounding rows to e4m3 as a Pallas Mosaic GPU kernel for Hopper, in one pass over memory.
 
 A warpgroup has a row, or the rows of several arrays side by side, in its registers in 16 bits: it finds the largest
-magnitude, and writes codes and scale. XLA reads what it rounds twice. Bit for bit fp8_product.rounded.
+magnitude, and writes codes and scale. XLA reads what it rounds twice. Bit for bit fp8_product.rounded. Rows that are
+sorted by expert take the factors of theirs, and may be read from where their tokens are.
 """
 
 # Pallas' annotations do not know its own references.
@@ -23,7 +24,18 @@ from jaxtune.pallas.formats.fp8 import LARGEST
 
 _LANES = 128
 _VECTORS = (8, 4)  # 16-bit numbers that a lane reads at once
+_TILE_ROWS = 128  # that have one expert
 _MOST = 28_672  # numbers of a row: 112 registers of a lane
+
+
+def _vector(widths: Sequence[int]) -> int | None:
+    """Numbers that a lane reads at once: as many as divide rows of these widths, or else fit in them."""
+
+    def fits(width: int, vector: int) -> bool:
+        return width >= _LANES * vector and width % vector == 0
+
+    whole = (v for v in _VECTORS if all(width % (_LANES * v) == 0 for width in widths))
+    return next(whole, next((v for v in _VECTORS if all(fits(width, v) for width in widths)), None))
 
 
 def refusal(widths: Sequence[int], dtype) -> str | None:
@@ -32,41 +44,90 @@ def refusal(widths: Sequence[int], dtype) -> str | None:
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
-    for width in widths:
-        if width % (_LANES * _VECTORS[-1]):
-            return f"rows of {width} numbers, no multiple of {_LANES * _VECTORS[-1]}"
+    if _vector(widths) is None:
+        least = _LANES * _VECTORS[-1]
+        return f"rows of {min(widths)} numbers, fewer than {least} or no multiple of {_VECTORS[-1]}"
     if sum(widths) > _MOST:
         return f"{sum(widths)} numbers in a row, more than {_MOST}"
     return None
 
 
-def _kernel(*refs, widths: tuple[int, ...], scaled: bool):
-    """refs: an array [rows, width] for each of `widths`; where `scaled` factors, float32[all widths]; codes, scales."""
-    refs, (codes_ref, scale_ref) = refs[:-2], refs[-2:]
-    row = lax.axis_index("row")
-    vector = next(v for v in _VECTORS if all(width % (_LANES * v) == 0 for width in widths))
+def _kernel(*refs, widths: tuple[int, ...], scaled: bool, grouped: bool, gathered: bool):
+    """refs: an array [rows, width] for each of `widths`; where `scaled` factors, float32[E, all widths]; where
+    `grouped` each tile's expert; where `gathered` each row's token, and the arrays are [T, width]; codes, scales.
+
+    The last piece of a row may overlap the one before, and both store the same."""
+    *given, codes_ref, scale_ref = refs
+    arrays, others = given[: len(widths)], iter(given[len(widths) :])
+    factors_ref = next(others) if scaled else None
+    experts_ref = next(others) if grouped else None
+    tokens_ref = next(others) if gathered else None
+    vector = _vector(widths)
+    assert vector is not None
     piece = _LANES * vector
-    places = [(ref, at) for ref, width in zip(refs, widths) for at in range(0, width, piece)]
+    row = lax.axis_index("row")
+    source, expert = row, 0
+    if factors_ref is not None and experts_ref is not None:
+        expert = jnp.minimum(experts_ref[lax.div(row, jnp.int32(_TILE_ROWS))], factors_ref.shape[0] - 1)
+    if tokens_ref is not None:
+        source = jnp.minimum(tokens_ref[row], arrays[0].shape[0] - 1)
     load = functools.partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((piece,), vector), optimized=False)
-    kept = [load(ref.at[row, pl.ds(at, piece)]) for ref, at in places]
 
-    def number(index: int):
-        wide = kept[index].astype(jnp.float32)
-        return wide * load(refs[-1].at[pl.ds(index * piece, piece)]) if scaled else wide
+    def store():
+        places, kept, before = [], [], 0
+        for ref, width in zip(arrays, widths):
+            for at in (min(first, width - piece) for first in range(0, width, piece)):
+                places.append(before + at)
+                kept.append(load(ref.at[source, pl.ds(at, piece)]))
+            before += width
 
-    largest = functools.reduce(jnp.maximum, (jnp.abs(number(index)) for index in range(len(kept)))).max()
-    scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / LARGEST))
-    scale_ref[row] = scale
-    for index in range(len(kept)):
-        codes_ref[row, pl.ds(index * piece, piece)] = (number(index) / scale).astype(codes_ref.dtype)
+        def number(index: int):
+            wide = kept[index].astype(jnp.float32)
+            return wide if factors_ref is None else wide * load(factors_ref.at[expert, pl.ds(places[index], piece)])
+
+        largest = functools.reduce(jnp.maximum, (jnp.abs(number(index)) for index in range(len(kept)))).max()
+        scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / LARGEST))
+        scale_ref[row] = scale
+        for index, place in enumerate(places):
+            codes_ref[row, pl.ds(place, piece)] = (number(index) / scale).astype(codes_ref.dtype)
+
+    def store_zeros():
+        scale_ref[row] = jnp.float32(1.0)
+        for at in range(0, sum(widths), piece):
+            at = min(at, sum(widths) - piece)
+            codes_ref[row, pl.ds(at, piece)] = jnp.zeros((piece,), codes_ref.dtype)
+
+    if tokens_ref is None:
+        store()
+    else:
+        lax.cond(tokens_ref[row] < arrays[0].shape[0], store, store_zeros)
 
 
-def rounded(arrays: Sequence[jax.Array], factors: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def rounded(
+    arrays: Sequence[jax.Array],
+    factors: jax.Array | None,
+    experts: jax.Array | None = None,
+    tokens: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """arrays [rows, width each] side by side, times factors float32[all widths] -> (e4m3[rows, all widths],
-    float32[rows]); see `refusal`."""
-    widths, rows = tuple(array.shape[1] for array in arrays), arrays[0].shape[0]
+    float32[rows]); see `refusal`.
+
+    Args:
+      experts: int32[rows / 128], of each 128 rows; then factors are those of each expert, [E, all widths].
+      tokens: int32[rows], if the arrays have tokens' rows, [T, width each]; T for rows of zeros.
+    """
+    widths = tuple(array.shape[1] for array in arrays)
+    rows = arrays[0].shape[0] if tokens is None else tokens.shape[0]
+    grouped = experts is not None and factors is not None
+    operands = list(arrays)
+    if factors is not None:
+        operands.append(factors if grouped else factors[None])
+    operands += [experts] if grouped else []
+    operands += [] if tokens is None else [tokens]
     codes, scale = gpu_kernel.kernel(
-        functools.partial(_kernel, widths=widths, scaled=factors is not None),
+        functools.partial(
+            _kernel, widths=widths, scaled=factors is not None, grouped=grouped, gathered=tokens is not None
+        ),
         "to_fp8",
         gpu_kernel.interpreter(),
         out_type=[
@@ -75,5 +136,5 @@ def rounded(arrays: Sequence[jax.Array], factors: jax.Array | None) -> tuple[jax
         ],
         grid=(rows,),
         grid_names=("row",),
-    )(*arrays, *(() if factors is None else (factors,)))
+    )(*operands)
     return codes, scale

@@ -240,7 +240,7 @@ _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
 @meshes.on_any_mesh
 def matmul_of_tokens(
     x: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
-    derivative_follows: bool = False, implementation: str | None = None,
+    derivative_follows: bool = False, fp8: bool = False, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. The permuted rows do not stay for the
     gradients, which take what they need of x.
@@ -251,8 +251,9 @@ def matmul_of_tokens(
     """
     _check_routing("matmul_of_tokens", routing)
     grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
-    name = grouped.chosen(x.dtype, weight, routing.groups, transposed, implementation)
-    x, weight, sides, static = grouped.prepared(x, weight, lora, transposed, derivative_follows, name)
+    x, weight, sides, static = grouped.prepared(
+        x, weight, routing.groups, lora, transposed, derivative_follows, fp8, implementation
+    )
     return _of_tokens(x, weight, sides, routing, static)
 
 
@@ -278,7 +279,7 @@ _to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
 @meshes.on_any_mesh
 def matmul_to_tokens(
     rows: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
-    implementation: str | None = None,
+    fp8: bool = False, implementation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. Its gradients take the result's as it
     is, of tokens, and permute it where they need it.
@@ -289,8 +290,9 @@ def matmul_to_tokens(
     """
     _check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)
-    name = grouped.chosen(rows.dtype, weight, routing.groups, transposed, implementation)
-    rows, weight, sides, static = grouped.prepared(rows, weight, lora, transposed, False, name)
+    rows, weight, sides, static = grouped.prepared(
+        rows, weight, routing.groups, lora, transposed, False, fp8, implementation
+    )
     return _to_tokens(rows, weight, sides, routing, static)
 
 

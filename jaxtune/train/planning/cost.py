@@ -21,7 +21,6 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
-from jaxtune.models.linear import Linear
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import compute_in_fp8, quantize
 from jaxtune.models.residual_plan import residuals_of
@@ -398,10 +397,12 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # To and from the rows sorted by expert.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
-        in_fp8 = isinstance(matrix, Linear) and matrix.fp8 and isinstance(weight, FP8)
+        in_fp8 = matrix.fp8 and isinstance(weight, FP8)
         sums["flops"] += 2.0 * used * (_FP8_TIME[weight.block == TILE] if in_fp8 else 1.0)
         sums["weight_bytes"] += nbytes(weight)
-        sums["decoded"] += size if _is_stored(weight) and not in_fp8 else 0.0
+        # Codes of experts are transposed in one direction of two: as many bytes as decoding moves.
+        passes = (0.5 if matrix.num_experts else 0.0) if in_fp8 else 1.0
+        sums["decoded"] += passes * size if _is_stored(weight) else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
     if segment.attention_width:

@@ -3,6 +3,8 @@ stores nothing of the size pairs x experts."""
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,10 +18,11 @@ from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.formats import MXFP4, NF4
+from jaxtune.pallas.formats import FP8, MXFP4, NF4
+from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.routing import permute, route, unpermute
+from jaxtune.pallas.routing import matmul_of_tokens, matmul_to_tokens, permute, route, unpermute
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.step import StepProgram
 from tests.gpu.aot.target import H200
@@ -98,6 +101,47 @@ def test_products_over_four_bits_compile_for_an_h200(model, kind):
     assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 4
     decoded_bytes = 2 * experts * in_size * out_size
     assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * decoded_bytes
+
+
+@pytest.mark.parametrize(("model", "block"), [("gpt-oss", ROW), ("qwen3-30b-a3b", TILE)])
+def test_products_over_fp8_compile_for_an_h200(model, block, capfd, monkeypatch):
+    """From and to tokens, both directions, with an adapter in the kernel: no weight is decoded, and nothing spills."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    experts, pairs, in_size, out_size, transposed = SHAPES[model]
+    where = H200.sharding()
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def step(x, rows, weight, a, b, choice, dout):
+        routing = route(choice, experts)
+
+        def run(x, rows):
+            options = dict(transposed=transposed, fp8=True)
+            lora = GroupedLora(a, b, 2.0)
+            return (
+                matmul_of_tokens(x, weight, routing, lora, derivative_follows=True, **options),
+                matmul_to_tokens(rows, weight, routing, lora, **options),
+            )
+
+        outputs, pullback = jax.vjp(run, x, rows)
+        return outputs, pullback((outputs[0], dout))
+
+    tokens = 16_384
+    choice = array(tokens, pairs // tokens, dtype=jnp.int32)
+    rows = jax.eval_shape(lambda choice: route(choice, experts), choice).groups.rows
+    shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
+    encoded = jax.eval_shape(lambda array: FP8.encode(array, block), array(*shape))
+    weight = jax.tree.map(lambda a: array(*a.shape, dtype=a.dtype), encoded)
+    lora = (array(experts, 16, in_size, dtype=jnp.float32), array(experts, out_size, 16, dtype=jnp.float32))
+    sides = array(tokens, in_size), array(rows, in_size), weight, *lora, choice, array(tokens, out_size)
+    with H200.lowering():
+        text = jax.jit(step).lower(*sides).compile().as_text()
+    assert dispatch.record["fp8_matmul of experts"] == ("mosaic", {})
+    said = capfd.readouterr()
+    spilled = map(int, re.findall(r"(\d+) bytes spill", said.out + said.err))
+    assert max(spilled) <= (8 if block == TILE else 0)  # two registers of the kernel of blocks
+    assert not re.search(rf"(bf16|f32)\[{experts},({in_size},{out_size}|{out_size},{in_size})\]", text)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])

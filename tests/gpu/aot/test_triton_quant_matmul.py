@@ -1,14 +1,19 @@
-"""The Triton kernels over four-bit weights pass Triton's compiler and assembler, and fit, on every GPU."""
+"""The Triton kernels over weights in few bits pass Triton's compiler and assembler, and fit, on every GPU."""
 
 from __future__ import annotations
+
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.formats import NF4
-from jaxtune.pallas.quant_matmul import triton
+from jaxtune.pallas.formats import FP8, NF4
+from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
+from jaxtune.pallas.grouped_matmul.layout import groups_of
+from jaxtune.pallas.quant_matmul import fp8_product, triton
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
 OUTER, INNER = 1000, 4096
@@ -37,6 +42,42 @@ def test_kernels_fit(capability, tmp_path):
     assert "fma" not in decode and "mul.rn.f32" in decode and "add.rn.f32" in decode
     assert "st.global.v4.b32" in decode
     assert "mma" in compiled["matrix_kernel"].ptx
+
+
+@pytest.mark.parametrize("block", [ROW, TILE])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_products_of_codes_fit(capability, block, tmp_path):
+    """One kernel, for linears and for experts, on GPUs that multiply in FP8, B200 among them; with an adapter."""
+    tokens, inner, outer, experts = 300, 1024, 512, 4
+
+    def run(x, weight, u, side):
+        coded = fp8_product.rounded(x, block == TILE)
+        return fp8_product.forward(coded, weight, (u, side), jnp.bfloat16, "triton")
+
+    def of_experts(x, weight, a, b, sizes):
+        groups = groups_of(sizes, tokens)
+        return grouped_matmul(x, weight, groups, GroupedLora(a, b), fp8=True, implementation="triton")
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def encoded(*shape):
+        return jax.eval_shape(lambda a: FP8.encode(a, block), array(*shape))
+
+    sizes = array(experts, dtype=jnp.int32)
+    rows = jax.eval_shape(lambda sizes: groups_of(sizes, tokens), sizes).rows
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        jax.eval_shape(run, array(tokens, inner), encoded(outer, inner), array(tokens, 16), array(outer, 16))
+        sides = array(experts, 16, inner), array(experts, outer, 16)
+        jax.eval_shape(of_experts, array(rows, inner), encoded(experts, outer, inner), *sides, sizes)
+    found = [call for call in calls if call[2].get("BLOCK") == (128 if block == TILE else 0)]
+    assert [settings["GROUPED"] for *_, settings in found] == [0, 1]
+    for call in found:
+        kernel = compile_call(call, capability, tmp_path)
+        assert kernel.shared_bytes <= {(10, 0): 227, **SHARED_MEMORY_KB}[capability] * 1024
+        assert kernel.spilled_bytes == 0
+        # tcgen05 names the kind of its operands, wgmma and mma their types.
+        assert re.search(r"(mma|wgmma)\S*e4m3|tcgen05\.mma\S*kind::f8f6f4", kernel.ptx)
 
 
 def test_they_lower_through_jax_triton_and_compile():

@@ -22,7 +22,10 @@ from tests.gpu.aot.target import H200, Target
 SHARED_MEMORY_KB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
 GPUS = [pytest.param(capability, id=f"sm_{capability[0]}{capability[1]}") for capability in SHARED_MEMORY_KB]
 
-_POINTERS = {jnp.bfloat16: "*bf16", jnp.float16: "*fp16", jnp.float32: "*fp32", jnp.int32: "*i32", jnp.uint8: "*u8"}
+_POINTERS = {
+    jnp.bfloat16: "*bf16", jnp.float16: "*fp16", jnp.float32: "*fp32", jnp.int32: "*i32", jnp.uint8: "*u8",
+    jnp.float8_e4m3fn: "*fp8e4nv",
+}  # fmt: skip
 
 
 def target(capability: tuple[int, int]) -> Target:

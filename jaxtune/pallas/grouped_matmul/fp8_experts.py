@@ -1,0 +1,146 @@
+"""Products of sorted rows with experts' weights in FP8 as they are stored.
+
+As quant_matmul/fp8_product.py: both operands are e4m3, sums are float32. A weight [E, A, B] whose scales belong to rows
+multiplies along B with its scales outside of the sum. Along A they are factors of the summed axis: sorted rows, each of
+one expert, take them before they are rounded. Scales of 128 x 128 stand inside both sums. The tensor cores take e4m3
+along the summed axis alone, so along A the codes are transposed first, in each product (two bytes a weight).
+
+On Hopper fp8_rounding.py rounds rows, which it may bring from where their tokens are, and fp8_mosaic.py multiplies; on
+other GPUs that multiply in FP8 XLA rounds and fp8_triton.py multiplies. Elsewhere, and where these refuse, rows are
+rounded all the same, and what the codes stand for is multiplied in 16 bits: the same values, at no gain.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.formats import FP8
+from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.pallas.grouped_matmul import reference
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
+from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_product, fp8_rounding, fp8_triton
+
+
+def product(
+    x: jax.Array,
+    weight: FP8,
+    groups: Groups,
+    contract: int,
+    extra,
+    tokens: jax.Array | None,
+    plain: Callable,
+    implementation: str | None = None,
+) -> jax.Array:
+    """As reference.product. tokens: int32[rows], if x [T, K] has tokens' rows; T for rows that hold nothing.
+
+    Args:
+      plain: multiplies arrays in 16 or 32 bits, as reference.product does.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+    """
+    blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
+    rank = 0 if extra is None else extra[1].shape[contract]
+
+    def mosaic():
+        reason = None if blocks else fp8_rounding.refusal([sizes[0]], x.dtype)
+        return reason or fp8_mosaic.refusal(groups.rows, *sizes, rank, x.dtype, blocks)
+
+    def refusal(name: str):
+        if groups.tile_rows != TILE_ROWS:
+            return f"tiles of {groups.tile_rows} rows, not {TILE_ROWS}"
+        reason = mosaic() if name == "mosaic" else fp8_triton.refusal(*sizes, rank, x.dtype, blocks)
+        return reason or _first_use(name, blocks, x.dtype, rank, sizes[0] % fp8_product.BLOCK == 0)
+
+    table = {name: functools.partial(refusal, name) for name in ("mosaic", "triton")} | {"reference": lambda: None}
+    name = dispatch.choose("fp8_matmul of experts", table, implementation)
+    if name == "reference":
+        return _by_reference(x, weight, groups, contract, extra, tokens, plain)
+    return _by_kernel(x, weight, groups, contract, extra, tokens, name)
+
+
+def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
+    """(factors [E, K] of the rows, scales of the sum's results): float32, each or None."""
+    scales = weight.scales.astype(jnp.float32)
+    if fp8_product.in_blocks(weight):
+        return None, scales if contract == 2 else scales.mT
+    scales = jnp.broadcast_to(scales[..., 0], weight.shape[:2])
+    return (None, scales) if contract == 2 else (scales, None)
+
+
+def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
+    """(e4m3[rows, K], float32[rows, 1] or of `blocks` [rows, K / 128])"""
+    rows = reference.rows_of(x, tokens)
+    if factors is not None:
+        wide = reference.tiled(rows, groups).astype(jnp.float32) * reference.per_tile(factors, groups)[:, None]
+        rows = wide.reshape(rows.shape)
+    return fp8_product.rounded(rows, blocks)
+
+
+def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
+    blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
+    with jax.named_scope("to_fp8"):
+        codes, scale = _rounded(x, factors, groups, tokens, blocks)
+    if blocks:
+        scale = jnp.repeat(scale, fp8_product.BLOCK, axis=1)[:, : codes.shape[1]]
+    rows = (codes.astype(jnp.float32) * scale).astype(x.dtype)
+    side = weight.decode(x.dtype) if factors is None else weight.codes.astype(x.dtype)
+    return plain(rows, side, groups, contract, extra)
+
+
+def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
+    blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
+    with jax.named_scope("to_fp8"):
+        if blocks or name != "mosaic":
+            codes, scale = _rounded(x, factors, groups, tokens, blocks)
+        else:
+            codes, scale = fp8_rounding.rounded([x], factors, groups.tile_expert, tokens)
+            scale = scale[:, None]
+    side = weight.codes
+    u, add = (None, None) if extra is None else extra
+    if contract == 1:
+        # Tied to the rows: the copy is made when they are there, and is neither shared by products nor kept.
+        codes, side = jax.lax.optimization_barrier((codes, side))
+        side, add = side.mT, None if add is None else add.mT
+    tiles = groups.tile_expert, groups.tile_sizes
+    return fp8_product.by_kernel(codes, scale, u, add, side, scales, x.dtype, blocks, name, tiles)
+
+
+def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
+    """Why this GPU must not run the kernels, by a small case in both directions, with an adapter that fills as many
+    columns as this rank does, of rows in a buffer and of tokens'.
+
+    whole: whether 128 divides what is summed; else steps along it are shorter, and of another swizzle.
+    """
+    filled = fp8_mosaic.filled_rank(rank) if rank else 0
+    sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole else (4, 576, 960), 150
+
+    def compare():
+        draw = np.random.default_rng(0)
+        groups = groups_of(jnp.asarray(sizes, jnp.int32), sum(sizes))
+        held = np.concatenate([np.arange(-(-n // TILE_ROWS) * TILE_ROWS) < n for n in sizes])
+        held = np.pad(held, (0, groups.rows - held.size))
+        tokens = jnp.asarray(np.where(held, draw.integers(0, count, groups.rows), count), jnp.int32)
+        weight = FP8.encode(draw.standard_normal(shape).astype(np.float32), TILE if blocks else ROW)
+        got, want = [], []
+        for contract in (2, 1):
+            x = jnp.asarray(draw.standard_normal((count, shape[contract])), dtype)
+            extra = exact = None
+            if filled:
+                u = jnp.asarray(draw.standard_normal((groups.rows, filled)) * held[:, None], dtype)
+                side = draw.standard_normal((shape[0], shape[3 - contract], filled))
+                extra = (u, jnp.asarray(side if contract == 2 else side.swapaxes(1, 2), dtype))
+                exact = tuple(part.astype(jnp.float32) for part in extra)
+            for rows, their in ((x, tokens), (reference.rows_of(x, tokens), None)):
+                run = jax.jit(_by_kernel, static_argnums=(3, 6))
+                got.append(run(rows, weight, groups, contract, extra, their, name))
+                wide = rows.astype(jnp.float32)
+                want.append(jax.jit(_by_reference, static_argnums=3)(wide, weight, groups, contract, exact, their))
+        return got, want
+
+    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter, K of {shape[1:]}"
+    return dispatch.first_use("fp8_matmul of experts", name, call, compare)

@@ -1,0 +1,71 @@
+"""The product of e4m3 codes as a Triton kernel, for NVIDIA GPUs that have one (compute capability 8.9 and up) and are
+no Hopper: scales, adapters and experts' tiles as in fp8_mosaic.py.
+
+A program has a tile of the output, by bands of rows. The body is in fp8_triton_kernels.py, which imports triton and is
+itself imported where it is used. It was run in Triton's interpreter only; tiles are those that fit, not measured.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+
+ROWS = 128  # of a tile
+_COLUMNS = (128, 64)  # of a tile; the first that divide the output's
+_BLOCK = 128  # codes along K that share a scale, where rows do not
+_STEPS = (128, 64)  # codes along K at a time; the first that divide K
+_WARPS, _STAGES, _BAND = 8, 3, 8
+
+
+def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
+    """Why this kernel cannot multiply [., in_size] by [out_size, in_size], and add what an adapter of this rank, filled
+    up, gives, in `dtype`; or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    capability = dispatch.compute_capability()
+    assert capability is not None
+    if capability < (8, 9):
+        return f"needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+    multiple = _BLOCK if in_blocks else _STEPS[-1]
+    for size in (in_size, out_size):
+        if size % multiple:
+            return f"size {size} is not a multiple of {multiple}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {jnp.dtype(dtype)}"
+    return f"adapters of rank {rank} together, more than 64" if rank > 64 else None
+
+
+def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
+    """As fp8_mosaic.product."""
+    from jaxtune.pallas.quant_matmul import fp8_triton_kernels
+
+    (tokens, inner), outer = x.shape, w.shape[-2]
+    # A block's sum stands beside the total: of 128 columns both spill on Ada.
+    most = 64 if in_blocks and dispatch.compute_capability() == (8, 9) else _COLUMNS[0]
+    columns = next(size for size in _COLUMNS if size <= most and outer % size == 0)
+    none = jnp.zeros((1,), jnp.int32)
+    u, side = (x, w) if extra is None else extra
+    (out,) = compat.triton_call(
+        fp8_triton_kernels.product_kernel,
+        (x, w, x_scale, w_scale, u, side, *(tiles or (none, none))),
+        (jax.ShapeDtypeStruct((tokens, outer), dtype),),
+        (math.ceil(tokens / ROWS) * (outer // columns),),
+        warps=_WARPS,
+        stages=_STAGES,
+        TOKENS=tokens,
+        INNER=inner,
+        OUTER=outer,
+        RANK=0 if extra is None else u.shape[1],
+        GROUPED=int(tiles is not None),
+        BLOCK=_BLOCK if in_blocks else 0,
+        ROWS=ROWS,
+        COLUMNS=columns,
+        STEP=_BLOCK if in_blocks else next(size for size in _STEPS if inner % size == 0),
+        BAND=_BAND,
+    )
+    return out

@@ -1,0 +1,55 @@
+"""The body of the Triton kernel of products of codes; fp8_triton.py says what it does and calls it."""
+
+# Triton's annotations do not know its own tensors, and the compiler wants the @triton.jit functions as they stand.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out,
+                   TOKENS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, RANK: tl.constexpr,
+                   GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                   STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
+    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T + ...), see fp8_mosaic.product;
+    BLOCK: 0, or what shares a scale along INNER, which is a step. Grid: (row tiles times column tiles,)."""
+    ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
+    COLUMN_TILES: tl.constexpr = OUTER // COLUMNS
+    item = tl.program_id(0)
+    band = item // (BAND * COLUMN_TILES)
+    height = tl.minimum(ROW_TILES - band * BAND, BAND)
+    within = item - band * (BAND * COLUMN_TILES)
+    column_tile = within // height
+    row_tile = band * BAND + within - column_tile * height
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    there = rows < TOKENS
+    here = rows.to(tl.int64)
+    steps = INNER // STEP
+    if GROUPED:
+        steps = tl.where(tl.load(tile_sizes + row_tile) > 0, steps, 0)
+        expert = tl.where(steps > 0, tl.load(tile_expert + row_tile), 0).to(tl.int64)
+        w += expert * (OUTER * INNER)
+        side += expert * (OUTER * RANK)
+        w_scale += expert * ((OUTER // BLOCK) * (INNER // BLOCK) if BLOCK else OUTER)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    along = tl.arange(0, STEP)
+    for step in range(steps):
+        left = tl.load(x + here[:, None] * INNER + (step * STEP + along)[None, :], mask=there[:, None], other=0.0)
+        right = tl.load(w + columns[None, :] * INNER + (step * STEP + along)[:, None])
+        if BLOCK:
+            ours = tl.load(x_scale + step * TOKENS + rows, mask=there, other=0.0)
+            theirs = tl.load(w_scale + (column_tile * COLUMNS // BLOCK) * (INNER // BLOCK) + step)
+            total += tl.dot(left, right) * (ours * theirs)[:, None]
+        else:
+            total = tl.dot(left, right, total)
+    if RANK:  # not first: over the loop its operands would take registers that there are not
+        rank = tl.arange(0, RANK)
+        thin = tl.load(u + here[:, None] * RANK + rank[None, :], mask=there[:, None], other=0.0)
+        total = tl.dot(thin, tl.load(side + columns[None, :] * RANK + rank[:, None]), total)
+    if not BLOCK:
+        of_rows = tl.load(x_scale + rows, mask=there, other=0.0)
+        total *= of_rows[:, None] * tl.load(w_scale + columns)[None, :]
+    places = here[:, None] * OUTER + columns[None, :]
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=there[:, None])
