@@ -217,7 +217,7 @@ def test_template_names_and_paths(tmp_path, tokenizer):
     assert resolve_template(tokenizer, str(path)) == "mine"
     assert resolve_template(tokenizer, PLAIN_TEMPLATE) == PLAIN_TEMPLATE
     for template, message in (
-        ("llama9", "data.template='llama9' is not known; give tokenizer, chatml, .*mistral, or the path"),
+        ("llama9", "data.template='llama9' is not known; give tokenizer, chatml, .*gpt-oss, or the path"),
         (str(tmp_path / "none.jinja"), "none.jinja: no such file"),
     ):
         with pytest.raises(ValueError, match=message):
