@@ -70,7 +70,7 @@ def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         nnx.eval_shape(nnx.grad(total), model, tokens)
     assert [kernel.__name__.removesuffix("_kernel") for kernel, *_ in calls] == [
-        "chunk", "forward", "chunk", "forward", "reverse", "pairs", "dquery", "dkey",
+        "chunk", "forward", "chunk", "forward", "reverse", "pairs", "dquery", "dkey", "rates",
     ]  # fmt: skip
 
 
