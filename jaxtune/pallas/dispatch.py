@@ -55,7 +55,7 @@ def compute_capability() -> tuple[int, int] | None:
 first_uses: dict[tuple[str, str, str], Future[str | None]] = {}
 _first_use_lock = threading.Lock()
 _checkers = ThreadPoolExecutor(8, "first use")
-# What `lowered` is to wait for, of the checks that its traces asked for; None outside of it.
+# The checks that were asked for within `lowered`, which waits for them at its end, or `unchecked`; None outside.
 _beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
 _FIRST_USE_BOUND = 0.02
@@ -67,7 +67,7 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
     Does nothing where no GPU is (interpreted kernels have their tests) or while compiling for another one. May be
     called while JAX traces: the comparison runs in a thread of its own, which knows of no trace, mesh or context.
-    Within `lowered` it is not waited for here.
+    Within `lowered` and `unchecked` it is not waited for here.
 
     Args:
       call: what makes the kernel another one: dtype, head dim, ...
@@ -84,6 +84,17 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
         return check.result()
     beside.append(check)
     return None
+
+
+@contextlib.contextmanager
+def unchecked():
+    """For shapes alone, of what `lowered` lowers later: the checks of first uses that are asked for here begin, and
+    nothing waits for them. A kernel is taken as right; should it fail, `lowered` finds that out."""
+    token = _beside.set([])
+    try:
+        yield
+    finally:
+        _beside.reset(token)
 
 
 def lowered[Lowered](lower: Callable[[], Lowered]) -> Lowered:

@@ -126,6 +126,15 @@ def test_a_programs_checks_run_while_it_is_traced(gpu):
     assert dispatch.record["op"] == ("right", {}) and kernel.calls == 1 and check(kernel, "right") is None
 
 
+def test_shapes_alone_wait_for_no_check_and_a_program_waits_for_theirs(gpu):
+    """It is one that fails."""
+    ended, wrong = threading.Event(), Counted(lambda out: out * 1.5 if ended.wait(60) else out)
+    with dispatch.unchecked():
+        assert check(wrong, "wrong") is None and not ended.is_set()
+    assert traced({"wrong": wrong}, ended.set) == [2, 2]
+    assert dispatch.record["op"][0] == "reference" and wrong.calls == 1
+
+
 @pytest.mark.parametrize("name", ["wrong", "unlowerable"])
 def test_a_program_is_traced_again_without_a_kernel_that_fails_meanwhile(gpu, name):
     """Of the one in its place too, whose check begins then."""

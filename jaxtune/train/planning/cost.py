@@ -27,6 +27,7 @@ from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import reward_model
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.formats import FP8, FourBit, Stored
 from jaxtune.pallas.formats.fp8 import TILE
@@ -424,4 +425,5 @@ def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str
         one_layer = layer_forward.__wrapped__  # type: ignore[attr-defined]
         return one_layer(graph, spec, names, trainable, frozen, x, layout, None)[1]
 
-    return jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
+    with dispatch.unchecked():
+        return jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
