@@ -12,9 +12,13 @@ said where they cannot. The file is written after every measurement.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
+import functools
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # the rest is torch's
@@ -24,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.timing import median_ms
+from benchmarks.kernels.timing import in_turns, median_ms, queued_ms
 from benchmarks.record import environment, write
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.attention.shapes import log_normal_segments
@@ -65,34 +69,32 @@ def programs(name: str, layout):
     return jax.jit(forward), jax.jit(both)
 
 
-def exact(arrays, dout, layout, rows: int):
-    """The definition in float32, for the first rows and heads that fit."""
-    wide = [x[:rows].astype(jnp.float32) for x in arrays]
-    short = jax.tree.map(lambda x: x[:rows], layout)
-    return [np.asarray(x, np.float64) for x in programs("reference", short)[1](wide, dout[:rows].astype(jnp.float32))]
-
-
-def checks(names, packed: bool) -> dict:
-    """Errors relative to the definition over a row of 1,000 tokens (no whole number of chunks), and equal bits."""
+@functools.cache
+def exact(packed: bool):
+    """(arguments in bf16, gradient of out, layout, the definition's results in float32) of a row of 1,000 tokens, which
+    is no whole number of chunks."""
     arrays, dout = operands(1, 1000)
     layout = layout_of(1, 1000, packed)
-    want = exact(arrays, dout, layout, 1)
-    found = {}
-    for name in names:
-        run = programs(name, layout)[1]
-        first = [np.asarray(x) for x in run(arrays, dout)]
-        errors = [
-            np.linalg.norm(g.astype(np.float64) - w) / np.linalg.norm(w) for g, w in zip(first, want, strict=True)
-        ]
-        same = all(
+    wide = [x.astype(jnp.float32) for x in arrays]
+    results = programs("reference", layout)[1](wide, dout.astype(jnp.float32))
+    return arrays, dout, layout, [np.asarray(x, np.float64) for x in results]
+
+
+def check(name: str, packed: bool) -> dict:
+    """Errors relative to the definition, and whether 20 runs give equal bits."""
+    arrays, dout, layout, want = exact(packed)
+    run = programs(name, layout)[1]
+    first = [np.asarray(x) for x in run(arrays, dout)]
+    return {
+        "errors": {
+            key: round(float(np.linalg.norm(g.astype(np.float64) - w) / np.linalg.norm(w)), 5)
+            for key, g, w in zip(RESULTS, first, want, strict=True)
+        },
+        "bitwise_over_20_runs": all(
             all(np.array_equal(a, np.asarray(b)) for a, b in zip(first, run(arrays, dout), strict=True))
             for _ in range(20)
-        )
-        found[name] = {
-            "errors": {key: round(float(e), 5) for key, e in zip(RESULTS, errors, strict=True)},
-            "bitwise_over_20_runs": same,
-        }
-    return found
+        ),
+    }
 
 
 def kernels(arrays, dout, layout) -> dict[str, float]:
@@ -111,8 +113,35 @@ def kernels(arrays, dout, layout) -> dict[str, float]:
     return times
 
 
-def flash_linear_attention(rows: int, length: int) -> dict:
-    """The same call through flash-linear-attention, or why there is none."""
+@contextlib.contextmanager
+def candidates_compiled_together():
+    """Triton's autotuner compiles its candidates one after the other, which takes minutes; here a kernel's are compiled
+    side by side before it times them. Which they are, and which is taken, stays its own."""
+    from triton import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.prune_configs
+
+    def prune_configs(self, kwargs):
+        candidates = original(self, kwargs)
+        call = {key: value for key, value in kwargs.items() if key != "warmup"}
+        with AsyncCompileMode(pool, ignore_errors=True):
+            for candidate in candidates:
+                self.fn.warmup(*self.nargs.values(), **call, **candidate.all_kwargs())
+        return candidates
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        Autotuner.prune_configs = prune_configs
+        try:
+            yield
+        finally:
+            Autotuner.prune_configs = original
+
+
+def flash_linear_attention(rows: int, length: int, ours: dict, note) -> dict:
+    """The same call through flash-linear-attention, in turns with `ours` (functions to be timed, by name), or why there
+    is none; `note` is called after each figure. Its kernels run as one CUDA graph: what Python takes to launch them is
+    not counted."""
     # It keeps its files in the home folder, which some machines do not have.
     folder = tempfile.mkdtemp()
     for name in ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
@@ -133,33 +162,67 @@ def flash_linear_attention(rows: int, length: int) -> dict:
     gradient = to_torch(dout).bfloat16()
 
     def forward():
-        repeated = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (query, key))
-        return chunk_gated_delta_rule(*repeated, value, decay, beta, use_qk_l2norm_in_kernel=True)[0]
+        with torch.no_grad():
+            return chunk_gated_delta_rule(query, key, value, decay, beta, use_qk_l2norm_in_kernel=True)[0]
 
     def both():
-        return torch.autograd.grad(forward(), (query, key, value, decay, beta), gradient)
+        out = chunk_gated_delta_rule(query, key, value, decay, beta, use_qk_l2norm_in_kernel=True)[0]
+        return out, *torch.autograd.grad(out, (query, key, value, decay, beta), gradient)
+
+    def wait(_):
+        torch.cuda.synchronize()
 
     found: dict = {}
-    for name, function in (("forward_ms", torch.no_grad()(forward)), ("both_ms", both)):
+    for name, function in (("forward_ms", forward), ("both_ms", both)):
         try:
-            found[name] = median_ms(function, wait=lambda _: torch.cuda.synchronize())
+            begun = time.perf_counter()
+            with candidates_compiled_together():
+                wait(function())
+            found[f"{name}, seconds of tuning"] = round(time.perf_counter() - begun, 1)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = function()
+            times = in_turns(
+                {
+                    "theirs": functools.partial(queued_ms, graph.replay, count=16, wait=wait),
+                    "ours": functools.partial(queued_ms, ours[name], arrays, dout, count=16),
+                }
+            )
+            found[name], found[f"{name}, ours in turns"] = round(times["theirs"], 4), round(times["ours"], 4)
+            found[f"{name}, launched by Python"] = median_ms(function, wait=wait)
+            if name == "both_ms":
+                found["apart from ours"] = {
+                    key: round(float(np.linalg.norm(a - b) / np.linalg.norm(b)), 5)
+                    for key, a, b in zip(
+                        RESULTS,
+                        (x.detach().float().cpu().numpy() for x in results),
+                        (np.asarray(x, np.float32) for x in ours[name](arrays, dout)),
+                        strict=True,
+                    )
+                }
         except Exception as error:  # it refuses some GPUs with some releases of Triton
             found[name] = f"{type(error).__name__}: {str(error)[:200]}"
+        note(found)
     return found
 
 
 def must_show(record: dict) -> list[dict]:
     """The figures that are asked for, of what was measured."""
-    asked = (
-        ("forward_ms", "8 x 2,048, forward: ms", 0.7, 0.45),
-        ("both_ms", "8 x 2,048, forward and backward: ms", 1.9, 1.3),
-    )
-    found = record["times"].get("8 x 2,048", {}).get("triton", {})
-    return [
-        dict(kernel="delta rule", what=what, value=found[key], floor=floor, goal=goal, at_most=True)
-        for key, what, floor, goal in asked
-        if key in found
+    found = record["times"].get("8 x 2,048", {})
+    ours, theirs = (found.get(name, {}) for name in ("triton", "flash-linear-attention"))
+    rows = [
+        dict(kernel="delta rule", what=what, value=ours[key], floor=floor, goal=goal, at_most=True)
+        for key, what, floor, goal in (
+            ("forward_ms", "8 x 2,048, forward: ms", 0.7, 0.45),
+            ("both_ms", "8 x 2,048, forward and backward: ms", 1.9, 1.3),
+        )
+        if key in ours
     ]
+    if "forward_ms, ours in turns" in theirs:
+        ratio = round(theirs["forward_ms"] / theirs["forward_ms, ours in turns"], 3)
+        what = "8 x 2,048, forward: times as fast as flash-linear-attention"
+        rows.append(dict(kernel="delta rule", what=what, value=ratio, floor=1.0, goal=1.3))
+    return rows
 
 
 def main() -> int:
@@ -179,24 +242,28 @@ def main() -> int:
         names.remove("triton")
         record["triton_refused"] = refused
         say("triton:", refused)
-    for packed in (False, True):
-        record["checks"]["packed" if packed else "whole"] = checks(names, packed)
-        say("checks, packed" if packed else "checks", record["checks"]["packed" if packed else "whole"])
-    for case, (rows, length, packed) in CASES.items():
-        arrays, dout = operands(rows, length)
-        layout = layout_of(rows, length, packed)
-        found = record["times"].setdefault(case, {})
-        for name in names:
-            forward, both = programs(name, layout)
-            times = {"forward_ms": median_ms(forward, arrays, dout), "both_ms": median_ms(both, arrays, dout)}
-            found[name] = times
-            say(case, name, times)
-        if "triton" in names:
-            found["triton kernels"] = kernels(arrays, dout, layout)
-            say(case, "kernels", found["triton kernels"])
-        if not packed:
-            found["flash-linear-attention"] = flash_linear_attention(rows, length)
-            say(case, "flash-linear-attention", found["flash-linear-attention"])
+    for name in names:  # the kernels first: what is asked for is measured before time runs out
+        for packed in (False, True):
+            of = "packed" if packed else "whole"
+            record["checks"].setdefault(of, {})[name] = check(name, packed)
+            say("checks,", of, name, record["checks"][of][name])
+        for case, (rows, length, packed) in CASES.items():
+            arrays, dout = operands(rows, length)
+            layout = layout_of(rows, length, packed)
+            found = record["times"].setdefault(case, {})
+            ours = dict(zip(("forward_ms", "both_ms"), programs(name, layout), strict=True))
+            found[name] = {key: median_ms(function, arrays, dout) for key, function in ours.items()}
+            say(case, name, found[name])
+            if name == "triton":
+                found["triton kernels"] = kernels(arrays, dout, layout)
+                say(case, "kernels", found["triton kernels"])
+                if not packed:
+
+                    def note(theirs, found=found, case=case):
+                        found["flash-linear-attention"] = theirs
+                        say(case, "flash-linear-attention", theirs)
+
+                    note(flash_linear_attention(rows, length, ours, note))
     return 0
 
 
