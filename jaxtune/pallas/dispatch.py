@@ -55,7 +55,7 @@ def compute_capability() -> tuple[int, int] | None:
 first_uses: dict[tuple[str, str, str], Future[str | None]] = {}
 _first_use_lock = threading.Lock()
 _checkers = ThreadPoolExecutor(8, "first use")
-# The checks that were asked for within `lowered`, which waits for them at its end, or `unchecked`; None outside.
+# The checks that were asked for within `built`, which waits for them at its end, or `unchecked`; None outside.
 _beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
 _FIRST_USE_BOUND = 0.02
@@ -67,7 +67,7 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
     Does nothing where no GPU is (interpreted kernels have their tests) or while compiling for another one. May be
     called while JAX traces: the comparison runs in a thread of its own, which knows of no trace, mesh or context.
-    Within `lowered` and `unchecked` it is not waited for here.
+    Within `built` and `unchecked` it is not waited for here.
 
     Args:
       call: what makes the kernel another one: dtype, head dim, ...
@@ -88,8 +88,8 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
 @contextlib.contextmanager
 def unchecked():
-    """For shapes alone, of what `lowered` lowers later: the checks of first uses that are asked for here begin, and
-    nothing waits for them. A kernel is taken as right; should it fail, `lowered` finds that out."""
+    """For shapes alone, of what `built` lowers later: the checks of first uses that are asked for here begin, and
+    nothing waits for them. A kernel is taken as right; should it fail, `built` finds that out."""
     token = _beside.set([])
     try:
         yield
@@ -97,26 +97,26 @@ def unchecked():
         _beside.reset(token)
 
 
-def lowered[Lowered](lower: Callable[[], Lowered]) -> Lowered:
-    """What `lower` gives, a program that it traces and lowers; the checks of first uses run beside it.
+def built[Built](build: Callable[[], Built]) -> Built:
+    """What `build` gives, programs that it traces and lowers, and may compile; the checks of first uses run beside it.
 
-    Their kernels are taken as right until it ends, so that a start waits for the longest check and not for all of them,
-    of which a model of experts has a dozen. Where one fails then, everything is traced once more, without its kernel.
+    Their kernels are taken as right until it ends, so that a start waits for no check that is shorter than compiling.
+    A model of experts has a dozen, of up to 20 s. Where one fails, everything is built once more, without its kernel.
     """
     asked: list[Future[str | None]] = []
     token = _beside.set(asked)
     try:
-        program = lower()
-    except Exception:  # a kernel that fails its check may not even lower
+        programs = build()
+    except Exception:  # a kernel that fails its check may not even lower or compile
         if not _failed(asked):
             raise
     else:
         if not _failed(asked):
-            return program
+            return programs
     finally:
         _beside.reset(token)
     jax.clear_caches()  # of traces with a kernel that is refused now
-    return lower()
+    return build()
 
 
 def _failed(checks: list[Future[str | None]]) -> bool:

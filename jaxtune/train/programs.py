@@ -30,12 +30,13 @@ from jaxtune.train.step import StepProgram, Sums, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled programs of a run, and what compiling took; `before_qat`: those of its steps before qat.start."""
+    """The compiled programs of a run, and the seconds that it took to make them; `before_qat`: those of its steps
+    before qat.start."""
 
     accumulate: Any
     update: Any
     evaluate: Any
-    seconds: float
+    seconds: float = 0.0
     before_qat: Programs | None = None
 
 
@@ -163,10 +164,14 @@ class Engine:
         Python lowers them one after the other, the one that takes longest to compile first. XLA, which needs no Python,
         meanwhile compiles what is lowered: all of them side by side.
         """
+        started = time.perf_counter()
+        shapes = abstract(state), abstract(sums), abstract(frozen)
+        programs = dispatch.built(functools.partial(self._compile_all, *shapes, first_step))
+        return dataclasses.replace(programs, seconds=time.perf_counter() - started)
+
+    def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
-        started = time.perf_counter()
-        state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
         where, held_out = self.replicated, self._held_out
         unsummed = self.program.sums_shardings(state.trainable, where)
         before = self.before_qat if first_step < self._early_steps else None
@@ -180,36 +185,35 @@ class Engine:
             with jax.set_mesh(self.mesh):
                 results = (self.program.shardings(state, where), unsummed, where)
                 update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
-                lowered = dispatch.lowered(functools.partial(update.lower, state, sums))
-                update = pool.submit(self._compile, lowered)
+                update = pool.submit(self._compile, update.lower(state, sums))
             if held_out is not None:
                 for program in steps:
                     lowered = self._lowered_of_rows(program.evaluate, where, state, frozen, held_out)
                     evaluates.append(pool.submit(self._compiled, lowered))
             evaluates = [future.result() for future in evaluates] or [None] * len(steps)
             pairs = list(zip([future.result() for future in accumulates], evaluates, strict=True))
-            update = update.result()
-        seconds = time.perf_counter() - started
-        programs, *early = (Programs(accumulate, update, evaluate, seconds) for accumulate, evaluate in pairs)
+            programs, *early = (Programs(accumulate, update.result(), evaluate) for accumulate, evaluate in pairs)
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
         """Compiles the evaluation of one batch."""
         assert self._held_out is not None
-        return self._compiled(self._lowered_of_rows(program.evaluate, self.replicated, state, frozen, self._held_out))
+        return self._compiled_of_rows(program.evaluate, self.replicated, state, frozen, self._held_out)
 
     def compile_of_rows(self, function, state: TrainState, frozen, rows: Rows):
         """Compiles StepProgram.of_rows of a function, for batches of these rows."""
         program = functools.partial(self.program.of_rows, function)
-        return self._compiled(self._lowered_of_rows(program, self._by_rows, state, frozen, rows))
+        return self._compiled_of_rows(program, self._by_rows, state, frozen, rows)
+
+    def _compiled_of_rows(self, *what):
+        return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, state: TrainState, frozen, rows: Rows):
         return self._lowered(function, out, (abstract(state), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
         with partition.compiling(self.mesh):
-            program = jax.jit(function, out_shardings=out, **options)
-            return dispatch.lowered(functools.partial(program.lower, *arguments))
+            return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
         """Of `_lowered`; by any thread."""

@@ -99,8 +99,8 @@ def test_it_runs_outside_of_whatever_is_being_traced(gpu):
     assert "callback" not in str(jax.make_jaxpr(scanned)(x))
 
 
-def traced(kernels, ends=lambda: None):
-    """Of a program, lowered, that doubles by `wrong`, a kernel that triples, or by the first that is not refused."""
+def built(kernels, ends=lambda: None):
+    """Of a program that doubles by `wrong`, a kernel that triples, or by the first that is not refused."""
 
     def double(x):
         table = {name: lambda kernel=kernel, name=name: check(kernel, name) for name, kernel in kernels.items()}
@@ -111,18 +111,18 @@ def traced(kernels, ends=lambda: None):
 
     program = jax.jit(lambda x: jax.jit(double)(x))
 
-    def lower():
-        found = program.lower(jnp.ones(2))
+    def build():
+        found = program.lower(jnp.ones(2)).compile()
         ends()
         return found
 
-    return dispatch.lowered(lower).compile()(jnp.ones(2)).tolist()
+    return dispatch.built(build)(jnp.ones(2)).tolist()
 
 
-def test_a_programs_checks_run_while_it_is_traced(gpu):
-    """The check ends only after the trace that asks for it."""
+def test_a_programs_checks_run_while_it_is_compiled(gpu):
+    """The check ends only after the program that asks for it is there."""
     ended, kernel = threading.Event(), Counted(lambda out: out if ended.wait(60) else [][0])
-    assert traced({"right": kernel}, ended.set) == [2, 2]
+    assert built({"right": kernel}, ended.set) == [2, 2]
     assert dispatch.record["op"] == ("right", {}) and kernel.calls == 1 and check(kernel, "right") is None
 
 
@@ -131,15 +131,15 @@ def test_shapes_alone_wait_for_no_check_and_a_program_waits_for_theirs(gpu):
     ended, wrong = threading.Event(), Counted(lambda out: out * 1.5 if ended.wait(60) else out)
     with dispatch.unchecked():
         assert check(wrong, "wrong") is None and not ended.is_set()
-    assert traced({"wrong": wrong}, ended.set) == [2, 2]
+    assert built({"wrong": wrong}, ended.set) == [2, 2]
     assert dispatch.record["op"][0] == "reference" and wrong.calls == 1
 
 
 @pytest.mark.parametrize("name", ["wrong", "unlowerable"])
-def test_a_program_is_traced_again_without_a_kernel_that_fails_meanwhile(gpu, name):
+def test_a_program_is_built_again_without_a_kernel_that_fails_meanwhile(gpu, name):
     """Of the one in its place too, whose check begins then."""
     wrong, other = Counted(lambda out: out * 1.5), Counted(lambda out: out * jnp.nan)
-    assert traced({name: wrong, "other": other}) == [2, 2]
+    assert built({name: wrong, "other": other}) == [2, 2]
     assert dispatch.record["op"][0] == "reference" and dispatch.record["op"][1].keys() == {name, "other"}
     assert (wrong.calls, other.calls) == (1, 1)
 
