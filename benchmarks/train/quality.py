@@ -17,6 +17,9 @@ at steps 1, 100 and the last the cosine by layer of the adapter's gradient with 
 Equal seeds have the same start and batches. FILE.json is written after each run; one that is there is added to, so
 that several calls, each of at most --seconds, make one record. The exit status is 1 where runs are missing.
 
+Each arm has a process of its own, which compiles while this one trains the base; then they share the device, which
+programs this small would leave idle for much of the time. A run's `seconds` are what it took beside the others.
+
 The base is trained anew by each call, by deterministic programs: to the same weights on one kind of device. Runs from
 other weights (`base_digest`) are neither taken for these nor compared with them.
 """
@@ -28,14 +31,20 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the device
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
@@ -57,9 +66,9 @@ from jaxtune.train.programs import compiler_options
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CHARACTERS = " \n=+*:0123456789" + LETTERS  # a space is padding
 WIDTH, LENGTH = 32, 256  # of an example, and of a row
-POOL = (
-    32_768  # rows for training: more than are drawn in 1,000 steps, else what is measured is what was learnt by heart
-)
+# Rows for training: more than are drawn in 1,000 steps, else what is measured is what was learnt by heart.
+POOL = 32_768
+HELD_OUT = 2048  # rows, of 14,000 examples and more: with few, which ones they are is a per cent of a difference
 RANK = 16
 ARMS = "bf16,bf16_nudged,fp8,fp8_residuals,fp8_blocks,nf4"
 NUDGE = 1 + 2**-7  # a unit in the last place of bfloat16
@@ -137,13 +146,7 @@ def arms_of(folder: Path) -> dict[str, Any]:
             save_pretrained(in_blocks(load(folder)[0]), made)
         return compute_in_fp8(load(made)[0])
 
-    def sourceless(make) -> Decoder:
-        """Else the models of two folders, which differ in nothing else, would be traced as two programs."""
-        model = make()
-        model.source = None
-        return model
-
-    made = {
+    return {
         "bf16": lambda: load(folder)[0],
         "bf16_nudged": lambda: load(folder)[0],
         "fp8": lambda: compute_in_fp8(load(folder, load_in="fp8")[0]),
@@ -152,7 +155,6 @@ def arms_of(folder: Path) -> dict[str, Any]:
         "fp8_decoded": lambda: load(folder, load_in="fp8")[0],
         "nf4": lambda: load(folder, load_in="nf4")[0],
     }
-    return {arm: functools.partial(sourceless, make) for arm, make in made.items()}
 
 
 # ---- training
@@ -268,41 +270,62 @@ def adapted(arm: str, model: Decoder, seed: int):
     return (graph, IN_FP8 if arm == "fp8_residuals" else KEEP), trainable, frozen
 
 
-def compile_ahead(options, change, models: dict[str, Decoder], pool, held_out) -> None:
-    """The programs of `run`, side by side: one after the other they would take longer than the runs."""
+@dataclass(frozen=True)
+class Programs:
+    """An arm's, compiled for any seed and base."""
 
-    def programs(arm, model):
+    gradient: Callable
+    scores: Callable
+    train: Callable
+
+
+def compiled(options, change, arm: str, model: Decoder, base: Decoder, pool, held_out) -> tuple[Programs, Programs]:
+    """What `run` runs of an arm, and of bf16; all side by side."""
+
+    def lowered(arm, model):
         program, trainable, frozen = adapted(arm, model, 0)
-        batch = batch_of(pool, jax.random.key(0), 0, options.rows)
-        yield train, (mean_loss, change, program, options.rows, trainable, change.init(trainable), frozen, pool)
-        yield gradient, (trainable, program, frozen, *batch)
-        yield scores, (program, trainable, frozen, *held_out)
-
-    def build(function, arguments):
-        more = (jax.random.key(0), 0, 1) if function is train else ()
-        function.lower(*arguments, *more).compile()
+        batch = jax.eval_shape(lambda pool: batch_of(pool, jax.random.key(0), 0, options.rows), pool)
+        yield gradient.lower(trainable, program, frozen, *batch)
+        yield scores.lower(program, trainable, frozen, *held_out)
+        state = jax.eval_shape(change.init, trainable)
+        steps = (mean_loss, change, program, options.rows, trainable, state, frozen, pool, jax.random.key(0), 0, 1)
+        yield train.lower(*steps)
 
     with ThreadPoolExecutor() as threads:
-        for done in [threads.submit(build, *each) for item in models.items() for each in programs(*item)]:
-            done.result()
+        own = [threads.submit(each.compile) for each in lowered(arm, model)]
+        plain = own
+        if arm not in ("bf16", "bf16_nudged"):  # its training is nobody's
+            few = itertools.islice(lowered("bf16", base), 2)
+            plain = [*(threads.submit(each.compile) for each in few), own[2]]
+        made = [Programs(*(each.result() for each in futures)) for futures in (own, plain)]
+    return made[0], made[1]
 
 
-def run(options, change, arm: str, model: Decoder, base: Decoder, seed: int, pool, held_out) -> dict[str, Any]:
+def run(
+    options,
+    change,
+    programs: tuple[Programs, Programs],
+    arm: str,
+    model: Decoder,
+    base: Decoder,
+    seed: int,
+    pool,
+    held_out,
+) -> dict[str, Any]:
     """One fine-tuning of an arm's model by an optimizer, scored over itself and over `base`, which is in bfloat16."""
-    program, trainable, frozen = adapted(arm, model, seed)
-    plain, _, of_plain = adapted("bf16", base, seed)
+    (_, trainable, frozen), (*_, of_plain) = adapted(arm, model, seed), adapted("bf16", base, seed)
+    own, plain = programs
     state = change.init(trainable)
     key, before, found = jax.random.key(seed), 0, {}
     began = time.perf_counter()
     for stop in sorted({min(stop, options.steps) for stop in (1, 100, options.steps)}):
-        arguments = (mean_loss, change, program, options.rows, trainable, state, frozen)
-        trainable, state = train(*arguments, pool, key, before, stop)
+        trainable, state = own.train(trainable, state, frozen, pool, key, before, stop)
         batch = batch_of(pool, key, stop, options.rows)
-        ours, theirs = gradient(trainable, program, frozen, *batch), gradient(trainable, plain, of_plain, *batch)
+        ours, theirs = own.gradient(trainable, frozen, *batch), plain.gradient(trainable, of_plain, *batch)
         found[stop], before = cosines(ours, theirs), stop
-    loss, exact = scores(program, trainable, frozen, *held_out)
-    other_loss, other_exact = scores(plain, trainable, of_plain, *held_out)
-    seen, _ = scores(program, trainable, frozen, *(each[: len(held_out[0])] for each in pool))
+    loss, exact = own.scores(trainable, frozen, *held_out)
+    other_loss, other_exact = plain.scores(trainable, of_plain, *held_out)
+    seen, _ = own.scores(trainable, frozen, *(each[: len(held_out[0])] for each in pool))
     return {
         "loss": float(loss), "exact_match": float(exact), "loss_of_training_rows": float(seen),
         "loss_over_bf16_base": float(other_loss),
@@ -353,6 +376,122 @@ def begin(options) -> dict[str, Any]:
     return found | {"options": vars(options)}
 
 
+# ---- processes
+
+_POOLS, _START = "pools.npz", "start.json"  # in the folder of a call; the latter is there last
+
+
+def runs_of(options, arm: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """An arm's runs, as they are made. They begin once the folder has been filled; its _START says which are wanted,
+    as [seed, base], and the time after which none may go on."""
+    parent = os.getppid()
+    sizes = (max(rows // options.scale, 1) for rows in (POOL, HELD_OUT))
+    kinds = (jnp.int32, jnp.bool_)
+    pool, held_out = (tuple(jax.ShapeDtypeStruct((rows, LENGTH), kind) for kind in kinds) for rows in sizes)
+    change = optimizer(options.rate, options.steps)
+    with tempfile.TemporaryDirectory() as alike:  # a base of the same shapes: what is compiled depends on no more
+        model = model_from_config(config(options.hidden, options.layers), jax.random.key(0), "bfloat16")
+        save_pretrained(model, Path(alike) / "base")
+        make = arms_of(Path(alike) / "base")
+        programs = compiled(options, change, arm, make[arm](), make["bf16"](), pool, held_out)
+    print(f"{arm}: compiled", file=sys.stderr, flush=True)
+    while not (folder / _START).exists():
+        if os.getppid() != parent:
+            return
+        time.sleep(0.1)
+    start = json.loads((folder / _START).read_text(encoding="utf-8"))
+    with np.load(folder / _POOLS) as pools:
+        pool, held_out = (jax.device_put((pools[name], pools[f"{name}_answers"])) for name in ("pool", "held_out"))
+    models: dict[str, list[Decoder]] = {}
+    longest = 0.0
+    for seed, base in start["wanted"][arm]:
+        begun = time.time()
+        if begun + longest > start["end"]:
+            return
+        if base not in models:
+            models[base] = [arms_of(folder / base)[each]() for each in (arm, "bf16")]
+        found = run(options, change, programs, arm, *models[base], seed, pool, held_out)
+        longest = max(longest, time.time() - begun)
+        own = {"base": base, "arm": arm, "seed": seed, "base_digest": start["digest"]}
+        yield own | found | {"fp8_matmul": dispatch.record.get("fp8_matmul")}
+
+
+def prepare(options, folder: Path) -> dict[str, Any]:
+    """Fills a folder with the bases, and with the rows to train on and held out; returns `pretrained`'s."""
+
+    def make_pools():
+        named = {}
+        for name, rows, seed in (("pool", POOL, 3), ("held_out", HELD_OUT, 4)):
+            made = rows_of(("sort", "multiply"), max(rows // options.scale, 1), seed)
+            named[name], named[f"{name}_answers"] = made
+        np.savez(folder / _POOLS, **named)
+
+    with ThreadPoolExecutor(1) as threads:  # while XLA compiles, which needs no Python
+        pools = threads.submit(make_pools)
+        scored = pretrained(options, folder / "plain")
+        save_pretrained(with_outliers(from_pretrained(folder / "plain")[0], options.outliers), folder / "outliers")
+        pools.result()
+    return scored
+
+
+class Record:
+    """What --output holds."""
+
+    def __init__(self, options):
+        self.output, self.found = options.output, begin(options)
+        self._lock = threading.Lock()
+        self._wanted = list(itertools.product(range(options.seeds), options.bases.split(",")))
+
+    def missing(self, arm: str, digest: str | None) -> list[tuple[int, str]]:
+        """[(seed, base)] of the runs that an arm lacks from these weights. Seeds first: what is there when the time is
+        up is pairs."""
+        runs = [run for run in self.found["runs"] if (run["base_digest"], run["arm"]) == (digest, arm)]
+        done = {(run["seed"], run["base"]) for run in runs}
+        return [each for each in self._wanted if each not in done]
+
+    def add(self, run: dict[str, Any]) -> None:
+        with self._lock:
+            used = run.pop("fp8_matmul")
+            self.found["runs"].append(run)
+            self.found["summary"] = summary(self.found["runs"])
+            self.found["fp8_matmul"] = used or self.found.get("fp8_matmul")
+            write(self.output, self.found)
+        shown = {name: round(value, 4) for name, value in run.items() if isinstance(value, float)}
+        print(run["base"], run["arm"], run["seed"], shown, flush=True)
+
+
+class Processes:
+    """One of this script for each arm, whose runs a record gets. Those that are left at the end are ended."""
+
+    def __init__(self, record: Record, folder: Path):
+        self._record, self._folder = record, folder
+        self._started: dict[str, tuple[subprocess.Popen, threading.Thread]] = {}
+
+    def start(self, arms: list[str]) -> None:
+        for arm in arms:
+            if arm not in self._started:
+                command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--folder", str(self._folder)]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                thread = threading.Thread(target=self._listen, args=(process,))
+                thread.start()
+                self._started[arm] = process, thread
+
+    def _listen(self, process: subprocess.Popen) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._record.add(json.loads(line))
+
+    def wait(self) -> None:
+        for process, thread in self._started.values():
+            process.wait()
+            thread.join()
+
+    def end(self) -> None:
+        for process, _ in self._started.values():
+            process.kill()
+        self.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
@@ -368,54 +507,39 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--scale", type=int, default=1, help="divide the pools of rows by this, to try the script")
     parser.add_argument("--seconds", type=float, default=540, help="that this call may take")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)  # of a process that another one started
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    record = begin(options)
-    work = Path(tempfile.mkdtemp())
-    if not jax.config.jax_compilation_cache_dir:  # through which `compile_ahead` hands programs on
-        jax.config.update("jax_compilation_cache_dir", str(work / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    began = time.perf_counter()
-    scored = pretrained(options, work / "plain")
-    digest = scored["digest"]
-    record["pretrained"][digest] = scored
-    save_pretrained(with_outliers(from_pretrained(work / "plain")[0], options.outliers), work / "outliers")
-    print(f"pretrained in {time.perf_counter() - began:.0f} s: {scored}", flush=True)
-    tasks = ("sort", "multiply")
-    pool = jax.device_put(rows_of(tasks, POOL // options.scale, 3))
-    held_out = jax.device_put(rows_of(tasks, 256 // options.scale, 4))
-    change = optimizer(options.rate, options.steps)
-    bases, arms = options.bases.split(","), options.arms.split(",")
-    done = {(run["base_digest"], run["seed"], run["base"], run["arm"]) for run in record["runs"]}
-    # Seeds first: what is there when the time is up is pairs.
-    wanted = [each for each in itertools.product(range(options.seeds), bases, arms) if (digest, *each) not in done]
-    models: dict[tuple[str, str], Decoder] = {}
-    for base in bases:
-        make = arms_of(work / base)
-        left = [arm for _, of, arm in wanted if of == base]
-        models |= {(base, arm): make[arm]() for arm in dict.fromkeys(("bf16", *left) if left else ())}
-    of_one: dict[str, Decoder] = {}
-    for (_, arm), model in models.items():  # those of the other base are the same programs
-        of_one.setdefault(arm, model)
-    compile_ahead(options, change, of_one, pool, held_out)
-    print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-    longest = 0.0
-    for seed, base, arm in wanted:
-        begun = time.perf_counter()
-        if begun - began + longest > options.seconds:
-            print("out of time; the same command goes on from here", flush=True)
-            break
-        found = run(options, change, arm, models[base, arm], models[base, "bf16"], seed, pool, held_out)
-        longest = max(longest, time.perf_counter() - begun)
-        record["runs"].append({"base": base, "arm": arm, "seed": seed, "base_digest": digest, **found})
-        record["summary"] = summary(record["runs"])
-        record["fp8_matmul"] = dispatch.record.get("fp8_matmul")
-        write(options.output, record)
-        shown = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
-        print(base, arm, seed, shown, flush=True)
-        done.add((digest, seed, base, arm))
-    print(json.dumps(record.get("summary"), indent=1))
-    print(f"{time.perf_counter() - began:.0f} s in all; products in FP8: {record.get('fp8_matmul')}")
-    return int(any((digest, *each) not in done for each in wanted))
+    if options.arm:
+        for found in runs_of(options, options.arm, Path(options.folder)):
+            print(json.dumps(found), flush=True)
+        return 0
+    del options.arm, options.folder  # the record has the others
+    began, record, arms = time.time(), Record(options), options.arms.split(",")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = Processes(record, folder)
+        try:
+            likely = next(reversed(record.found["pretrained"]), None)  # the weights of the call before
+            processes.start([arm for arm in arms if record.missing(arm, likely)])
+            scored = prepare(options, folder)
+            digest = scored["digest"]
+            record.found["pretrained"][digest] = scored
+            print(f"pretrained in {time.time() - began:.0f} s: {scored}", flush=True)
+            wanted = {arm: record.missing(arm, digest) for arm in arms}
+            start = {"digest": digest, "wanted": wanted, "end": began + options.seconds}
+            (folder / "start").write_text(json.dumps(start), encoding="utf-8")
+            (folder / "start").replace(folder / _START)
+            processes.start([arm for arm in arms if wanted[arm]])
+            processes.wait()
+        finally:
+            processes.end()
+    print(json.dumps(record.found.get("summary"), indent=1))
+    print(f"{time.time() - began:.0f} s in all; products in FP8: {record.found.get('fp8_matmul')}")
+    missing = sum(len(record.missing(arm, digest)) for arm in arms)
+    if missing:
+        print(f"{missing} runs are missing; the same command goes on from here", flush=True)
+    return int(missing > 0)
 
 
 if __name__ == "__main__":
