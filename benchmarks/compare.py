@@ -108,18 +108,18 @@ def step_arguments(case: Step, folder: str | Path) -> list[str]:
 
 
 def compile_ahead(cases: list[tuple[Side, list[Step]]], log: Path, seconds: float) -> None:
-    """Fills each side's cache with its cases' programs, all sides at once. What is not compiled in time, or fails, is
-    left to the runs.
+    """Fills each side's cache with its cases' programs, all at once, each case in a process of its own: what takes
+    longest is Python's. What is not compiled in time, or fails, is left to the runs.
 
     The processes share the device, so none takes its memory in advance; the memory that a plan may count on is the
     same as in a run.
     """
     started = []
     for side, steps in cases:
-        texts = [shlex.join(step_arguments(step, "unused")) for step in dict.fromkeys(steps)]
-        arguments = [str(side.cache), *texts]
-        variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        started.append(side.run("benchmarks/train/compile_ahead.py", arguments, log, **variables))
+        for step in dict.fromkeys(steps):
+            arguments = [str(side.cache), shlex.join(step_arguments(step, "unused"))]
+            variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            started.append(side.run("benchmarks/train/compile_ahead.py", arguments, log, **variables))
     end = time.monotonic() + seconds
     for process in started:
         _wait(process, end - time.monotonic())

@@ -23,7 +23,11 @@ if speed is None:
 record = dict(commit=here.name, tokens_per_second=speed, peak_memory_gb=1.0)
 pathlib.Path(options.output).write_text(json.dumps(record))
 """
-AHEAD = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(parents=True); pathlib.Path(sys.argv[1], 'x').touch()"
+AHEAD = """
+import pathlib, sys
+pathlib.Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+pathlib.Path(sys.argv[1], "x").touch()
+"""
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Rounding rows to e4m3 as a Pallas Mosaic GPU kernel for Hopper, in one pass over memory.
 
 A warpgroup has a row, or the rows of several arrays side by side, in its registers in 16 bits: it finds the largest
-magnitude, and writes codes and scale. XLA reads what it rounds twice. Bit for bit fp8_product.rounded. Rows that are
-sorted by expert take the factors of theirs, and may be read from where their tokens are.
+magnitude, and writes codes and scale. XLA reads what it rounds twice. Short rows are several to a warpgroup, which asks
+for all of them before it waits for one: as a program each, they would wait for memory most of the time. Bit for bit
+fp8_product.rounded. Rows that are sorted by expert take the factors of theirs, and may be read from where their tokens
+are.
 """
 
 # Pallas' annotations do not know its own references.
@@ -26,6 +28,7 @@ _LANES = 128
 _VECTORS = (8, 4)  # 16-bit numbers that a lane reads at once
 _TILE_ROWS = 128  # that have one expert
 _MOST = 28_672  # numbers of a row: 112 registers of a lane
+_TOGETHER = 8192  # numbers that a warpgroup reads at once, where rows are shorter
 
 
 def _vector(widths: Sequence[int]) -> int | None:
@@ -52,11 +55,12 @@ def refusal(widths: Sequence[int], dtype) -> str | None:
     return None
 
 
-def _kernel(*refs, widths: tuple[int, ...], scaled: bool, grouped: bool, gathered: bool):
+def _kernel(*refs, widths: tuple[int, ...], together: int, scaled: bool, grouped: bool, gathered: bool):
     """refs: an array [rows, width] for each of `widths`; where `scaled` factors, float32[E, all widths]; where
     `grouped` each tile's expert; where `gathered` each row's token, and the arrays are [T, width]; codes, scales.
 
-    The last piece of a row may overlap the one before, and both store the same."""
+    A program has `together` rows; the last ones overlap those of the one before, as the last piece of a row may overlap
+    the one before it: both store the same."""
     *given, codes_ref, scale_ref = refs
     arrays, others = given[: len(widths)], iter(given[len(widths) :])
     factors_ref = next(others) if scaled else None
@@ -65,42 +69,46 @@ def _kernel(*refs, widths: tuple[int, ...], scaled: bool, grouped: bool, gathere
     vector = _vector(widths)
     assert vector is not None
     piece = _LANES * vector
-    row = lax.axis_index("row")
-    source, expert = row, 0
-    if factors_ref is not None and experts_ref is not None:
-        expert = jnp.minimum(experts_ref[lax.div(row, jnp.int32(_TILE_ROWS))], factors_ref.shape[0] - 1)
-    if tokens_ref is not None:
-        source = jnp.minimum(tokens_ref[row], arrays[0].shape[0] - 1)
     load = functools.partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((piece,), vector), optimized=False)
+    pieces, before = [], 0  # (array, where in its row, where in all)
+    for ref, width in zip(arrays, widths):
+        pieces += [(ref, at, before + at) for at in (min(first, width - piece) for first in range(0, width, piece))]
+        before += width
 
-    def store():
-        places, kept, before = [], [], 0
-        for ref, width in zip(arrays, widths):
-            for at in (min(first, width - piece) for first in range(0, width, piece)):
-                places.append(before + at)
-                kept.append(load(ref.at[source, pl.ds(at, piece)]))
-            before += width
+    first = jnp.minimum(lax.axis_index("rows") * together, codes_ref.shape[0] - together)
+    rows = [first + number for number in range(together)]
+    sources = rows if tokens_ref is None else [tokens_ref[row] for row in rows]
+    last = arrays[0].shape[0] - 1
+    kept = [[load(ref.at[jnp.minimum(source, last), pl.ds(at, piece)]) for ref, at, _ in pieces] for source in sources]
+
+    def store(row, numbers):
+        expert = 0
+        if factors_ref is not None and experts_ref is not None:
+            expert = jnp.minimum(experts_ref[lax.div(row, jnp.int32(_TILE_ROWS))], factors_ref.shape[0] - 1)
 
         def number(index: int):
-            wide = kept[index].astype(jnp.float32)
-            return wide if factors_ref is None else wide * load(factors_ref.at[expert, pl.ds(places[index], piece)])
+            wide = numbers[index].astype(jnp.float32)
+            if factors_ref is None:
+                return wide
+            return wide * load(factors_ref.at[expert, pl.ds(pieces[index][2], piece)])
 
-        largest = functools.reduce(jnp.maximum, (jnp.abs(number(index)) for index in range(len(kept)))).max()
+        largest = functools.reduce(jnp.maximum, (jnp.abs(number(index)) for index in range(len(pieces)))).max()
         scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / LARGEST))
         scale_ref[row] = scale
-        for index, place in enumerate(places):
+        for index, (_, _, place) in enumerate(pieces):
             codes_ref[row, pl.ds(place, piece)] = (number(index) / scale).astype(codes_ref.dtype)
 
-    def store_zeros():
+    def store_zeros(row):
         scale_ref[row] = jnp.float32(1.0)
-        for at in range(0, sum(widths), piece):
-            at = min(at, sum(widths) - piece)
-            codes_ref[row, pl.ds(at, piece)] = jnp.zeros((piece,), codes_ref.dtype)
+        for _, _, place in pieces:
+            codes_ref[row, pl.ds(place, piece)] = jnp.zeros((piece,), codes_ref.dtype)
 
-    if tokens_ref is None:
-        store()
-    else:
-        lax.cond(tokens_ref[row] < arrays[0].shape[0], store, store_zeros)
+    for row, source, numbers in zip(rows, sources, kept):
+        if tokens_ref is None:
+            store(row, numbers)
+        else:
+            there = functools.partial(store, row, numbers)
+            lax.cond(source <= last, there, functools.partial(store_zeros, row))
 
 
 def rounded(
@@ -124,17 +132,17 @@ def rounded(
         operands.append(factors if grouped else factors[None])
     operands += [experts] if grouped else []
     operands += [] if tokens is None else [tokens]
+    together = min(max(_TOGETHER // sum(widths), 1), rows)
+    options = dict(together=together, scaled=factors is not None, grouped=grouped, gathered=tokens is not None)
     codes, scale = gpu_kernel.kernel(
-        functools.partial(
-            _kernel, widths=widths, scaled=factors is not None, grouped=grouped, gathered=tokens is not None
-        ),
+        functools.partial(_kernel, widths=widths, **options),
         "to_fp8",
         gpu_kernel.interpreter(),
         out_type=[
             jax.ShapeDtypeStruct((rows, sum(widths)), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ],
-        grid=(rows,),
-        grid_names=("row",),
+        grid=(-(-rows // together),),
+        grid_names=("rows",),
     )(*operands)
     return codes, scale
