@@ -296,8 +296,9 @@ def quality_table(record: dict) -> list[str]:
         runs = [run for run in record["runs"] if (run["base"], run["arm"]) == (base, arm)]
         steps = sorted(runs[0]["gradient_cosines"], key=int)
         least = (min(min(run["gradient_cosines"][step]) for run in runs) for step in steps)
+        beside = "-" if row["loss_over_bf16"] is None else f"{row['loss_over_bf16']:+.2%}"
         lines.append(
-            f"| {base} | {arm} | {len(runs)} | {row['loss']:.4f} | {row['loss_over_bf16']:+.2%} | "
+            f"| {base} | {arm} | {len(runs)} | {row['loss']:.4f} | {beside} | "
             f"{row['exact_match']:.1%} | {', '.join(f'{cosine:.3f}' for cosine in least)} |"
         )
     spreads = {name.split(", ")[0]: row["spread"] for name, row in record["summary"].items() if row["spread"]}
