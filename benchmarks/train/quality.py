@@ -479,7 +479,8 @@ class Processes:
     def _listen(self, process: subprocess.Popen) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            self._record.add(json.loads(line))
+            if line.startswith("{"):  # else a library's own words
+                self._record.add(json.loads(line))
 
     def wait(self) -> None:
         for process, thread in self._started.values():

@@ -267,6 +267,7 @@ def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     )
     assert keep.parts["kept residuals"] - in_fp8.parts["kept residuals"] == 2 * wide
     assert keep.step_seconds < in_fp8.step_seconds < 1.06 * keep.step_seconds
+    assert keep.peak_bytes == pytest.approx(62.17e9 - (2092 - 1024) * 128_256 * 6, rel=0.005)  # "8b_fp8" in steps.json
     # Beside a host that is fast enough, gate and up stay as they are and others go there.
     unified = dataclasses.replace(H200, link=0.0)
     best = choose(parts, config, unified, (keep.peak_bytes + in_fp8.peak_bytes) / 2)
