@@ -515,7 +515,8 @@ def main() -> int:
         for found in runs_of(options, options.arm, Path(options.folder)):
             print(json.dumps(found), flush=True)
         return 0
-    del options.arm, options.folder  # the record has the others
+    for name in ("arm", "folder"):
+        delattr(options, name)  # the record has the others
     began, record, arms = time.time(), Record(options), options.arms.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
