@@ -44,18 +44,18 @@ _EXPERTS = {
         "qwen3-30b-a3b nf4: planned for 30.7 GB",
         "--shape qwen3-30b-a3b --budget-gb 30.7 --optim adamw_8bit --load-in nf4",
     ),
-    # Held under what bf16 is held under.
+    # Their peaks are held against bf16's. Of 30 GB of codes the allocator may lose more than the planner counts.
     "gpt_oss_fp8": _of_experts(
         "gpt-oss-20b fp8 by rows, products in fp8: planned for 50.9 GB",
         "--shape gpt-oss-20b --budget-gb 50.9 --load-in fp8 --compute fp8",
     ),
     "qwen3_moe_fp8": _of_experts(
-        "qwen3-30b-a3b fp8 by rows, products in fp8: planned for 75.1 GB",
-        "--shape qwen3-30b-a3b --budget-gb 75.1 --optim adamw_8bit --load-in fp8 --compute fp8",
+        "qwen3-30b-a3b fp8 by rows, products in fp8: planned for 73.5 GB",
+        "--shape qwen3-30b-a3b --budget-gb 73.5 --optim adamw_8bit --load-in fp8 --compute fp8",
     ),
     "qwen3_moe_fp8_blocks": _of_experts(
-        "qwen3-30b-a3b fp8 of 128 x 128, products in fp8: planned for 75.1 GB",
-        "--shape qwen3-30b-a3b --budget-gb 75.1 --optim adamw_8bit --load-in fp8 --compute fp8 --scales blocks",
+        "qwen3-30b-a3b fp8 of 128 x 128, products in fp8: planned for 73.5 GB",
+        "--shape qwen3-30b-a3b --budget-gb 73.5 --optim adamw_8bit --load-in fp8 --compute fp8 --scales blocks",
     ),
 }
 STEPS = {
