@@ -209,6 +209,19 @@ def test_measured_steps_of_the_8b_shape(parts_8b):
         assert predicted == pytest.approx(seconds, rel=0.03), text
 
 
+def test_a_measured_step_with_delta_nets_and_what_their_derivative_makes_again():
+    """Qwen3.5-9B in bf16 on one H200, benchmarks/results/steps.json."""
+    config = config_8b(model=ModelConfig(path="a shape"))
+    parts = step_cost(abstract_model(config_from_hf(PUBLISHED["Qwen/Qwen3.5-9B"]), config), config)
+    kept, made_again = (
+        forecast(parts, StepPlan(parse_residuals(text, 32, parts.known), 1, 1081), H200)
+        for text in ("keep", "remembered=recompute")
+    )
+    assert kept.step_seconds == pytest.approx(1.063, rel=0.08)
+    # The derivative runs the rule once more whether its result is kept or not.
+    assert made_again.step_seconds == kept.step_seconds and made_again.recompute_seconds == 0
+
+
 # ---- what is chosen
 
 

@@ -102,6 +102,8 @@ class Segment:
       scoped: its kernels carry its name in profiles.
       attention_width: query heads times head dim, where it is an attention: it costs 4 FLOPs of these a visible key.
       token_flops: of its forward for one token, beside its matrices and beside attention.
+      kernel_bytes: (of its forward, of its derivative) for one token: what its own kernels take beside token_flops and
+        beside moving what it reads and makes, in bytes that a copy moves in that time.
       multiplications: (tokens of a batch, tokens of a row, backward) -> how long it takes, in multiplications of large
         products; None: those of its matrices.
     """
@@ -122,6 +124,7 @@ class Segment:
     scoped: bool = True
     attention_width: int = 0
     token_flops: float = 0.0
+    kernel_bytes: tuple[float, float] = (0.0, 0.0)
     multiplications: Callable[[int, int, bool], float] | None = None
 
     @property

@@ -53,13 +53,16 @@ class Work:
     """One segment's forward, for one token: FLOPs of products (of one in FP8, as many as take its time in 16 bits) and
     of attention, bytes moved by everything else.
 
-    weight_flops: of the weights' own gradients. Once a pass, whatever the tokens: weight_bytes read, elements decoded,
-    and empty_flops, products with the rows that fill up the experts' last tiles.
+    kernel_forward, kernel_backward: Segment.kernel_bytes. weight_flops: of the weights' own gradients. Once a pass,
+    whatever the tokens: weight_bytes read, elements decoded, and empty_flops, products with the rows that fill up the
+    experts' last tiles.
     """
 
     flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
+    kernel_forward: float = 0.0
+    kernel_backward: float = 0.0
     weight_flops: float = 0.0
     weight_bytes: float = 0.0
     decoded: float = 0.0
@@ -71,7 +74,8 @@ class SegmentCost:
     """A segment of those layers that have it; its work is spread over all layers.
 
     in_mixer: it belongs to the mixer, first: as its first. ends: it makes the layer's output.
-    separable, tokenwise, decodes_once: as in models/layers/segment.py.
+    separable, tokenwise, decodes_once: as in models/layers/segment.py. runs_again: its derivative runs it once more,
+    which is also what makes its outputs again.
     """
 
     name: str
@@ -83,6 +87,7 @@ class SegmentCost:
     separable: bool
     tokenwise: bool
     decodes_once: bool
+    runs_again: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +316,7 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
     for (name, outputs), (segment, in_mixer, first) in found.items():
         of_layers = [kind.work.get(name, Work()) if _makes(kind, name, outputs) else Work() for kind in kinds]
         work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
-        flags = (segment.separable, segment.tokenwise, segment.decodes_once)
+        flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.held_bytes is not None)
         costs.append(SegmentCost(name, outputs, work, in_mixer, first, LAYER_OUTPUT in outputs, *flags))
     return tuple(costs)
 
@@ -410,6 +415,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         sums["decoded"] += passes * size if _is_stored(weight) else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
+    sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
     if segment.attention_width:
         sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys
     else:

@@ -110,9 +110,11 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
+    forward += work.kernel_forward * tokens / device.copy
     backward = (
         product + _ATTENTION_BACKWARD * attention * (1 + _ATTENTION_HALF_BACKWARD / length) + _PASSES_BACKWARD * passes
     )
+    backward += work.kernel_backward * tokens / device.copy
     return forward, backward + work.weight_flops * tokens / rate
 
 
@@ -138,7 +140,8 @@ def layer_forecasts(
             work = segment.work
             if segment.tokenwise:  # the weights are read, and decoded, for every tile
                 work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
-            seconds.append(_segment_seconds(work, tokens, parts.length, device))
+            forward, backward = _segment_seconds(work, tokens, parts.length, device)
+            seconds.append((forward, backward + (forward if segment.runs_again else 0.0)))
         return seconds
 
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
@@ -207,7 +210,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
     recompute = 0.0
     for segment, (once, _) in zip(parts.segments, seconds, strict=True):
         missing = sum(size[name] for name in segment.outputs if name in dropped)
-        if missing and not segment.ends:
+        if missing and not segment.ends and not segment.runs_again:
             share = missing / sum(size[name] for name in segment.outputs) if segment.separable else 1.0
             recompute += share * once
             if segment.decodes_once:
