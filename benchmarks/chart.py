@@ -54,13 +54,10 @@ def sides(records: list[dict]) -> list[Side]:
         for one in peers["peers"]
     ]
     in_call = _called(called)
-    ours = sorted((_ours("jaxtune, memory.budget_gb=10.8", least), *(s for s in in_call if s.ours)), key=_by_memory)
+    ours = [_ours("jaxtune, memory.budget_gb=10.8", least), *(side for side in in_call if side.ours)]
+    ours.sort(key=lambda side: side.memory_gb)
     found = [*(side for side in in_call if not side.ours), *others, *ours]
     return [side for load_in in (None, "nf4") for side in found if side.load_in == load_in]
-
-
-def _by_memory(side: Side) -> float:
-    return side.memory_gb
 
 
 def _called(record: dict) -> list[Side]:

@@ -152,16 +152,6 @@ def ablation_table(record: dict) -> list[str]:
     return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
 
 
-def pair_text(record: dict) -> list[str]:
-    ours, theirs = (statistics.median(record[key]) for key in ("ours_step_seconds", "hf_peft_step_seconds"))
-    text = (
-        "Beside Hugging Face + PEFT in one session ({shape} bf16, LoRA r=16, {rows} x {length:,} tokens, their "
-        "gradient checkpointing {hf_peft_gradient_checkpointing}): **{ours:.3f} s** a step against {theirs:.3f} s, "
-        "{speedup:.1f} times. {where}. `git show 5e2aafc:benchmarks/train/profile_pair.py`."
-    )
-    return [text.format(**record, ours=ours, theirs=theirs, where=_versions(record))]
-
-
 def trajectory_table(record: dict) -> list[str]:
     """The same fine-tuning by both sides: how far their losses are apart."""
     lines = [
@@ -316,7 +306,7 @@ def qwen35_table(record: dict) -> list[str]:
         f"{options['hidden']}), pretrained here on {record['pretraining']['tokens'] / 1e6:.1f} million tokens of real "
         f"text, then {options['steps']} steps of LoRA r={record['rank']} in float32 on the same "
         f"{record['documents_per_step']} documents a step in each arm (held-out loss before: {before:.4f}). "
-        f"{_versions(record)}. `python benchmarks/train/qwen35.py --help`.",
+        f"{_versions(record)}. `git show 7d95c17:benchmarks/train/qwen35.py`.",
         "",
         "| rows of a step | held-out loss after | from documents alone | largest difference of a step's loss |",
         "|---|---|---|---|",
@@ -421,7 +411,6 @@ def measured(records: list[dict]) -> str:
     for r in profiled:
         parts += ["", *parts_table(r)]
     texts = {
-        "train/pair": pair_text,
         "train/hf_peft": hf_peft_table,
         "train/commits": commits_table,
         "train/mesh": mesh_table,

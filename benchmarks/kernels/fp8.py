@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.quant_matmul import COMPILERS, RANK, compiled, distance, wall_ms
+from benchmarks.kernels.quant_matmul import COMPILERS, QUEUED, RANK, compiled, distance
+from benchmarks.kernels.timing import in_turns, queued_ms
 from benchmarks.record import environment, write
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import TILE
@@ -33,7 +33,6 @@ from jaxtune.pallas.quant_matmul import LoraWeights, fp8_mosaic, fp8_product, qu
 
 # (out, in): query and output projection, key and value, gate and up, down.
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
-ROUNDS = 5
 # Beside what fp8_mosaic.blocks_for chooses: (256, 4, 16), and (256, 3, 16) with an adapter.
 TILES = [fp8_mosaic.Blocks(*sizes) for sizes in ((256, 4, 8), (256, 4, 32), (256, 3, 16), (128, 6, 16), (128, 4, 32))]
 
@@ -128,7 +127,6 @@ def measured(out: int, in_: int, tokens: int, direction: str, tiles: bool) -> di
         except Exception as error:  # what does not run on this GPU is a finding
             refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
     products = [name for name in programs if not name.startswith("quantising")]
-    times: dict[str, list[float]] = {name: [] for name in programs}
     errors = {}
     for name, program in programs.items():
         if not name.startswith("quantising"):
@@ -137,10 +135,12 @@ def measured(out: int, in_: int, tokens: int, direction: str, tiles: bool) -> di
                 *sides["bf16"][1][: 2 if "given" in name else 3]
             )
             errors[name] = distance(result, base)
-    for _ in range(ROUNDS):
-        for name, program in programs.items():
-            times[name].append(wall_ms(program, sides[name][1]))
-    ms = {name: statistics.median(each) for name, each in times.items()}
+    ms = in_turns(
+        {
+            name: functools.partial(queued_ms, program, *sides[name][1], count=QUEUED)
+            for name, program in programs.items()
+        }
+    )
     flops = 2 * tokens * out * in_
     return {
         "direction": direction,

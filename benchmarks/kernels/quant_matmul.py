@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels.timing import queued_ms
 from benchmarks.record import environment, write
 from jaxtune.pallas import dispatch, tuning
 from jaxtune.pallas.formats import NF4, blockwise8
@@ -47,6 +48,7 @@ OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every prod
 L2_BYTES = 60_000_000
 RANK = 16
 COMPILERS = 8
+QUEUED = 4  # runs of what is timed by the clock
 WORST = 0.01  # relative error of a 16-bit product: more is a wrong kernel
 RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines",)
 
@@ -72,15 +74,6 @@ def device_ms(program, argument_sets, rounds: int = 3) -> float:
     if cupti is not None:
         total = sum(ms for _, ms in cupti._cupti_get_timings(True))
     return total / rounds / len(argument_sets)
-
-
-def wall_ms(program, arguments, inner: int = 4) -> float:
-    jax.block_until_ready(program(*arguments))
-    begun = time.perf_counter()
-    for _ in range(inner):
-        result = program(*arguments)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - begun) / inner * 1e3
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -110,7 +103,7 @@ def copy_gb_per_s(count: int) -> float:
     moved = 2 * array.nbytes
     kernel = compiled(lambda a: a * jnp.bfloat16(1.5), array)
     copy = compiled(jnp.copy, array)
-    return max(moved / device_ms(kernel, [(array,)]), moved / wall_ms(copy, (array,), 20)) / 1e6
+    return max(moved / device_ms(kernel, [(array,)]), moved / queued_ms(copy, array, count=20)) / 1e6
 
 
 def dequantising(rows: int, columns: int, copy: float) -> dict:
@@ -226,7 +219,7 @@ def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(7):
         for name, arguments in sides.items():
-            times[name].append(wall_ms(programs[name], arguments))
+            times[name].append(queued_ms(programs[name], *arguments, count=QUEUED))
     ratios = [sixteen / four for sixteen, four in zip(times["bf16"], times["nf4"], strict=True)]
     return {
         "shape": [rows, columns],

@@ -14,7 +14,6 @@ it trained. benchmarks/train/memory.py runs many cases of it. Run one case a pro
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -123,9 +122,7 @@ def build(options) -> tuple[Trainer, int]:
     model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     adapter = adapter_config(options)
     if adapter is not None:
-        settings = dataclasses.asdict(adapter)
-        settings.pop("path")
-        model = jaxtune.get_peft_model(model, **settings)
+        model = jaxtune.get_peft_model(model, **adapter.settings)
     return make_trainer(options, model), model_bytes
 
 

@@ -50,7 +50,7 @@ def test_stories260k(test_data, tmp_path, monkeypatch, packed):
 
 def test_gated_delta_nets_train_alike_packed_and_not(tmp_path):
     """State, convolution and attention begin anew with each document, in both directions: but for rounding, packing
-    changes neither a loss nor a gradient. benchmarks/train/qwen35.py shows it of a pretrained model."""
+    changes neither a loss nor a gradient. docs/measured.md has it of a pretrained model."""
     folder = t.tiny_checkpoint(tmp_path / "base", "qwen3_5")
     losses, norms = zip(*(t.ours(folder, tiny_dataset(), tmp_path / str(p), p, steps=6) for p in (True, False)))
     assert min(norms[0]) > 0.01

@@ -102,10 +102,33 @@ def ours(model_folder: Path, data, output: Path, packed: bool, steps: int = STEP
     return tuple(np.asarray([line[key] for line in trainer.history]) for key in ("loss", "grad_norm"))  # type: ignore[return-value]
 
 
+class StepBatches:
+    """Chosen documents a step: stands in for `Batches`, which packs whole sets. length: tokens of a row."""
+
+    def __init__(self, steps, length: int, packed: bool):
+        from jaxtune.train.data.packing import pack
+
+        self.length = length
+        self.made = [pack(chosen, length, packing=packed)[0] for chosen in steps]
+        self.rows_per_step = max(len(batch.tokens) for batch in self.made)
+        self.steps_per_epoch = len(steps)
+        self.max_documents = None
+
+    def empty(self, rows: int):
+        return type(self.made[0]).empty(rows, self.length)
+
+    def batch_at(self, step: int):
+        batch, made = self.empty(self.rows_per_step), self.made[step]
+        for field in ("tokens", "targets", "weights", "segment_ids", "positions"):
+            getattr(batch, field)[: len(made.tokens)] = getattr(made, field)
+        return batch
+
+    def sources_at(self, step: int) -> list[str]:
+        return [f"step {step}"]
+
+
 def step_batches(data, packed: bool, steps: int = STEPS):
     """A step's documents, the same ones whether packed or not."""
-    from benchmarks.train.qwen35 import StepBatches
-
     documents = [data.documents[index] for index in range(len(data.documents))]
     cut = [type(d)(d.tokens[: data.length], d.mask[: data.length]) for d in documents]
     chosen = [[cut[index] for index in step_documents(step, len(cut))] for step in range(steps)]
