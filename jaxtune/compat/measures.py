@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxtune.compat.rows import IGNORE
 from jaxtune.compat.texts import NumpyTensor
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.data import Batches
-from jaxtune.train.data.labels import IGNORE
 
 
 class EvalPrediction(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.train.data.labels import IGNORE
+IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cross entropy
 
 
 class Tokenised(Sequence):

@@ -4,7 +4,7 @@
 `reading.py` (files and data sets), `formats.py` (the five forms of rows), `templates.py`, `tokenizing.py`,
 `markers.py` and `spans.py` (text, tokens, and which of them are trained on), `workers.py` and `cache.py` (many rows,
 once), `packing.py` (documents into rows of fixed length), `batches.py` (a step's number to its batch), `preview.py`
-(to look at), `labels.py` (the same masks for rows that somebody else tokenised).
+(to look at).
 
 One rule holds everywhere: whatever one row can do costs that row (`formats.attempt`), and `on_bad_row` says whether
 the run goes on without it.

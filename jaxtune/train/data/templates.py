@@ -169,7 +169,6 @@ class RowEncoder:
         self.bos_id = tokenizer.bos_token_id
         self.adds_bos = self.bos_id is not None and tokenizer("")["input_ids"][:1] == [self.bos_id]
         self._jinja: str | None = None
-        self._prompts_alone = True  # see _finish
 
     # --- rows
 
@@ -250,7 +249,7 @@ class RowEncoder:
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
         cuts = [low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))]
-        if cuts and self._prompts_alone:
+        if cuts:
             # A token holds the end of a prompt and the start of its response. Whoever asks the model will have
             # the prompt tokenised alone, so it is tokenised alone here.
             tokens = tokenize_pieces(self.tokenizer, text, cuts, self.max_tokens)
@@ -410,3 +409,43 @@ class RowEncoder:
             raise RowError(f"the chat template ends response {index} with no special token")
         at, special = min(following)
         return at + len(special)
+
+
+def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
+    """(instruction_part, response_part) of a chat template: what it writes before a user's message after an
+    earlier response, and before a response. Raises `ValueError` where the template does not show them."""
+    encoder = RowEncoder(tokenizer, template=template)
+    user, answer, again = ("\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001")
+    turns = [
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": again},
+    ]
+    try:
+        text = encoder._render(turns, None, add_generation_prompt=True)
+    except RowError as error:
+        raise ValueError(f"markers cannot be derived: {error}") from None
+    between = []
+    for low, high in ((user, answer), (answer, again)):
+        if low not in text or high not in text:
+            raise ValueError("markers cannot be derived: the template changes the messages; give both markers")
+        between.append(text[text.index(low) + len(low) : text.index(high)])
+    special = [tokenizer.convert_ids_to_tokens(int(index)) for index in encoder.end_ids]
+    response, instruction = (_without_turn_end(gap, special) for gap in between)
+    if instruction == between[1]:
+        raise ValueError("markers cannot be derived: no special token of this tokenizer ends a response; give both")
+    if not response.strip() or not instruction.strip():
+        raise ValueError(
+            f"markers cannot be derived from this template ({instruction!r}, {response!r}); "
+            "set data.instruction_part and data.response_part"
+        )
+    return instruction, response
+
+
+def _without_turn_end(gap: str, special: list[str]) -> str:
+    """What opens the next turn: the gap without the special token that ends the last one, if more follows."""
+    for token in sorted(special, key=len, reverse=True):
+        rest = gap.removeprefix(token)
+        if rest != gap and rest.strip():
+            return rest.lstrip()
+    return gap

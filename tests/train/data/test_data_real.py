@@ -10,8 +10,8 @@ import pytest
 
 from jaxtune.train.data import prepare
 from jaxtune.train.data.formats import Example, RowError, normalize
-from jaxtune.train.data.labels import derive_markers, mask_labels
-from jaxtune.train.data.templates import RowEncoder
+from jaxtune.train.data.markers import Markers
+from jaxtune.train.data.templates import RowEncoder, derive_markers
 from tests.train.data.conftest import spans
 
 # What each tokenizer's own template writes around an answer that is trained on, and what ends it.
@@ -115,8 +115,6 @@ def test_marks_prefixes_markers_and_transformers_agree(test_data, name, plain, m
         for more, less in ((np.array(theirs["assistant_masks"], bool), marks.mask), (marks.mask, first.mask)):
             assert not (less & ~more).any()
             assert set(first.tokens[more & ~less].tolist()) <= {newline}
-        labels = mask_labels(first.tokens, tokenizer, messages=example.messages, template=plain_path)
-        np.testing.assert_array_equal(labels != -100, first.mask)
 
 
 def test_tool_calls_of_real_rows(test_data):
@@ -183,10 +181,9 @@ def test_marker_strings_of_plain_text_on_real_tokenizers(test_data, name):
     text = "### Instruction:\n{}\n\n### Response:\n{}" + tokenizer.eos_token + "\n\n"
     answers = ["Blue.", "\n\nA list:\n- one\n- two", "  indented", "4", "'quoted'", "你好"]
     whole = "".join(text.format(f"Question {i}?", answer) for i, answer in enumerate(answers))
-    tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    tokens = np.array(tokenizer(whole, add_special_tokens=False)["input_ids"])
     for parts in (("### Instruction:\n", "### Response:\n"), ("### Instruction:", "### Response:")):
-        labels = mask_labels(tokens, tokenizer, instruction_part=parts[0], response_part=parts[1])
-        found = spans(tokenizer, tokens, labels != -100)
+        found = [tokenizer.decode(tokens[first:last]) for first, last in Markers(tokenizer, *parts).spans(tokens)]
         assert [squeezed(span) for span in found] == [squeezed(answer + tokenizer.eos_token) for answer in answers]
 
 
@@ -194,10 +191,10 @@ def test_marker_strings_of_plain_text_on_real_tokenizers(test_data, name):
 def test_markers_within_a_line_on_real_tokenizers(test_data, name):
     tokenizer = load(test_data / "tokenizers" / name)
     eos = tokenizer.eos_token
-    tokens = tokenizer(f"USER: Hi ASSISTANT: Hello.{eos}USER: And? ASSISTANT: Blue.{eos}", add_special_tokens=False)
-    labels = mask_labels(tokens["input_ids"], tokenizer, instruction_part="USER:", response_part="ASSISTANT:")
-    found = spans(tokenizer, tokens["input_ids"], labels != -100)
-    assert [span.strip() for span in found] == [f"Hello.{eos}", f"Blue.{eos}"]
+    text = f"USER: Hi ASSISTANT: Hello.{eos}USER: And? ASSISTANT: Blue.{eos}"
+    tokens = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+    found = Markers(tokenizer, "USER:", "ASSISTANT:").spans(tokens)
+    assert [tokenizer.decode(tokens[first:last]).strip() for first, last in found] == [f"Hello.{eos}", f"Blue.{eos}"]
 
 
 def test_text_rows_of_the_web(test_data, tmp_path):

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data.formats import Example, RowError, normalize
-from jaxtune.train.data.labels import derive_markers, mask_labels
 from jaxtune.train.data.markers import Markers
-from jaxtune.train.data.templates import RowEncoder, resolve_template
+from jaxtune.train.data.templates import RowEncoder, derive_markers, resolve_template
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
 CHAT = [
@@ -233,13 +232,10 @@ def test_template_names_and_paths(tmp_path, tokenizer):
 PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}
 
 
-def labels_of(tokenizer, text, **options):
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    labels = mask_labels(tokens, tokenizer, **options)
-    assert labels.dtype == np.int32 and len(labels) == len(tokens)
-    kept = labels != -100
-    np.testing.assert_array_equal(labels[kept], np.array(tokens)[kept])
-    return spans(tokenizer, tokens, kept)
+def responses(tokenizer, text, instruction_part, response_part):
+    tokens = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+    found = Markers(tokenizer, instruction_part, response_part).spans(tokens)
+    return [tokenizer.decode(tokens[first:last]) for first, last in found if last > first]
 
 
 def chat_text(*turns, end="<|im_end|>\n"):
@@ -248,8 +244,7 @@ def chat_text(*turns, end="<|im_end|>\n"):
 
 def test_markers_mask_tools_and_system_turns_and_stop_at_eos(tokenizer):
     text = chat_text(("system", "s"), ("user", "u"), ("assistant", "It is 4"), ("tool", "t"), ("assistant", "a bot"))
-    assert labels_of(tokenizer, text, **PARTS) == ["It is 4<|im_end|>", "a bot<|im_end|>"]
-    assert labels_of(tokenizer, text, **PARTS, last_response_only=True) == ["a bot<|im_end|>"]
+    assert responses(tokenizer, text, **PARTS) == ["It is 4<|im_end|>", "a bot<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +262,7 @@ def test_markers_mask_tools_and_system_turns_and_stop_at_eos(tokenizer):
     ],
 )
 def test_where_a_response_ends(text, expected):
-    assert labels_of(make_tokenizer(eos="<|eos|>"), text, **PARTS) == expected
+    assert responses(make_tokenizer(eos="<|eos|>"), text, **PARTS) == expected
 
 
 def test_plain_text_markers_survive_merged_edges():
@@ -277,29 +272,29 @@ def test_plain_text_markers_survive_merged_edges():
     text = (
         "### Instruction:\nAdd them.\n\n### Response:\nIt is 4.\n\n### Instruction:\nAdd them.\n\n### Response:\nblue"
     )
-    found = labels_of(tokenizer, text, **parts)
+    found = responses(tokenizer, text, **parts)
     assert [span.strip() for span in found] == ["It is 4.", "blue"]
     with_breaks = {"instruction_part": "### Instruction:\n", "response_part": "### Response:\n"}
-    assert labels_of(tokenizer, text + "<|eos|>", **with_breaks)[1] == "blue<|eos|>"
+    assert responses(tokenizer, text + "<|eos|>", **with_breaks)[1] == "blue<|eos|>"
 
 
 def test_a_word_that_took_the_markers_last_space_is_trained():
     tokenizer = make_tokenizer(eos="<|eos|>")
     parts = {"instruction_part": "user: ", "response_part": "assistant: "}
-    assert labels_of(tokenizer, "user: Add\nassistant: is<|eos|>", **parts) == [" is<|eos|>"]
+    assert responses(tokenizer, "user: Add\nassistant: is<|eos|>", **parts) == [" is<|eos|>"]
 
 
 def test_markers_within_a_line_are_found_after_a_space_too():
     tokenizer = make_tokenizer(eos="<|eos|>")
     parts = {"instruction_part": "user:", "response_part": "assistant:"}
     text = "user: Add assistant: It is 4<|eos|>user: colour assistant: blue user: Add\nassistant: red"
-    assert labels_of(tokenizer, text, **parts) == [" It is 4<|eos|>", " blue", " red"]
+    assert responses(tokenizer, text, **parts) == [" It is 4<|eos|>", " blue", " red"]
 
 
 def test_markers_are_derived_from_the_template(tokenizer):
     assert derive_markers(tokenizer) == (PARTS["instruction_part"], PARTS["response_part"])
     text = chat_text(*((m["role"], m["content"]) for m in CHAT))
-    assert labels_of(tokenizer, text) == ANSWERS
+    assert responses(tokenizer, text, *derive_markers(tokenizer)) == ANSWERS
     with pytest.raises(ValueError, match="markers cannot be derived"):
         derive_markers(make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"))
     with pytest.raises(ValueError, match="no special token of this tokenizer ends a response"):
@@ -309,15 +304,15 @@ def test_markers_are_derived_from_the_template(tokenizer):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"response_part": "x"}, "data.instruction_part is missing: markers come in pairs"),
-        ({"instruction_part": "x"}, "data.response_part is missing"),
+        ({"instruction_part": None, "response_part": "x"}, "data.instruction_part is missing: markers come in pairs"),
+        ({"instruction_part": "x", "response_part": None}, "data.response_part is missing"),
         ({"instruction_part": "x", "response_part": " \n"}, "data.response_part is empty"),
         ({"instruction_part": "### Instruction:", "response_part": "N"}, "'N' has no token that is the same in every"),
     ],
 )
 def test_bad_markers(tokenizer, parts, message):
     with pytest.raises(ValueError, match=message):
-        mask_labels([1, 2], tokenizer, **parts)
+        Markers(tokenizer, **parts)
 
 
 def test_the_stable_core_is_what_stands_everywhere(tokenizer):
@@ -326,25 +321,6 @@ def test_the_stable_core_is_what_stands_everywhere(tokenizer):
         for after in ("It", "\n", " is", "4"):
             tokens = tokenizer(before + PARTS["response_part"] + after, add_special_tokens=False)["input_ids"]
             assert len(markers.responses[0].find(np.array(tokens))) == 1
-
-
-# --- labels from messages
-
-
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_labels_from_messages(adds_bos):
-    tokenizer = make_tokenizer(adds_bos=adds_bos)
-    tokens = tokenizer.apply_chat_template(CHAT, return_dict=False)
-    for given in (tokens, [tokenizer.bos_token_id, *tokens] if adds_bos else tokens):
-        labels = mask_labels(given, tokenizer, messages=CHAT)
-        assert len(labels) == len(given)
-        assert spans(tokenizer, given, labels != -100) == ANSWERS
-    with pytest.raises(ValueError, match="tokens are not what the template makes of messages"):
-        mask_labels(tokens[:-1], tokenizer, messages=CHAT)
-    with pytest.raises(ValueError, match="give messages or marker strings, not both"):
-        mask_labels(tokens, tokenizer, messages=CHAT, **PARTS)
-    with pytest.raises(ValueError, match="tokens must be one row of ids"):
-        mask_labels([tokens], tokenizer, messages=CHAT)
 
 
 # --- special tokens and markers that somebody typed
