@@ -92,6 +92,7 @@ def test_margins_are_those_of_the_rows(tmp_path):
     file.write_text("\n".join(json.dumps(row(margin)) for margin in (0.5, 2)), encoding="utf-8")
     for rows in ([row(0.5), row(2)], str(file)):
         np.testing.assert_array_equal(prepare(rows).labels, [0.5, 2.0])
+    np.testing.assert_array_equal(prepare([str(file), str(file)]).labels, [0.5, 2.0, 0.5, 2.0])  # weighed twice
     assert prepare([row(None), row(None)]).labels is None
     # What does not fit has no end to be scored at, and is left out.
     long = row(0.0) | {"chosen": "It is 4. " * 40}

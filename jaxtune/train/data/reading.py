@@ -130,7 +130,13 @@ def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
 
 
 def _folder(folder: Path) -> list[Source]:
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in SUFFIXES
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)  # a notebook's checkpoints, ...
+    )
     if not files:
         raise ValueError(f"the folder {folder} holds no data file ({', '.join(SUFFIXES)})")
     return [_file_source(file) for file in files]

@@ -97,20 +97,18 @@ def margins(rows: Any, documents: Documents, max_rows: int | None = None) -> np.
     Raises:
       ValueError: a margin that is no finite number, or is missing where others have one.
     """
-    places = {documents.source(2 * pair): pair for pair in range(len(documents) // 2)}
-    found: dict[int, float] = {}
+    places = [documents.source(2 * pair) for pair in range(len(documents) // 2)]
+    wanted = set(places)
+    found: dict[str, float] = {}
     for row in read_rows(open_sources(rows), PREFERENCE, max_rows):
-        pair = places.get(row.place)
-        if pair is None or row.value is None or row.value.get("margin") is None:
+        if row.place not in wanted or row.value is None or row.value.get("margin") is None:
             continue
         margin = row.value["margin"]
         if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
             raise ValueError(f"{row.place}: margin = {margin!r}: must be a finite number")
-        found[pair] = float(margin)
+        found[row.place] = float(margin)
     if not found:
         return None
-    if lacking := sorted(set(places.values()) - found.keys()):
-        raise ValueError(
-            f"{documents.source(2 * lacking[0])}: no margin, and {len(found)} rows have one: give it to all, or to none"
-        )
-    return np.asarray([found[pair] for pair in range(len(places))], np.float32)
+    if lacking := [place for place in places if place not in found]:
+        raise ValueError(f"{lacking[0]}: no margin, and {len(found)} rows have one: give it to all, or to none")
+    return np.asarray([found[place] for place in places], np.float32)

@@ -78,6 +78,8 @@ def test_folders_and_lists_are_read_in_order_and_each_file_has_its_form(write, t
     write("b.jsonl", [{"prompt": "p", "completion": "c"}])
     write("a.jsonl", GOOD)
     (tmp_path / "notes.txt").write_text("not data")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write(".ipynb_checkpoints/a-checkpoint.jsonl", GOOD)
     assert [row.format for row in read(tmp_path)] == ["text"] * 3 + ["prompt_completion"]
     assert [row.format for row in read([tmp_path / "b.jsonl", str(tmp_path / "a.jsonl")])][:2] == [
         "prompt_completion",
