@@ -67,16 +67,8 @@ class Comparison:
         return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        rows = ("step", "categories", "scopes", "kernels", "sentences", "notes", "aligned_by", "scale")
-        out: dict[str, Any] = {}
-        for key in rows:
-            value = getattr(self, key)
-            if isinstance(value, Change):
-                value = dataclasses.asdict(value)
-            elif isinstance(value, list):
-                value = [dataclasses.asdict(v) if isinstance(v, Change) else v for v in value]
-            out[key] = value
-        return {**out, "slower_by": self.slower_by, "a": self.a.to_dict(), "b": self.b.to_dict()}
+        out = dataclasses.asdict(self) | {"slower_by": self.slower_by}
+        return out | {"a": self.a.to_dict(), "b": self.b.to_dict()}
 
     def to_text(self, width: int = 120) -> str:
         from jaxtune.profile.text import comparison_text

@@ -189,19 +189,12 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
     table = _table(title, head, [], id)
     lines = []
     for row in rows:
-        cells = [
-            row.name,
-            row.phase,
-            f"{row.a_ms:.2f}",
-            f"{row.b_ms:.2f}",
-            f"{row.diff_ms:+.2f}",
-            f"{row.noise_ms:.2f}",
-        ]
         kind = {"only in A": "faster", "only in B": "slower"}.get(row.verdict, row.verdict)
-        figures = "".join(f'<td class="n">{html.escape(text)}</td>' for text in cells[2:])
+        figures = (f"{row.a_ms:.2f}", f"{row.b_ms:.2f}", f"{row.diff_ms:+.2f}", f"{row.noise_ms:.2f}")
         lines.append(
-            f"<tr><td>{html.escape(cells[0])}</td><td>{html.escape(cells[1])}</td>{figures}"
-            f'<td class="{kind}">{row.verdict}</td></tr>'
+            f"<tr><td>{html.escape(row.name)}</td><td>{html.escape(row.phase)}</td>"
+            + "".join(f'<td class="n">{figure}</td>' for figure in figures)
+            + f'<td class="{kind}">{row.verdict}</td></tr>'
         )
     return table.replace("<tbody></tbody>", f"<tbody>{''.join(lines)}</tbody>")
 
@@ -216,10 +209,8 @@ def _transfers(report: Report) -> str:
         return f"<h2>Waits</h2>\n{text}\n"
     rows = []
     for row in report.transfers:
-        hidden = row.hidden_ms / row.ms if row.ms else 0.0
-        wait = f"{row.waits[0]['ms']:.2f} ms, {row.waits[0]['op']}" if row.waits else ""
-        rows.append((row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(hidden), f"{row.exposed_ms:.2f}",
-                     f"{row.gb_per_s:.1f}", wait))  # fmt: skip
+        rows.append((row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(row.hidden), f"{row.exposed_ms:.2f}",
+                     f"{row.gb_per_s:.1f}", row.longest_wait))  # fmt: skip
     head = ("", "count", "ms/step", "under compute", "exposed ms", "GB/s", "longest wait")
     return _table("Transfers and waits", head, rows, "transfers") + text
 

@@ -67,6 +67,15 @@ class Transfer:
     gb_per_s: float
     waits: list[dict[str, Any]]
 
+    @property
+    def hidden(self) -> float:
+        """The share of its time that ran under compute."""
+        return self.hidden_ms / self.ms if self.ms else 0.0
+
+    @property
+    def longest_wait(self) -> str:
+        return f"{self.waits[0]['ms']:.2f} ms, {self.waits[0]['op']}" if self.waits else ""
+
 
 @dataclasses.dataclass
 class Idle:

@@ -121,10 +121,8 @@ def report_text(report: Report, width: int) -> str:
             "\nTransfers", "<", "count", "ms/step", "under compute", "exposed ms", "GB", "GB/s", "<longest wait"
         )
         for row in report.transfers:
-            hidden = row.hidden_ms / row.ms if row.ms else 0.0
-            wait = f"{row.waits[0]['ms']:.2f} ms, {row.waits[0]['op']}" if row.waits else ""
-            table.add_row(row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(hidden), f"{row.exposed_ms:.2f}",
-                          f"{row.gb:.3f}", f"{row.gb_per_s:.1f}", wait)  # fmt: skip
+            table.add_row(row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(row.hidden), f"{row.exposed_ms:.2f}",
+                          f"{row.gb:.3f}", f"{row.gb_per_s:.1f}", row.longest_wait)  # fmt: skip
         console.print(table)
 
     idle = report.idle
