@@ -150,7 +150,9 @@ def test_arguments_become_a_train_config(folder, tmp_path):
 
 
 def test_defaults_are_unsloths(folder, tmp_path):
-    config = SFTTrainer(load(folder)[0], train_dataset=rows()).config()
+    made = SFTTrainer(load(folder)[0], args=SFTConfig(run_name="mine"), train_dataset=rows())
+    config = made.config()
+    assert made.args.run_name == "mine"  # a callback may look at it
     assert (config.rows_per_step, config.micro_batches, config.epochs, config.seed) == (8, 2, 3.0, 3407)
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.name) == (5e-5, 0.001, "adamw_8bit")
     assert (config.schedule.name, config.schedule.warmup_ratio) == ("linear", 0.1)

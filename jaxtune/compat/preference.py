@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
-from jaxtune.compat.settings import SFTConfig, SFTFields, given_arguments
+from jaxtune.compat.settings import SFTConfig, given_arguments
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
 from jaxtune.compat.trainer import SFTTrainer, loaded
 from jaxtune.models.lora import matrices
@@ -18,53 +18,45 @@ from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.config import ObjectiveConfig
 
 
-@dataclasses.dataclass
-class DPOFields(SFTFields):
+@dataclasses.dataclass(init=False)
+class DPOConfig(SFTConfig):
+    """TRL's DPOConfig, with Unsloth's defaults as SFTConfig; loss_type: sigmoid, hinge or ipo."""
+
+    table = DPO
+
     beta: float = 0.1
     loss_type: str | Sequence[str] = "sigmoid"
     precompute_ref_log_probs: bool = False
 
 
-class DPOConfig(SFTConfig, DPOFields):
-    """TRL's DPOConfig, with Unsloth's defaults as SFTConfig; loss_type: sigmoid, hinge or ipo."""
-
-    table = DPO
-
-
-@dataclasses.dataclass
-class ORPOFields(SFTFields):
-    beta: float = 0.1
-
-
-class ORPOConfig(SFTConfig, ORPOFields):
+@dataclasses.dataclass(init=False)
+class ORPOConfig(SFTConfig):
     """TRL's ORPOConfig."""
 
     table = ORPO
 
+    beta: float = 0.1
 
-@dataclasses.dataclass
-class KTOFields(SFTFields):
+
+@dataclasses.dataclass(init=False)
+class KTOConfig(SFTConfig):
+    """TRL's KTOConfig."""
+
+    table = KTO
+
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     precompute_ref_log_probs: bool = False
 
 
-class KTOConfig(SFTConfig, KTOFields):
-    """TRL's KTOConfig."""
-
-    table = KTO
-
-
-@dataclasses.dataclass
-class RewardFields(SFTFields):
-    center_rewards_coefficient: float | None = None
-
-
-class RewardConfig(SFTConfig, RewardFields):
+@dataclasses.dataclass(init=False)
+class RewardConfig(SFTConfig):
     """TRL's RewardConfig."""
 
     table = REWARD
+
+    center_rewards_coefficient: float | None = None
 
 
 class PreferenceTrainer(SFTTrainer):

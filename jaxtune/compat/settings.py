@@ -13,9 +13,15 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 
-@dataclasses.dataclass
-class SFTFields:
-    """The arguments of SFTConfig that are followed."""
+@dataclasses.dataclass(init=False)
+class SFTConfig:
+    """TRL's SFTConfig, with Unsloth's defaults; any argument that is no field must ask for nothing.
+
+    load_best_model_at_end keeps a copy of the best trained weights in the host's memory, of the evaluations of one call
+    of train(); metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
+    """
+
+    table = SFT  # of what is not followed
 
     output_dir: str = "trainer_output"
     per_device_train_batch_size: int = 4
@@ -62,30 +68,26 @@ class SFTFields:
     greater_is_better: bool | None = None
     full_determinism: bool = False
 
-
-class SFTConfig(SFTFields):
-    """TRL's SFTConfig: the fields of SFTFields; any other argument must ask for nothing.
-
-    load_best_model_at_end keeps a copy of the best trained weights in the host's memory, of the evaluations of one call
-    of train(); metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
-    """
-
-    table = SFT  # of what is not followed
-
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
-        known = {field.name for field in dataclasses.fields(self)}
-        others = {name: value for name, value in arguments.items() if name not in known}
+        own = {field.name: field.default for field in dataclasses.fields(self)}
+        others = {name: value for name, value in arguments.items() if name not in own}
         settle("SFTConfig" if type(self) is TrainingArguments else type(self).__name__, others, self.table, type(self))
-        super().__init__(output_dir or "trainer_output", **{n: v for n, v in arguments.items() if n in known})
-        vars(self).update(others)  # for callbacks that look at them
+        vars(self).update(own | arguments | {"output_dir": output_dir or own["output_dir"]})
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
 
 
-# transformers' defaults where they are not those of SFTFields.
+# transformers' defaults where they are not those of SFTConfig.
 _TRANSFORMERS = dict(
     per_device_train_batch_size=8, gradient_accumulation_steps=1, weight_decay=0.0, optim="adamw_torch",
     warmup_ratio=0.0, logging_steps=500, seed=42,
+)  # fmt: skip
+# What the model was loaded with stands where an object of their classes leaves these at a default, or at False.
+_MODELS = ("packing", "gradient_checkpointing")
+# What their classes fill in by themselves asks for nothing.
+_FILLED = (
+    "accelerator_config", "activation_checkpointing", "dataloader_pin_memory", "debug", "disable_tqdm", "hub_strategy",
+    "logging_dir",
 )  # fmt: skip
 
 
@@ -107,16 +109,17 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
     kinds = [one.__name__ for one in type(args).__mro__]
     if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
         raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.{kind.__name__}")
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    known = fields | kind.table.keys()
+    fields = {field.name for field in dataclasses.fields(kind)}
     given = {}
     for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        value, default = (getattr(one, "value", one) for one in (value, default))
-        # What its class fills in by itself asks for nothing.
-        if field.name in known and value != default and field.name not in ("logging_dir", "hub_strategy", "debug"):
-            given[field.name] = value
+        name, value = field.name, plain_value(getattr(args, field.name))
+        default = plain_value(field.default_factory() if callable(field.default_factory) else field.default)
+        if name in _MODELS:
+            taken = value and value != default
+        else:  # its defaults are not ours: what is followed is taken as it stands
+            taken = name in fields or (name in kind.table and value != default and name not in _FILLED)
+        if taken:
+            given[name] = value
     defaults: dict[str, Any] = {name: value for name, value in _TRANSFORMERS.items() if name in fields}
     return kind(**(defaults | given))
 

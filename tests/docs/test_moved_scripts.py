@@ -266,9 +266,11 @@ def test_objects_of_peft_and_transformers_are_taken(workplace):
     @dataclasses.dataclass
     class TrainingArguments:
         output_dir: str = "theirs"
-        learning_rate: float = 5e-5
+        learning_rate: float = 1e-6
         lr_scheduler_type: Kind = Kind.COSINE
         max_steps: int = 3
+        packing: bool = False
+        gradient_checkpointing: bool | None = None
         some_new_field: int = 0
         deepspeed: str | None = None
 
@@ -280,8 +282,10 @@ def test_objects_of_peft_and_transformers_are_taken(workplace):
     def trainer(args, peft_config=config):
         return compat.SFTTrainer("base", args, train_dataset=[{"text": "x"}], peft_config=peft_config)
 
-    made = trainer(TrainingArguments(learning_rate=1e-3, max_steps=9)).config()
-    assert (made.steps, made.optim.learning_rate, made.seed) == (9, 1e-3, 42)
+    made = trainer(TrainingArguments(max_steps=9)).config()
+    # Also what its class has by default, where that is not ours.
+    assert (made.steps, made.optim.learning_rate, made.schedule.name, made.seed) == (9, 1e-6, "cosine", 42)
+    assert (made.output, made.data.packing, made.memory.plan) == ("theirs", True, None)
     assert (made.adapter.r, made.adapter.target_modules) == (3, ("q_proj", "v_proj"))
     with pytest.raises(ValueError, match="deepspeed = 'z3' is not supported"):
         trainer(TrainingArguments(deepspeed="z3"))

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 from tiny import CONFIGS
 
 import jaxtune
+from jaxtune import compat
+from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.models.hf import from_pretrained
 from jaxtune.train.data.packing import Document, Documents
 from jaxtune.train.data.pairs import PackedPairs
@@ -154,3 +156,12 @@ def test_rewards(tmp_path):
             score = read(torch.tensor([row["chosen"]])).logits.numpy()
         ours = model(jnp.asarray([row["chosen"]]))[:, -1]
         np.testing.assert_allclose(score, ours, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "kto", "reward"])
+def test_configs_of_trl_are_taken_with_their_own_defaults(tmp_path, name):
+    theirs = trl_reference.TRAINERS[name][1](str(tmp_path), bf16=False)
+    ours = vars(given_arguments(theirs, getattr(compat, type(theirs).__name__)))
+    shared = (ours.keys() & vars(theirs).keys()) - {"packing", "gradient_checkpointing"}
+    assert ours["gradient_checkpointing"] is None and shared >= {"learning_rate", "max_length", "logging_steps"}
+    assert {key: ours[key] for key in shared} == {key: plain_value(getattr(theirs, key)) for key in shared}
