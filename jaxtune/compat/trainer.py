@@ -39,7 +39,7 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.data.labels import derive_markers
+from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.trainer import Trainer
 
@@ -97,6 +97,7 @@ class SFTTrainer:
             raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
         settings = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
         self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in moved}))
+        vars(self.args).update(vars(found) | vars(self.args))  # what nothing here follows: callbacks may look at it
         collator = others.get("data_collator")
         if type(collator).__name__ in _PADDING_COLLATORS and not getattr(collator, "mlm", False):
             others.pop("data_collator")
@@ -246,8 +247,7 @@ class SFTTrainer:
             evaluation=EvaluationConfig(
                 every_steps=every_evaluation,
                 at_start=args.eval_on_start,
-                # The run itself evaluates between steps only.
-                at_end=evaluates == "epoch" or (evaluates == "steps" and args.max_steps % every_evaluation == 0),
+                at_end=evaluates == "epoch",
             ),
             metrics=metrics_config(args),
             output=os.fspath(args.output_dir),

@@ -130,24 +130,32 @@ def family(model_type: str | None) -> ModuleType:
     return FAMILIES[model_type]
 
 
-def _check_quantization(quantization, model_type) -> None:
-    """Refuses what a checkpoint may be quantised by, except for bitsandbytes in four bits, FP8, and gpt-oss's MXFP4."""
+def weights_stored_in(hf: dict) -> str | None:
+    """The format of a checkpoint's linears by its config.json: "nf4" (bitsandbytes' four bits), "fp8", or None (16 bits
+    or more, which gpt-oss's MXFP4 becomes too).
+
+    Raises:
+      ValueError: as anything else, which is not read here.
+    """
+    hf = text_config(hf)
+    quantization = hf.get("quantization_config")
     if not quantization:
-        return
+        return None
     settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
     method = settings.get("quant_method", "unknown")
     four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
-    if method == "mxfp4" and model_type == "gpt_oss":
-        return
+    if method == "mxfp4" and hf.get("model_type") == "gpt_oss":
+        return None
     if method in ("fp8", "compressed-tensors"):
         fp8_files.check_config(settings)
-        return
+        return "fp8"
     if method != "bitsandbytes" or not four_bit:
         bits = " in 8 bits" if method == "bitsandbytes" else ""
         raise ValueError(
             f"config.json: quantization_config says quant_method {method!r}{bits}; of quantised checkpoints only those "
             "of bitsandbytes in four bits and those in FP8 can be loaded: use the 16-bit original"
         )
+    return "nf4"
 
 
 def config_from_hf(hf: dict) -> DecoderConfig:
@@ -158,7 +166,7 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     """
     hf = checked(text_config(hf))
     module = family(hf.get("model_type"))
-    _check_quantization(hf.get("quantization_config"), hf["model_type"])
+    weights_stored_in(hf)  # or refused
     config = module.from_hf(hf)
     if not str(next(iter(hf.get("architectures") or ()), "")).endswith(SCORES):
         return config

@@ -28,7 +28,7 @@ from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.model_folder import find_config, load_tokenizer
 from jaxtune.models.quant import compute_in_fp8, qat_spec
-from jaxtune.models.registry import config_from_hf
+from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.models.reward import reward_model
 from jaxtune.terminal import fitted, printable
 from jaxtune.train import metrics as m
@@ -119,9 +119,7 @@ def _adapted(model: Decoder, config: TrainConfig) -> Decoder:
         return model
     if config.adapter.path is not None:
         return load_adapter(model, config.adapter.path)
-    settings = dataclasses.asdict(config.adapter)
-    settings.pop("path")
-    return get_peft_model(model, **settings, seed=config.seed)
+    return get_peft_model(model, **config.adapter.settings, seed=config.seed)
 
 
 def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
@@ -300,11 +298,10 @@ class _Delivery:
 
     def _is_measured(self) -> bool:
         """Whether the trained model was measured as the config asks."""
-        wanted = self.config.evaluation
-        if not wanted.at_end:
-            return True
-        evaluated = self.trainer.eval_data is None or m.evaluated(self.output / m.JSONL, self.trainer.total_steps)
-        return evaluated and ("after" in self.numbers or not wanted.exact_match_rows)
+        wanted, last = self.config.evaluation, self.trainer.total_steps
+        due = wanted.after_last(last) and self.trainer.eval_data is not None
+        answers = wanted.at_end and wanted.exact_match_rows
+        return (not due or m.evaluated(self.output / m.JSONL, last)) and (not answers or "after" in self.numbers)
 
     def _write_numbers(self, run: dict[str, Any]) -> None:
         atomic_write(self.output / RESULTS, json.dumps(self.numbers | {"run": digest(run)}, indent=2) + "\n")
@@ -373,7 +370,9 @@ def show_plan(config: TrainConfig, console: Console) -> None:
             f"adapter.path = {config.adapter.path!r}: a plan without weights needs the adapter's settings: set "
             "adapter.path=null and adapter.r"
         )
-    shape = config_from_hf(find_config(config.model.from_config or config.model.path or ""))
+    hf = find_config(config.model.from_config or config.model.path or "")
+    shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
+    config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
     if config.plan.device is None:
         chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
         config = replace(config, mesh=chosen)

@@ -280,6 +280,10 @@ class EvaluationConfig:
         positive("evaluation.max_new_tokens", self.max_new_tokens)
         not_negative("evaluation.sample_rows", self.sample_rows)
 
+    def after_last(self, step: int) -> bool:
+        """Whether an evaluation follows `step`, the last of its run."""
+        return self.at_end or bool(self.every_steps and step % self.every_steps == 0)
+
 
 @dataclass(frozen=True)
 class GuardConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
@@ -87,3 +87,8 @@ class AdapterConfig:
                 require(
                     not changed, f"adapter.{setting.name}", value, "adapter.path brings its own settings; remove it"
                 )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What get_peft_model takes: everything but the path."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

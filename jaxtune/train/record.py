@@ -208,7 +208,7 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     adapter, settings = config.adapter, adapter_settings(model)
     if settings is None:
         adapter = None
-    elif adapter is None or (adapter.path is None and not gives_adapter(model, _settings_of(adapter))):
+    elif adapter is None or (adapter.path is None and not gives_adapter(model, adapter.settings)):
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
         adapter = AdapterConfig(**plain)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
@@ -220,12 +220,6 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
     kept = dataclasses.replace(config.model, load_in=load_in, compute=compute)
     return dataclasses.replace(config, adapter=adapter, model=kept)
-
-
-def _settings_of(adapter: AdapterConfig) -> dict:
-    settings = dataclasses.asdict(adapter)
-    settings.pop("path")
-    return settings
 
 
 def write_config(output: Path, config: TrainConfig) -> None:

@@ -124,7 +124,7 @@ class Run:
                 progress.print(
                     f"warning: the last {monitor.skipped_in_row} updates were skipped, as their numbers were not finite"
                 )
-            if self.evaluation.at_end and self.held_out() is not None:
+            if self.evaluation.after_last(done) and self.held_out() is not None:
                 good = math.isfinite(evaluate(done))
             else:
                 good = self._is_finite(at(done), sums, state, frozen)

@@ -324,7 +324,7 @@ class Trainer:
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
-            wanted = config.evaluation.at_end and self.eval_data is not None
+            wanted = config.evaluation.after_last(start) and self.eval_data is not None
             if wanted and not processes.of_first(lambda: m.evaluated(self.output / m.JSONL, start)):
                 frozen = self.model.placed_frozen(self.engine)
                 self.look_up_references((self.eval_data,), resumed, frozen, monitor.progress.print)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import re
 from types import SimpleNamespace
 
@@ -433,6 +434,25 @@ def test_a_plan_for_a_device_that_is_not_here(capsys):
     speed = float(re.search(r"([\d,]+) tokens/s", text)[1].replace(",", ""))
     price = float(re.search(r"a million tokens take [\d:]+, for ([\d.]+) dollars, evaluations", text)[1])
     assert price == pytest.approx(1e6 / speed / 100, rel=1e-2)  # a cent a second
+
+
+@pytest.mark.parametrize(
+    ("config", "load_in"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "fp8"),
+    ],
+)
+def test_a_plan_of_a_checkpoint_that_is_quantised(tmp_path, capsys, config, load_in):
+    def plan(name, hf, load_in):
+        (tmp_path / name).write_text(json.dumps(hf), encoding="utf-8")
+        changes = [f"model.path={tmp_path / name}", f"model.load_in={load_in}", "plan.device=RTX 4090"]
+        assert cli.main(["train", "qlora-8b", "--plan", *changes]) == 0
+        return capsys.readouterr().out
+
+    shape = PUBLISHED["meta-llama/Llama-3.1-8B"] | {"num_hidden_layers": 2}
+    stored = plan("few_bits.json", shape | {"quantization_config": config}, "null")
+    assert stored == plan("bits.json", shape, load_in) != plan("bits.json", shape, "null")
 
 
 def test_the_time_to_finish_and_its_price():

@@ -355,9 +355,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
         if config.objective.name == "reward":
             model = reward_model(model)
         if config.adapter is not None:
-            settings = dataclasses.asdict(config.adapter)
-            settings.pop("path")
-            model = get_peft_model(model, **settings, seed=config.seed)
+            model = get_peft_model(model, **config.adapter.settings, seed=config.seed)
         return model
 
     return nnx.eval_shape(make)
