@@ -334,6 +334,8 @@ def _read_csv(file: Path) -> Iterator[Row]:
                 continue
             if columns is None:
                 columns = values
+                if twice := [name for name in columns if name and columns.count(name) > 1]:
+                    raise ValueError(f"{file}: its header names the column {twice[0]!r} more than once; rename one")
             elif not values:
                 continue
             elif len(values) != len(columns):

@@ -59,6 +59,11 @@ def test_csv(tmp_path):
         (6, "one", ""),
     ]
     assert rows[0].format == "prompt_completion"
+    path.write_bytes(b"text,,text,\none,,two,\n")
+    with pytest.raises(ValueError, match="names the column 'text' more than once"):
+        read(path)
+    path.write_bytes(b",text,\n0,one,\n")  # names that are left out are nobody's columns
+    assert read(path)[0].value["text"] == "one"
 
 
 def test_parquet(tmp_path):
