@@ -53,9 +53,7 @@ def flop_counter(model: Decoder) -> Callable[[int, int], float]:
             matmul_params=matmul,
             trained_matmul_params=trained,
             adapter_params=adapters,
-            attention_layers=1,  # the heads of all layers side by side
-            query_heads=1,
-            head_dim=sum(segment.attention_width for segment in segments),
+            attention_width=sum(segment.attention_width for segment in segments),
             sum_squared_document_tokens=sum_squared,
         )
 
@@ -68,30 +66,29 @@ def model_flops_per_step(
     matmul_params: int,
     trained_matmul_params: int,
     adapter_params: int = 0,
-    attention_layers: int,
-    query_heads: int,
-    head_dim: int,
+    attention_width: int,
     sum_squared_document_tokens: int,
 ) -> float:
     """FLOPs that the model needs for one optimizer step, whatever the program recomputes; for model FLOP utilisation.
 
     With T tokens (padding left out), N = matmul_params (every matrix a token is multiplied by, the head included, the
     embedding look-up not, of a mixture only the experts a token visits), N' = trained_matmul_params, A =
-    adapter_params, and S = sum over documents of length^2:
+    adapter_params, W = attention_width (query heads times their size, summed over the layers), and S = sum over
+    documents of length^2:
 
         forward    2 N T                        each weight: one multiply, one add a token
                  + 2 A T                        the adapters beside them
-                 + 4 L H D S / 2                q k^T and p v over L layers, H query heads of D; half is causal
+                 + 4 W S / 2                    q k^T and p v; half is causal
         backward   2 N T                        the gradient to the input of every matmul
                  + 2 N' T                       the gradient of the trained weights
                  + 4 A T                        both for the adapters
                  + twice the forward attention  dv, dp, dq, dk
 
-    Full fine-tuning (N' = N, A = 0) is thus 6 N T + 6 L H D S, the formula of PaLM (arXiv 2204.02311, appendix B) with
-    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 L H D S. A sliding window is not taken off S here: the caller
+    Full fine-tuning (N' = N, A = 0) is thus 6 N T + 6 W S, the formula of PaLM (arXiv 2204.02311, appendix B) with
+    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 W S. A sliding window is not taken off S here: the caller
     passes the visible pairs times two.
     """
-    attention_forward = 4 * attention_layers * query_heads * head_dim * sum_squared_document_tokens / 2
+    attention_forward = 4 * attention_width * sum_squared_document_tokens / 2
     forward = 2 * (matmul_params + adapter_params) * tokens + attention_forward
     backward = (2 * matmul_params + 2 * trained_matmul_params + 4 * adapter_params) * tokens + 2 * attention_forward
     return float(forward + backward)
