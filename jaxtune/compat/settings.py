@@ -83,7 +83,7 @@ _TRANSFORMERS = dict(
     warmup_ratio=0.0, logging_steps=500, seed=42,
 )  # fmt: skip
 # What the model was loaded with stands where an object of their classes leaves these at a default, or at False.
-_MODELS = ("packing", "gradient_checkpointing")
+_MODELS = ("packing", "gradient_checkpointing", "max_length")
 # What their classes fill in by themselves asks for nothing.
 _FILLED = (
     "accelerator_config", "activation_checkpointing", "dataloader_pin_memory", "debug", "disable_tqdm", "hub_strategy",

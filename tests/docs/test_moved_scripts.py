@@ -270,6 +270,7 @@ def test_objects_of_peft_and_transformers_are_taken(workplace):
         lr_scheduler_type: Kind = Kind.COSINE
         max_steps: int = 3
         packing: bool = False
+        max_length: int | None = 1024
         gradient_checkpointing: bool | None = None
         some_new_field: int = 0
         deepspeed: str | None = None

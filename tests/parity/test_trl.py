@@ -162,6 +162,7 @@ def test_rewards(tmp_path):
 def test_configs_of_trl_are_taken_with_their_own_defaults(tmp_path, name):
     theirs = trl_reference.TRAINERS[name][1](str(tmp_path), bf16=False)
     ours = vars(given_arguments(theirs, getattr(compat, type(theirs).__name__)))
-    shared = (ours.keys() & vars(theirs).keys()) - {"packing", "gradient_checkpointing"}
-    assert ours["gradient_checkpointing"] is None and shared >= {"learning_rate", "max_length", "logging_steps"}
+    shared = (ours.keys() & vars(theirs).keys()) - {"packing", "gradient_checkpointing", "max_length"}
+    assert ours["gradient_checkpointing"] is ours["max_length"] is None
+    assert shared >= {"learning_rate", "logging_steps", "seed"}
     assert {key: ours[key] for key in shared} == {key: plain_value(getattr(theirs, key)) for key in shared}
