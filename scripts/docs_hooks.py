@@ -34,7 +34,7 @@ def compat_tables() -> str:
     import inspect
 
     from jaxtune import compat
-    from jaxtune.compat import settings, tables
+    from jaxtune.compat import tables
 
     def parameters(function: Any) -> list[str]:
         return [
@@ -49,11 +49,11 @@ def compat_tables() -> str:
     callables = {
         "FastLanguageModel.from_pretrained": (parameters(model.from_pretrained), tables.LOAD),
         "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
-        "SFTConfig": (fields(settings.SFTFields), tables.SFT),
+        "SFTConfig": (fields(compat.SFTConfig), tables.SFT),
         "SFTTrainer": (parameters(compat.SFTTrainer.__init__), tables.TRAINER),
         **{
             f"{config.__name__}, beside those of SFTConfig": (
-                [name for name in fields(config) if name not in fields(settings.SFTFields)],
+                [name for name in fields(config) if name not in fields(compat.SFTConfig)],
                 {name: fate for name, fate in config.table.items() if tables.SFT.get(name) is not fate},
             )
             for config in (compat.DPOConfig, compat.ORPOConfig, compat.KTOConfig, compat.RewardConfig)
