@@ -1,7 +1,8 @@
 #!/bin/sh
 # setup_env.sh FOLDER: make or refresh the environment FOLDER (.venv, .venv-parity, -aot, -docs or -llama-cpp) with pip.
 # Nothing happens when it is up to date: a stamp holds what it was made from.
-# With JAXTUNE_CI_CACHE=FOLDER set, what was made stays there for other checkouts, which link its files.
+# With JAXTUNE_CI_CACHE=FOLDER set, what was made stays there for other checkouts, which link its files: of each name
+# the two environments that were of use last.
 set -eu
 cd "$(dirname "$0")/.."
 folder=$1
@@ -20,11 +21,18 @@ pip() { "$folder/bin/python" -m pip --disable-pip-version-check install -qq --re
 # copy_tree FROM TO: by hard links where one file system holds both. pip replaces files and never writes into them.
 copy_tree() { cp -al "$1" "$2" 2>/dev/null || { rm -rf "$2"; cp -a "$1" "$2"; }; }
 
+# used KEPT: says that it was of use now, and removes the older ones of its name but the last.
+used() {
+    touch "$1"
+    ls -dt "$JAXTUNE_CI_CACHE/envs/$(basename "$folder")"-[0-9]* | tail -n +3 |
+        while IFS= read -r old; do rm -rf "$old"; done
+}
+
 if [ -n "$kept" ] && [ -d "$kept" ]; then
     echo "jaxtune: $folder is linked from $kept"
     rm -rf "$folder"
+    used "$kept"
     copy_tree "$kept" "$folder"
-    touch "$kept"  # when it was last of use
     rm -f "$stamp"
     pip --no-deps --editable .
     echo "$key" > "$stamp"
@@ -63,4 +71,5 @@ if [ -n "$kept" ]; then
     rm -rf "$kept.$$"
     copy_tree "$folder" "$kept.$$"
     mv -T "$kept.$$" "$kept" 2>/dev/null || rm -rf "$kept.$$"  # another run was first
+    used "$kept"
 fi

@@ -26,6 +26,8 @@ if "xla_cpu_collective_call_terminate_timeout_seconds" not in os.environ["XLA_FL
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "jax"))
 # Small programs too: thousands of them take a minute to compile, and the workers of a run share what one has compiled.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# No lines of source files beside a program's operations: a tenth of the time that it takes to be traced and lowered.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
 # Tokenised rows and what was measured: each process of a run has its own, and none meets what another run left.
 os.environ["JAXTUNE_CACHE"] = tempfile.mkdtemp(prefix="jaxtune-tests-")

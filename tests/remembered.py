@@ -103,14 +103,17 @@ def reachable(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
 @functools.cache
 def _by_name(file: Path) -> bool:
     """Whether a file of the tests can reach others than it imports, or reads files that it finds."""
-    modules = {f"{module}.{name}" for module, name in _imported(_tree(file).body)} - {"importlib.metadata"}
+    modules = {f"{module}.{name}" for module, name in _imported(_tree(file).body)}
+    modules -= {"importlib.metadata", "importlib.resources"}  # of files that count for every test
     if {module.split(".")[0] for module in modules} & {"importlib", "runpy", "multiprocessing"}:
         return True
     nodes = list(ast.walk(_tree(file)))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     # A program that is not Python, such as an assembler, reads what it is handed; one of ours needs ROOT to be found.
-    return bool(names & {"ROOT", "parents", "executable", "getcwd", "cwd"})
+    if names & {"ROOT", "parents", "executable", "getcwd", "cwd"}:
+        return True
+    return ".md" in file.read_text(encoding="utf-8").replace('test_data / "README.md"', "")  # but that of the real data
 
 
 @functools.cache
@@ -126,9 +129,11 @@ def _everything() -> frozenset[Path]:
 
 @functools.cache
 def _data(folders: frozenset[Path]) -> frozenset[Path]:
-    """Files that are no modules: of the package, the stored results, and those in `folders`; and pytest's settings."""
+    """Files that are no modules: of the package without its pages, which only a test that names one can read, the
+    stored results, and those in `folders`; and pytest's settings."""
     chosen = tuple(f"{folder}{os.sep}" for folder in (ROOT / "jaxtune", ROOT / "tests" / "goldens", *folders))
     found = {file for path, file in _no_modules().items() if path.startswith(chosen)}
+    found -= {file for file in found if file.suffix == ".md" and file.is_relative_to(ROOT / "jaxtune")}
     return frozenset(found | ({ROOT / "pyproject.toml"} & _everything()))
 
 

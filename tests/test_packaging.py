@@ -290,6 +290,21 @@ def test_a_kept_environment_is_linked_and_holds_this_checkout(checkout):
     assert code == 0 and calls[-1].endswith(".[test]") and len(list((folder / "kept" / "envs").iterdir())) == 2
 
 
+def test_of_each_name_the_two_environments_of_use_last_are_kept(checkout):
+    folder, setup = checkout
+    envs, before, order = folder / "kept" / "envs", set(), []
+    for number in range(3):
+        for name in (".venv", ".venv-aot"):
+            assert setup(name, JAXTUNE_CI_CACHE=str(folder / "kept"))[0] == 0
+            (made,) = set(envs.iterdir()) - before
+            before = set(envs.iterdir())
+            os.utime(made, (number, number))  # no two at one time, whatever the clock's steps
+            order.append(made)
+        with open(folder / "constraints.txt", "a") as file:
+            file.write("# changed\n")
+    assert set(envs.iterdir()) == set(order[2:])
+
+
 def test_an_environment_that_failed_is_not_kept(checkout):
     folder, setup = checkout
     (folder / "log.fail").touch()

@@ -64,7 +64,10 @@ def test_damaged_and_swapped_programs_are_said_and_compiled_anew(tmp_path):
     files[0].write_bytes(good[0][:100])  # torn
     found, said = hits(folder)
     assert found == 1 and f"{files[0]} is not used: its checksum" in said and said.count("compiling it anew") == 1
-    assert hits(folder) == (2, "")  # healed
+
+    files[1].chmod(0o666)
+    found, said = hits(folder)
+    assert found == 1 and "others may write it" in said  # and the torn one is healed
 
     files[0].write_bytes(good[1])  # swapped
     files[1].write_bytes(good[0])
@@ -72,13 +75,8 @@ def test_damaged_and_swapped_programs_are_said_and_compiled_anew(tmp_path):
     assert found == 0 and said.count("compiling it anew") == 2
     assert hits(folder) == (2, "")
 
-    files[1].chmod(0o666)
-    found, said = hits(folder)
-    assert found == 1 and "others may write it" in said
-    assert hits(folder) == (2, "")
-
     assert hits(folder, "zstd") == (0, "")  # the package was installed: other entries, and none is taken for the other
-    assert hits(folder, "zstd") == (2, "") and hits(folder) == (2, "")
+    assert hits(folder, "zstd") == (2, "")
 
 
 @pytest.fixture(scope="module")

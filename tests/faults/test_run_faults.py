@@ -34,7 +34,7 @@ from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import STEPS, make_folder
-from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
+from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config
 
 
 @pytest.fixture(scope="module")
@@ -307,8 +307,6 @@ def test_ruined_weights_do_not_replace_a_good_checkpoint(tmp_path, caplog, capsy
 
     trained = Trainer(lora_model(), None, ruined_config(tmp_path), dataset(documents(40))).train()
     straight = Trainer(lora_model(), None, ruined_config(tmp_path / "straight"), dataset(documents(40))).train()
-    from tests.train.test_trainer import assert_same
-
     assert_same(trained, straight)
     assert saved_steps(tmp_path / "checkpoints") == [12]  # and one is kept, as asked
 
@@ -426,8 +424,6 @@ def test_a_run_at_a_constant_rate_can_be_given_more_steps(tmp_path, capsys):
     def trained(name, steps):
         config = make_config(tmp_path / name, steps=steps, checkpoint=CheckpointConfig(every_steps=2))
         return Trainer(lora_model(lora_dropout=0.1), None, config, dataset(documents(40))).train()
-
-    from tests.train.test_trainer import assert_same
 
     trained("run", 4)
     longer = trained("run", 6)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-
-from tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 from jaxtune.profile import show
 from jaxtune.train.config import ProfileConfig
 from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):

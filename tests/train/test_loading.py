@@ -32,8 +32,7 @@ from jaxtune.train.data.packaged import PACKAGED
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.programs import Engine
 from jaxtune.train.trainer import Trainer
-from tests.train.test_trainer import assert_same
-from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
+from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

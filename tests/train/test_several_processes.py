@@ -44,7 +44,8 @@ def alone(recipe) -> Path:
 
 def environment(**changes: str) -> dict[str, str]:
     """Of a process with one device that finds jaxtune, and programs that another test has compiled."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "models"), os.environ.get("PYTHONPATH", "")])
+    folders = [ROOT, ROOT / "tests" / "models", Path(__file__).with_name("every_process_keeps")]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     # One device a process, whatever this one has; and a process that waits for a busy machine is not ended.
     flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ["XLA_FLAGS"])
     return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | changes

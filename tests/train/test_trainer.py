@@ -44,21 +44,9 @@ from jaxtune.train.metrics import read_metrics
 from jaxtune.train.monitor import TrainingStopped
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
-from tests.train.tiny_runs import LENGTH, VOCAB, dataset, documents, lora_model, make_config
+from tests.train.tiny_runs import LENGTH, VOCAB, arrays, assert_same, dataset, documents, lora_model, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def arrays(tree) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
-    return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
-
-
-def assert_same(one, other):
-    one, other = arrays(one), arrays(other)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
 # ---- one whole run, looked at from many sides

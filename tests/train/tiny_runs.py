@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import numpy as np
+from flax import nnx
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
@@ -69,3 +71,15 @@ def lora_model(dtype="float32", layers: int = 1, **settings):
     """One layer by default: compiling is what takes the time of a test."""
     model = tiny_model(dtype, layers=(LayerSpec(),) * layers)
     return get_peft_model(model, **(dict(r=4, lora_alpha=8) | settings))
+
+
+def arrays(tree) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
+    return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
+
+
+def assert_same(one, other):
+    one, other = arrays(one), arrays(other)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)

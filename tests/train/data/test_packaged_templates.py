@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 
 import pytest
@@ -70,10 +71,20 @@ REFERENCES = {
 }
 
 
+@functools.lru_cache(maxsize=1)  # to read one takes longer than a test of it; several take a gigabyte
+def real_tokenizer(folder):
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def tokenizer_of(name, folder, test_data):
     if folder is not None:
-        return PreTrainedTokenizerFast.from_pretrained(test_data / "tokenizers" / folder)
+        return real_tokenizer(test_data / "tokenizers" / folder)
     return make_tokenizer(None, additional_special_tokens=list(PACKAGED[name].marks or ()))
+
+
+@pytest.fixture(scope="module", params=REFERENCES)  # of the module: the tests of a name follow one another
+def name(request):
+    return request.param
 
 
 def rendered(tokenizer, template, chat, tools):
@@ -87,7 +98,6 @@ def rendered(tokenizer, template, chat, tools):
         return None
 
 
-@pytest.mark.parametrize("name", REFERENCES)
 def test_it_writes_what_the_familys_template_writes(test_data, name):
     reference, folder, left_out = REFERENCES[name]
     tokenizer = tokenizer_of(name, folder, test_data)
@@ -106,7 +116,6 @@ def test_it_writes_what_the_familys_template_writes(test_data, name):
     assert compared >= 2
 
 
-@pytest.mark.parametrize("name", REFERENCES)
 def test_every_response_is_found_with_its_end(test_data, name):
     tokenizer = tokenizer_of(name, REFERENCES[name][1], test_data)
     assert name in packaged_that_fit(tokenizer)
