@@ -267,7 +267,8 @@ def mesh_table(record: dict) -> list[str]:
         lines.append(
             f"| *published, not run here:* {what} | *{speed:,}* | {'-' if ratio is None else f'*{ratio}*'} | - | - |"
         )
-    return [*lines, "", f"{_versions(record)}. `python benchmarks/train/mesh.py --help`."]
+    said = "A ratio is of runs of one call, though another run of the step alone may stand here since."
+    return [*lines, "", f"{_versions(record)}. {said} `python benchmarks/train/mesh.py --help`."]
 
 
 def quality_table(record: dict) -> list[str]:

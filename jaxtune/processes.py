@@ -66,6 +66,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         return
     import jax
 
+    _compile_alone()
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from the run
     try:
         jax.distributed.initialize(
@@ -88,6 +89,17 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _Run.watcher = threading.Thread(target=_watch, name="others", daemon=True)
     _Run.watcher.start()
+
+
+def _compile_alone() -> None:
+    """Has XLA, which reads this when the devices start, time algorithms for this process alone, whatever it compiles:
+    steps, checks of kernels, what one process computes by itself. By its default the processes divide the algorithms
+    among them, and one that finds a program in its cache, or never compiles it, has nothing to share: the others would
+    wait for it without end.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_shard_autotuning" not in given:
+        os.environ["XLA_FLAGS"] = f"{given} --xla_gpu_shard_autotuning=false".strip()
 
 
 @dataclasses.dataclass(frozen=True)

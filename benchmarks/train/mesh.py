@@ -67,9 +67,7 @@ CASES = {  # what matters most, first
     "8b_full": Case(*_FULL, 8),
     "8b_full_fsdp": Case(*_FULL_SMALL, 8, "fsdp", "8b_full", 0.95, 0.70, profiled=True),
     "8b_full_short": Case(*_FULL, 2),
-    "8b_full_short_fsdp": Case(
-        _FULL[0], _FULL[1] + " --budget-gb 47", 2, "fsdp", "8b_full_short", 0.95, 0.70, profiled=True
-    ),
+    "8b_full_short_fsdp": Case(*_FULL_SHORT, 2, "fsdp", "8b_full_short", 0.95, 0.70, profiled=True),
     "8b_lora": Case(*_LORA, 8),
     "8b_lora_fsdp": Case(*_LORA, 8, "fsdp", "8b_lora", 0.97, profiled=True),
     "8b_lora_data": Case(*_LORA, 8, "data", "8b_lora", 0.985, profiled=True),

@@ -189,7 +189,8 @@ def measure(options) -> dict:
     if options.profile:  # which slows a step
         with jax.profiler.trace(options.profile):
             for number in range(PROFILED_STEPS):
-                state, sums, latest = step(number, state, sums)
+                with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                    state, sums, latest = step(number, state, sums)
             float(latest["loss"])
     step_seconds = rate(arrivals)
     counts = [c for _, c in loaded]

@@ -4,6 +4,11 @@ Each is bound by optimization_barriers to a window of stages, as copies to and f
 gathers the weights of the one that runs next, and while the backward runs it scatters the gradients of the one before.
 XLA makes one collective of all that start together (`compiler_options`), which is asynchronous and has the window's
 products to hide under. Left to XLA's scheduler, the backward's gathers had two thin products above them.
+
+What did not help: copies from GPU to GPU in place of a gather's kernels, which take multiprocessors from the products
+(collective-permute in XLA's peer-memory mode, and one kernel that joins the parts). On two H200s a step of 8B LoRA took
+968 ms with them and 965 ms without: its products and attention took 13 ms less and 4 ms less were waited for, but to
+join the parts took 14 ms, and 6 ms more were idle.
 """
 
 from __future__ import annotations

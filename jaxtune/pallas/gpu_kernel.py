@@ -112,8 +112,7 @@ def _compile(kernel: dict[str, Any], device: Any) -> None:
     """Compiles a kernel in a program that never runs, for only then it would matter what the kernel is given."""
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
     given = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
-    program = jax.jit(lambda given: call(given, **kernel)).lower(given)
-    program.compile({"xla_gpu_shard_autotuning": False})  # waits for no other process of several
+    jax.jit(lambda given: call(given, **kernel)).lower(given).compile()
 
 
 @functools.cache

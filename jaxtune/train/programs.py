@@ -57,10 +57,6 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
         options |= collectives.compiler_options()
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-    if processes.count() > 1:
-        # Each process times algorithms for itself: one that finds its program in the cache has nothing to share, and
-        # the others would wait for it.
-        options |= {"xla_gpu_shard_autotuning": False}
     return options
 
 

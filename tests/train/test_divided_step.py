@@ -7,6 +7,7 @@ gradients themselves, tensor by tensor, and weights after SGD.
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.models.reward import reward_model
 from jaxtune.pallas import draws
 from jaxtune.pallas.quant_matmul import reference
+from jaxtune.train import trainer as trainer_module
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
 from jaxtune.train.data.pairs import PackedPairs
 from jaxtune.train.loss import RouterLosses
@@ -307,46 +309,52 @@ def test_what_a_part_of_a_mask_cannot_be():
 
 
 @pytest.mark.parametrize(
-    ("model", "first", "others"),
+    ("model", "meshes"),
     [
-        (lambda: get_peft_model(one_layer(), r=4, lora_dropout=0.2), (2, 1), [(1, 1)]),
-        (lambda: one_layer(hidden_size=64), (1, 2), [(2, 2), (1, 1)]),
+        (lambda: get_peft_model(one_layer(), r=4, lora_dropout=0.2), [(1, 1), (2, 1)]),
+        (lambda: one_layer(hidden_size=64), [(1, 1), (1, 2), (2, 4), (1, 1)]),
     ],
     ids=["adapters", "all"],
 )
-def test_a_run_goes_on_on_another_mesh(model, first, others, tmp_path, capsys):
-    """From the last checkpoint but one: on another mesh nearly as it was, on the first again bit for bit."""
-    save = CheckpointConfig(every_steps=1, every_minutes=None, keep=3)
+def test_a_run_goes_on_on_other_meshes(model, meshes, tmp_path, capsys):
+    """From mesh to mesh, a step on each: nearly as it was on the first; on the same mesh again, bit for bit."""
+    steps = 1 + len(meshes)
+    save = CheckpointConfig(every_steps=1, every_minutes=None, keep=steps)
     model = model()
 
-    def train(mesh):
-        config = make_config(tmp_path, steps=3, mesh=MeshConfig(*mesh), checkpoint=save)
-        trainer = Trainer(model, None, config, dataset(documents(12)))
+    def train(mesh, done):
+        """(tensors, losses) of the steps after `done`, whose checkpoints go first."""
+        for step in range(done + 1, steps + 1):
+            shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
+        config = make_config(tmp_path, steps=steps, rows_per_step=8, mesh=MeshConfig(*mesh), checkpoint=save)
+        trainer = Trainer(model, None, config, dataset(documents(24)))
         trained = jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(trainer.train(), nnx.Param)))
         return trained, [line["loss"] for line in trainer.history]
 
-    want, losses = train(first)
-    for mesh in (*others, first):
-        shutil.rmtree(tmp_path / "checkpoints" / "step_00000003")
+    want, losses = train(meshes[0], 0)
+    for done, (last, mesh) in enumerate(itertools.pairwise(meshes), 1):
         capsys.readouterr()
-        got, loss = train(mesh)
+        got, loss = train(mesh, done)
         said = capsys.readouterr().out
-        for axis, before, now in zip(("data", "fsdp"), first, mesh, strict=True):
+        for axis, before, now in zip(("data", "fsdp"), last, mesh, strict=True):
             assert (f"numerics.mesh_{axis}: saved {before}, now {now}" in said) == (before != now)
-        np.testing.assert_allclose(loss, losses[2:], rtol=1e-6)
+        np.testing.assert_allclose(loss, losses[done:], rtol=1e-6)
         for ours, theirs in zip(got, want, strict=True):
-            if mesh == first:
+            np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+        if mesh != (1, 1):
+            again, _ = train(mesh, steps - 1)
+            for ours, theirs in zip(again, got, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
-            else:
-                np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
-def test_all_devices_by_minus_one(tmp_path):
+def test_all_devices_by_minus_one(tmp_path, monkeypatch):
     def trainer(**changes):
         config = make_config(tmp_path, mesh=MeshConfig(data=-1), steps=1, **changes)
         return Trainer(lora_model(), None, config, dataset(documents(40)))
 
     assert trainer(rows_per_step=8).program.devices == jax.device_count() == 8
+    monkeypatch.setattr(trainer_module, "device_peak_flops", lambda kind, dtype: 1e12)
+    assert trainer(rows_per_step=8)._watched().peak_flops == 8e12  # what MFU is a share of
     assert trainer(rows_per_step=8).config.mesh.data == -1  # as it was written
     with pytest.raises(ConfigError, match="mesh.data = 8: must divide the 4 rows of a micro-batch"):
         trainer(rows_per_step=4)

@@ -28,6 +28,7 @@ from jaxtune.pallas.formats.fp8 import MATRIX, TILE
 from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.config import ConfigError, EvaluationConfig, MeshConfig, OptimConfig
 from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.forecasts import gathered_bytes
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -49,14 +50,19 @@ def test_each_device_holds_its_part_and_the_planner_knows(tmp_path, optimizer):
         assert share(gradient) == 1 / 4  # each data group's own sum of a divided tensor, else each device's own
     large = [share(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.size >= 1024]
     assert large and set(large) == {1 / 2}
-    fixed = trainer.planner.cost.fixed
+    cost = trainer.planner.cost
+    fixed = cost.fixed
     held = {"trained parameters (fp32)": state.trainable, "optimizer states": state.opt_state}
     for part, tree in held.items():
         found = sum(leaf.nbytes * share(leaf) for leaf in jax.tree.leaves(tree))
         assert fixed[part] == pytest.approx(found, rel=0.02)
-    assert fixed["gathered weights"] > 0
-    alone = step_cost(trainer.model.prepared, make_config(tmp_path))
-    assert "gathered weights" not in alone.fixed
+    # What is gathered is in the compiler's figure for the programs, which is added to what lies beside them.
+    assert "gathered weights" not in fixed and trainer.planner.forecast.parts["gathered weights"] > 0
+    at_loss, forward, backward = gathered_bytes(cost, 0)
+    layer, head = cost.whole_layer_bytes, cost.whole_head_bytes
+    assert layer > head > 0 and (at_loss, forward) == (layer + head, 2 * layer) and backward > forward
+    assert gathered_bytes(cost, 3)[:2] == (3 * layer + head, 3 * layer)
+    assert gathered_bytes(step_cost(trainer.model.prepared, make_config(tmp_path)), 0) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("load_in", ["nf4", "fp8"])

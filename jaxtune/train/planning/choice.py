@@ -27,6 +27,7 @@ from jaxtune.train.planning.forecasts import (
     Forecast,
     LayerForecast,
     forecast,
+    gathered_bytes,
     head_forecast,
     layer_forecasts,
 )
@@ -192,7 +193,9 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     head = head_forecast(parts, chunk_tokens, _tokens(parts, micro), device)
     kept, hosted, leaving, arriving = of.kept, of.hosted, GAPS * of.leaving, of.arriving
     seconds = of.forward + of.backward
-    work, forward = of.work + parts.head_gradient_bytes, hosted + of.work_forward
+    at_loss, at_forward, at_backward = gathered_bytes(parts, 0)
+    loss = head[0] + at_loss
+    work, forward = of.work + parts.head_gradient_bytes + at_backward, hosted + of.work_forward + at_forward
     budget -= parts.fixed_bytes(micro) + parts.cast_bytes
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
@@ -201,7 +204,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
         Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
-        over = count * kept + np.maximum(np.maximum(head[0] + hosted, forward + leaving), last_work) - budget
+        over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
         saved = kept[None, :] - kept[rows, None]  # by one layer more under the first plan
         with np.errstate(divide="ignore", invalid="ignore"):
             number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
@@ -213,7 +216,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
         first_peak = np.where(number > 0, number * kept[rows, None] + work[rows, None], 0.0)
         last_forward = np.where(rest > 0, forward[None, :], forward[rows, None])
         last_forward += np.where(rest > 1, leaving[None, :], leaving[rows, None])  # of the layer before the last
-        last_moments = np.maximum(np.maximum(head[0] + last_hosted, last_forward), last_work)
+        last_moments = np.maximum(np.maximum(loss + last_hosted, last_forward), last_work)
         peak = np.maximum(residuals + last_moments, first_peak)
         time = number * seconds[rows, None] + rest * seconds[None, :]
         allowed = number * hosted[rows, None] + rest * hosted[None, :] <= device.host_bytes
@@ -352,6 +355,7 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
     chunk = max(1, min(int(_tokens(parts, 1)), _CHUNK_LOGITS[-1] // parts.vocab_size))
     head, _ = head_forecast(parts, chunk, _tokens(parts, 1), device)
     plans, room = layer_plans(parts, device.link > 0), budget - parts.fixed_bytes(1) - parts.cast_bytes
+    room -= min(gathered_bytes(parts, 0))
     sure: bool | None = False
     for tile in dict.fromkeys((_tile_tokens(parts, config), None)):
         of = layer_forecasts(parts, plans.placed, _tokens(parts, 1), device, tile)

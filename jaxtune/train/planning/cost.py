@@ -144,7 +144,8 @@ class StepCost:
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
     float32. head_gradient_bytes: later, of it alone.
     reference_runs: forward passes, in each micro-batch, of a model that does not train.
-    whole_layer_bytes: of the largest layer's weights that are divided over devices, whole.
+    whole_layer_bytes, whole_head_bytes: of the largest layer's and the head's weights that are divided over devices,
+    whole. whole_gradient_bytes: of a layer's gradients that are, as they come and as they are added up.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
     """
 
@@ -175,6 +176,8 @@ class StepCost:
     reference_runs: int = 0
     exchange: Exchange = Exchange()
     whole_layer_bytes: float = 0.0
+    whole_head_bytes: float = 0.0
+    whole_gradient_bytes: float = 0.0
 
     def fixed_bytes(self, micro_batches: int) -> float:
         """Of a step of so many."""
@@ -224,7 +227,6 @@ def step_cost(
         f"trained parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
-        **({} if fsdp == 1 else {"gathered weights": _gathered_bytes(model, storage)}),
     }
     kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
     known, devices = residuals_of(model.layers), data * fsdp
@@ -269,6 +271,8 @@ def step_cost(
             )
             for i in range(len(kinds))
         ),
+        whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), fsdp)[0],
+        whole_gradient_bytes=0.0 if fsdp == 1 else _whole_gradient_bytes(model, storage),
     )
 
 
@@ -290,15 +294,12 @@ def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
     )
 
 
-def _gathered_bytes(model: Decoder, storage: str) -> float:
-    """Of weights that are whole for a while where they are divided over devices: a layer's and the next one's; of those
-    that train, a layer's gradients, as they come and in float32 as they are added up."""
-    found = 0.0
-    for layer in model.layers:
-        _, trainable, rest = nnx.split(layer, nnx.Param, ...)
-        trained = sum(math.prod(m.weight.shape) for *_, m in layer.matrices() if isinstance(m.weight, nnx.Param))
-        found = max(found, 2 * (nbytes(rest) + nbytes(trainable)) + trained * (6.0 if storage == "bf16" else 8.0))
-    return found
+def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
+    """Of a layer's trained weights that are divided over devices: gradients as they come, and in float32 as they are
+    added up."""
+    layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
+    sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
+    return max(sizes) * (6.0 if storage == "bf16" else 8.0)
 
 
 def _mean(values: list[float]) -> float:

@@ -287,6 +287,14 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
     return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
 
+def gathered_bytes(parts: StepCost, whole_weights: int) -> tuple[float, float, float]:
+    """Bytes of divided weights that are whole, and of their gradients: at the loss, in the forward and in the backward
+    of a layer, where the next one's come beside its own."""
+    layers = max(whole_weights, 2) * parts.whole_layer_bytes
+    at_loss = max(whole_weights, 1) * parts.whole_layer_bytes + parts.whole_head_bytes
+    return at_loss, layers, layers + parts.whole_gradient_bytes
+
+
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
     """(bytes around the loss, seconds) of the head and the loss of a micro-batch."""
     chunk = min(chunk_tokens, tokens)
@@ -329,19 +337,19 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     kept = sum(layer.kept * count for layer, count in groups)
     # What the last layer should offload stays: the backward begins with it.
     last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
+    gathered = gathered_bytes(parts, plan.residuals.whole_weights)
     moments = [
-        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted),
-        ("the forward of a layer", kept, last.hosted + last.work_forward + GAPS * before.leaving),
+        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0]),
+        ("the forward of a layer", kept, last.hosted + last.work_forward + GAPS * before.leaving, gathered[1]),
     ]
     below = arriving = 0.0
     for layer, count in groups:
         below += layer.kept * count
         more = max(arriving - layer.arriving, 0.0)  # under the lowest of these layers comes what another plan has
-        moments.append(("the backward of a layer", below, layer.work + more))
+        moments.append(("the backward of a layer", below, layer.work + more, gathered[2]))
         arriving = layer.arriving
-    what, residuals, work = max(moments, key=lambda moment: moment[1] + moment[2])
-    bytes_ = {"kept residuals": residuals, what: work}
-    bytes_["weights that stay whole"] = max(plan.residuals.whole_weights - 1, 0) * parts.whole_layer_bytes
+    what, residuals, work, whole = max(moments, key=lambda moment: sum(moment[1:]))
+    bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
     if parts.cast_bytes:
         bytes_["trained weights in the compute dtype"] = parts.cast_bytes
     if parts.head_bytes and what.startswith("the backward"):
