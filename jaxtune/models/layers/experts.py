@@ -34,6 +34,8 @@ from jaxtune.pallas.routing import (
     token_bias,
 )
 
+_RANK_STEP = 64  # of grouped_matmul's kernels, along what they sum over
+
 
 class ExpertLora(nnx.Module):
     """Adapters of one matrix of every expert: a [E, r, in], b [E, out, r] (zero at the start), float32.
@@ -111,6 +113,13 @@ class ExpertLinear(nnx.Module):
 
     def adapter(self) -> GroupedLora | None:
         return None if self.lora is None else self.lora.weights()
+
+    def adapter_bytes(self, itemsize: int) -> float:
+        """Of the adapter as kernels take it: in the compute dtype, its rank filled up to their steps."""
+        if self.lora is None:
+            return 0.0
+        experts, rank, in_size = self.lora.a.shape
+        return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """x [T, in] -> [rows, out], whose derivative follows soon; see matmul_of_tokens."""

@@ -196,6 +196,7 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     at_loss, at_forward, at_backward = gathered_bytes(parts, 0)
     loss = head[0] + at_loss
     work, forward = of.work + parts.head_gradient_bytes + at_backward, hosted + of.work_forward + at_forward
+    room = budget
     budget -= parts.fixed_bytes(micro) + parts.cast_bytes
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
@@ -230,7 +231,10 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     found = (best_of(slice(start, start + _ROWS)) for start in starts)
     _, _, number, first, last = min(found, key=lambda best: best[:2])
     layers = (plans[first],) * number + (plans[last],) * (count - number)
-    return forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
+    best = forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
+    if best.peak_bytes - parts.shared_bytes <= room < best.peak_bytes:  # it keeps everything; other plans share nothing
+        return _best_pair(parts, table, micro, chunk_tokens, device, room - parts.shared_bytes, tile)
+    return best
 
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:

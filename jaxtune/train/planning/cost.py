@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
+from jaxtune.models.layers.experts import ExpertLinear
 from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
@@ -144,6 +145,8 @@ class StepCost:
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
     float32. head_gradient_bytes: later, of it alone.
     reference_runs: forward passes, in each micro-batch, of a model that does not train.
+    shared_bytes: of experts' adapters as kernels take them, which XLA makes once for the forward and the backward where
+    every residual is kept (the stack ties them to the backward elsewhere).
     whole_layer_bytes, whole_head_bytes: of the largest layer's and the head's weights that are divided over devices,
     whole. whole_gradient_bytes: of a layer's gradients that are, as they come and as they are added up.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
@@ -175,6 +178,7 @@ class StepCost:
     less_sums: float = 0.0
     reference_runs: int = 0
     exchange: Exchange = Exchange()
+    shared_bytes: float = 0.0
     whole_layer_bytes: float = 0.0
     whole_head_bytes: float = 0.0
     whole_gradient_bytes: float = 0.0
@@ -262,6 +266,7 @@ def step_cost(
         update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
+        shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
         exchange=_exchange(kept, frozen, data, fsdp),
         whole_layer_bytes=max(
             sum(
@@ -300,6 +305,12 @@ def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
+
+
+def _adapter_bytes(layer: Block, dtype) -> float:
+    """Of a layer's experts' adapters, as kernels take them; nothing in float32, which they are kept in."""
+    experts = (matrix for *_, matrix in layer.matrices() if isinstance(matrix, ExpertLinear) and dtype.itemsize < 4)
+    return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts)
 
 
 def _mean(values: list[float]) -> float:
