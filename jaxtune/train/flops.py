@@ -46,6 +46,7 @@ def flop_counter(model: Decoder) -> Callable[[int, int], float]:
     segments = [segment for layer in model.layers for segment in layer.segments()]
     # What is neither a matrix nor attention: in the backward, as much for each of the two arguments of a product.
     beside = 3 * sum(segment.token_flops for segment in segments)
+    width = sum(segment.attention_width for segment in segments)
 
     def flops(tokens: int, sum_squared: int) -> float:
         return beside * tokens + model_flops_per_step(
@@ -53,7 +54,7 @@ def flop_counter(model: Decoder) -> Callable[[int, int], float]:
             matmul_params=matmul,
             trained_matmul_params=trained,
             adapter_params=adapters,
-            attention_width=sum(segment.attention_width for segment in segments),
+            attention_width=width,
             sum_squared_document_tokens=sum_squared,
         )
 

@@ -23,9 +23,11 @@ from tiny import CONFIGS
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.model_folder import load_tokenizer
+from jaxtune.models.registry import config_from_hf
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.packaged import PACKAGED
@@ -96,6 +98,21 @@ def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
     real = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.model.first_state(trainer.engine))
     ahead = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.model.first_shapes(trainer.engine))
     assert ahead == real
+
+
+def test_of_a_model_that_is_let_go_no_trained_tensor_is_left(tmp_path):
+    """Of any kind of layer: the state holds copies, and adapters of experts are gigabytes."""
+    experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    model = Decoder(config_from_hf(CONFIGS["qwen3_5_moe"]), jax.random.key(0), "float32")
+    model = get_peft_model(model, r=4, target_parameters=experts)
+    starts = [weakref.ref(array) for array in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    trainer = Trainer(model, None, make_config(tmp_path, adapter=None), dataset(documents(12)), keeps_model=False)
+    del model
+    state = trainer.model.first_state(trainer.engine)[0]
+    trainer.model.let_go()
+    gc.collect()
+    assert len(starts) == len(jax.tree.leaves(state.trainable))
+    assert not [start for start in starts if start() is not None]
 
 
 @pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])

@@ -72,6 +72,13 @@ class DeltaNetShape:
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
         return DeltaNet(self, config, key, dtype)
 
+    def held_bytes(self, sizes: Sizes) -> float:
+        """Of the recurrence's derivative: queries and keys after the convolution; and of the kernels, the errors, two
+        matrices and the state of each chunk. The plain form holds less."""
+        numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
+        state = self.heads * self.key_dim * self.value_dim / CHUNK
+        return sizes["remembered"] / self.value_size * (numbers + state)
+
 
 class Convolution(nnx.Module):
     """weight [channels, 1, taps], as in Hugging Face's conv1d."""
@@ -139,7 +146,7 @@ class DeltaNet(nnx.Module):
                 # By the kernels' times on an H200 (benchmarks/results/delta_rule.json): of 16,384 tokens of a 9B, 0.53
                 # ms forward and 1.54 ms for the derivative alone.
                 kernel_bytes=(26.0 * shape.value_size, 89.0 * shape.value_size),
-                held_bytes=self._held_bytes,
+                held_bytes=shape.held_bytes,
             ),
             Segment(
                 "mix",
@@ -218,14 +225,6 @@ class DeltaNet(nnx.Module):
 
     def waiting_bytes(self, sizes: Sizes) -> float:
         return 0.7 * sizes["remembered"]
-
-    def _held_bytes(self, sizes: Sizes) -> float:
-        """Queries and keys after the convolution; and of the kernels, the errors, two matrices and the state of each
-        chunk. The plain form holds less."""
-        shape = self.shape
-        numbers = 2 * shape.key_size + shape.value_size + 2 * shape.heads * CHUNK
-        state = shape.heads * shape.key_dim * shape.value_dim / CHUNK
-        return sizes["remembered"] / shape.value_size * (numbers + state)
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Queries, keys and values after the convolution and their gradients, cut into groups and not. Then the larger

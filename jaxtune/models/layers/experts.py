@@ -260,7 +260,7 @@ class MoE(nnx.Module):
         return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
 
     def segments(self) -> tuple[Segment, ...]:
-        met = self.moe.experts_per_token
+        met, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 
         shared = ()
@@ -278,7 +278,7 @@ class MoE(nnx.Module):
             )
 
         def router_alone(tokens: int, length: int, backward: bool) -> float:
-            return float(tokens * self.config.hidden_size)
+            return float(tokens * hidden)
 
         return (
             Segment("route", (INPUT,), (choice,), MoE._route, differentiable=False, multiplications=router_alone),
