@@ -57,7 +57,7 @@ def test_killed_at_random_moments(tmp_path):
     draw = random.Random(0)
     # Some anywhere, some near the end, where evaluation, export and answers are; the rest of a run is always long
     # enough for the next, because a kill loses at most what came since a checkpoint.
-    share = moments // KILLS
+    share = moments // (KILLS + 1)
     codes = []
     for kill in range(KILLS):
         number = "SIGKILL" if kill % 2 else "SIGTERM"
