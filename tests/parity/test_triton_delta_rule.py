@@ -26,6 +26,7 @@ CASES = {
     "a_document": (192,),
     "less_than_a_chunk": (23,),
     "padding": (-70,),
+    "4,096 tokens": (1, 700, 64, 2, 600, 63, 500, 129, 1, 400, 300, 650, 686),
 }
 
 
@@ -37,16 +38,19 @@ def outputs(implementation, arrays, dout, ids):
     return [np.asarray(x, np.float64) for x in (out, *pull(dout.astype(out.dtype)))]
 
 
-@pytest.mark.parametrize(("case", "key_heads"), [*((case, 1) for case in CASES), ("packed", 2)])
-def test_kernels_against_the_definition(case, key_heads):
+@pytest.mark.parametrize(
+    ("case", "key_heads", "heads"),
+    [*((case, 1, 1 if case == "4,096 tokens" else 2) for case in CASES), ("packed", 2, 2)],
+)
+def test_kernels_against_the_definition(case, key_heads, heads):
     runs = CASES[case]
     ids = np.concatenate([np.full(abs(n), max(0, number * np.sign(n))) for number, n in enumerate(runs, 1)])
     ids = ids[None].astype(np.int32)
     keys = jax.random.split(jax.random.key(0), 7)
-    shapes = ((key_heads, DIM), (key_heads, DIM), (2, DIM), (2, DIM))
+    shapes = ((key_heads, DIM), (key_heads, DIM), (heads, DIM), (heads, DIM))
     drawn = [jax.random.normal(k, (*ids.shape, *shape)) for k, shape in zip(keys, shapes, strict=False)]
     query, key, value, dout = (x.astype(jnp.float16) for x in (drawn[0], drawn[1] + 0.3, *drawn[2:]))
-    decay = -jnp.exp(2.0 * jax.random.normal(keys[4], (*ids.shape, 2)) - 2.0)
+    decay = -jnp.exp(2.0 * jax.random.normal(keys[4], (*ids.shape, heads)) - 2.0)
     decay = jnp.where(jax.random.uniform(keys[5], decay.shape) < 0.03, -jnp.inf, decay)  # some forget all
     beta = jax.random.uniform(keys[6], decay.shape).at[:, ::7].set(0.0)  # some write nothing
     arrays = query, key, value, decay, beta
