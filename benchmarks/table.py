@@ -62,7 +62,7 @@ def _seconds(value: float | None) -> str:
 def _residuals(record: dict) -> str:
     parts = record.get("micro_batches", 1)
     budget = record.get("budget_gb")
-    chosen = "keep" if record["residuals"] == "keep" else "recompute" if record["residuals"] == "recompute" else "mixed"
+    chosen = record["residuals"] if record["residuals"] in ("keep", "recompute", "fp8") else "mixed"
     what = f"planned for {budget:g} GB: {chosen}" if budget else chosen
     return what if parts == 1 else f"{what}, {parts} micro-batches"
 

@@ -138,4 +138,4 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     assert set(compare.COMPARED) <= set(stored)
     unmeasured = set(compare.STEPS) - set(stored)  # yet
     of_experts = (name for name in compare.STEPS if name.startswith(("gpt_oss_fp8", "qwen3_moe_fp8")))
-    assert unmeasured == {"8b_fp8_residuals", "qwen35_27b_nf4", "qwen35_35b", "qwen35_35b_nf4", *of_experts}
+    assert unmeasured == {"qwen35_27b_nf4", "qwen35_35b", "qwen35_35b_nf4", *of_experts}
