@@ -20,10 +20,11 @@ from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
+from jaxtune.pallas.grouped_matmul import GroupedLora, fp8_experts, grouped_matmul, mosaic
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.routing import matmul_of_tokens, matmul_to_tokens, permute, route, unpermute
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.programs import compiler_options
 from jaxtune.train.step import StepProgram
 from tests.gpu.aot.target import H200
 
@@ -142,6 +143,43 @@ def test_products_over_fp8_compile_for_an_h200(model, block, capfd, monkeypatch)
     spilled = map(int, re.findall(r"(\d+) bytes spill", said.out + said.err))
     assert max(spilled) <= (8 if block == TILE else 0)  # two registers of the kernel of blocks
     assert not re.search(rf"(bf16|f32)\[{experts},({in_size},{out_size}|{out_size},{in_size})\]", text)
+
+
+def test_fp8_where_no_kernel_serves():
+    """What the kernels are checked against rounds rows, as they do; where it runs in their place, no layer keeps what
+    its forward decoded until the backward."""
+    where, experts, width = H200.sharding(), 8, 1024
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def placed(function, *arrays):
+        return jax.tree.map(lambda a: array(*a.shape, dtype=a.dtype), jax.eval_shape(function, *arrays))
+
+    weight = placed(FP8.encode, array(experts, width, width))
+    groups = placed(lambda sizes: groups_of(sizes, 1024), array(experts, dtype=jnp.int32))
+
+    def step(x, weights, groups, dout):
+        def run(x):
+            for each in weights:
+                x = jax.nn.silu(grouped_matmul(x, each, groups, fp8=True, implementation="reference"))
+            return x
+
+        out, pull = jax.vjp(run, x)
+        return out, pull(dout)
+
+    def temporary_bytes(layers):
+        options = compiler_options("gpu", deterministic=False)
+        program = jax.jit(step, compiler_options=options).lower(x, [weight] * layers, groups, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    x = array(groups.rows, width)
+    with H200.lowering():
+        wide = array(*x.shape, dtype=jnp.float32)
+        checked = fp8_experts._exact.lower(wide, weight, groups, 2, None, None).compile().as_text()
+        assert f"f8e4m3fn[{groups.rows},{width}]" in checked
+        decoded_bytes = 2 * experts * width * width  # of a layer; its rows, which are kept, are 0.47 of it
+        assert temporary_bytes(6) - temporary_bytes(2) < 4 * 0.6 * decoded_bytes
 
 
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
