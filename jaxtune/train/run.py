@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtune import processes
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
@@ -88,17 +90,18 @@ class Run:
                     with monitor.pause("profile", step):
                         m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
                     tracing = True
-                if step == start:
-                    planned = engine.planner.plan
-                    again = functools.partial(monitor.planned, "compile", start)
-                    programs, sums = engine.first_step(
-                        programs, sums, state, frozen, parts, step, progress.print, again
-                    )
-                    if engine.planner.plan != planned and step + 1 < self.total_steps:
-                        coming = pool.submit(engine.load_step, step + 1)  # in micro-batches of the new plan
-                else:
-                    sums = engine.accumulate(at(step), sums, state, frozen, parts)
-                state, sums, latest = programs.update(state, sums)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):  # a profile counts steps by them
+                    if step == start:
+                        planned = engine.planner.plan
+                        again = functools.partial(monitor.planned, "compile", start)
+                        programs, sums = engine.first_step(
+                            programs, sums, state, frozen, parts, step, progress.print, again
+                        )
+                        if engine.planner.plan != planned and step + 1 < self.total_steps:
+                            coming = pool.submit(engine.load_step, step + 1)  # in micro-batches of the new plan
+                    else:
+                        sums = engine.accumulate(at(step), sums, state, frozen, parts)
+                    state, sums, latest = programs.update(state, sums)
                 done = step + 1
                 try:
                     monitor.step_dispatched(step, latest, counts)

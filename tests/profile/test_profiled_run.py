@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+
+import jax
 import pytest
 
 from jaxtune.profile import show
+from jaxtune.profile.record import TRACE_FILE
 from jaxtune.train.config import ProfileConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
@@ -32,6 +36,18 @@ def test_a_folder_alone_asks_for_three_steps(tmp_path):
     Trainer(lora_model(), None, config, dataset(documents(40)), profile=tmp_path / "here").train()
     assert len(show(tmp_path / "here").steps_ms) == 3
     assert not (tmp_path / "run" / "profile").exists()
+
+
+@pytest.mark.filterwarnings("ignore:builtin type event_stats")  # of jaxlib
+def test_a_profile_is_told_the_steps(tmp_path):
+    """The rhythm of the programs alone took three steps over two GPUs for one."""
+    config = make_config(tmp_path / "run", steps=4, micro_batches=2, profile=ProfileConfig(steps=2, start=1))
+    Trainer(lora_model(), None, config, dataset(documents(40))).train()
+    with gzip.open(tmp_path / "run" / "profile" / TRACE_FILE) as trace:
+        planes = list(jax.profiler.ProfileData.from_serialized_xspace(trace.read()).planes)
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    assert sorted({int(value) for event in events for key, value in event.stats if key == "step_num"}) == [1, 2]
+    assert len(show(tmp_path / "run" / "profile").steps_ms) == 2
 
 
 def test_steps_after_the_end_are_refused_at_once(tmp_path):
