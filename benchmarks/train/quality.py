@@ -80,7 +80,7 @@ LIBRARIES = ("numpy", "scipy", "jax", "flax", "optax")
 RANK = 16
 ARMS = "bf16,bf16_nudged,fp8,fp8_residuals,fp8_blocks,nf4"
 NUDGE = 1 + 2**-7  # a unit in the last place of bfloat16
-_OWN = ("output", "arms", "bases", "seeds", "seconds")  # options that two calls for one record may differ in
+_OWN = ("arms", "bases", "seeds", "seconds")  # options that two calls for one record may differ in
 
 
 # ---- text
@@ -420,7 +420,8 @@ def begin(options) -> dict[str, Any]:
     Raises:
       SystemExit: the file is of another commit or device, or of other options.
     """
-    record = {"benchmark": "train/quality", **environment(), "options": vars(options), "pretrained": {}, "runs": []}
+    asked = {name: value for name, value in vars(options).items() if name != "output"}  # no record names a folder
+    record = {"benchmark": "train/quality", **environment(), "options": asked, "pretrained": {}, "runs": []}
     output = Path(options.output)
     if not output.is_file():
         return record
@@ -428,10 +429,10 @@ def begin(options) -> dict[str, Any]:
     for key in ("device", "commit"):
         if found[key] != record[key]:
             raise SystemExit(f"--output {output}: {key} is {found[key]!r} there and {record[key]!r} here")
-    for name, value in vars(options).items():
+    for name, value in asked.items():
         if name not in _OWN and found["options"][name] != value:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: {output} holds runs of {found['options'][name]}")
-    return found | {"options": vars(options)}
+    return found | {"options": asked}
 
 
 # ---- processes
