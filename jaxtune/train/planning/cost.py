@@ -19,7 +19,6 @@ from flax import nnx
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
-from jaxtune.models.layers.experts import ExpertLinear
 from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
@@ -313,7 +312,7 @@ def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
 
 def _adapter_bytes(layer: Block, dtype) -> float:
     """Of a layer's experts' adapters, as kernels take them; nothing in float32, which they are kept in."""
-    experts = (matrix for *_, matrix in layer.matrices() if isinstance(matrix, ExpertLinear) and dtype.itemsize < 4)
+    experts = (matrix for *_, matrix in layer.matrices() if matrix.num_experts and dtype.itemsize < 4)
     return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts)
 
 
