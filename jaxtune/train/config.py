@@ -321,7 +321,7 @@ class ProfileConfig:
     __pydantic_config__ = _STRICT
 
     steps: Annotated[int, "Steps to trace; 0: none."] = 0
-    start: Annotated[int, "First traced step."] = 5
+    start: Annotated[int, "Steps before the first traced one, of those made since the start or a resume."] = 5
 
     def __post_init__(self) -> None:
         not_negative("profile.steps", self.steps)

@@ -157,10 +157,13 @@ class _WandbSink(_Sink):
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
         self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
+        # An axis of our own: wandb's own step may only grow, and it drops what a resumed run logs of steps that were
+        # made before it was killed.
+        self._run.define_metric("*", step_metric="step")
         atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
-        self._run.log(_numbers(line), step=line["step"])
+        self._run.log({"step": line["step"], **_numbers(line)})
 
     def close(self) -> None:
         self._run.finish()

@@ -37,6 +37,18 @@ class Profile:
     start: int
     meta: Callable[[], dict[str, Any]]
 
+    def lacking(self, left: int) -> str | None:
+        """What of it a process with `left` steps to make will not trace, in words; None if it traces all."""
+        traced = min(self.steps, max(left - self.start, 0))
+        if traced == self.steps:
+            return None
+        found = f"only {traced} of profile.steps = {self.steps}" if traced else "no step"
+        remedy = "" if traced or left == 1 else f"; set it below {left}"
+        return (
+            f"warning: the profile will hold {found}: {left} {'step is' if left == 1 else 'steps are'} left, of which "
+            f"the first profile.start = {self.start} are not traced{remedy}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -106,7 +118,7 @@ class Run:
                 try:
                     monitor.step_dispatched(step, latest, counts)
                     stopped = self._between(done, evaluate, saver, state)
-                    if tracing and step - start == profile.start + profile.steps - 1:
+                    if tracing and (step - start == profile.start + profile.steps - 1 or done == self.total_steps):
                         with monitor.pause("profile", done):
                             m.decorate("the profile", trace.close)
                         tracing = False

@@ -133,7 +133,6 @@ class Trainer:
                 raise ValueError(f"epochs = {config.epochs:g}: {self.total_steps:,} steps are more than can be counted")
         if self.profile_steps and config.profile.start >= self.total_steps:
             raise ValueError(f"profile.start = {config.profile.start}: the run has only {self.total_steps} steps")
-
         if config.qat is not None and config.qat.start >= self.total_steps:
             raise ValueError(f"qat.start = {config.qat.start}: the run has only {self.total_steps} steps")
 
@@ -330,6 +329,8 @@ class Trainer:
                 self.look_up_references((self.eval_data,), resumed, frozen, monitor.progress.print)
                 run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
             return resumed, start
+        if lacking := profile.lacking(self.total_steps - start):
+            monitor.progress.print(lacking)
         with stop.at_once():
             programs, state, sums, frozen = self._start(resumed, start, monitor)
         del resumed

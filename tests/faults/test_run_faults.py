@@ -22,6 +22,7 @@ from jaxtune.train.config import (
     EvaluationConfig,
     GuardConfig,
     OptimConfig,
+    ProfileConfig,
     ScheduleConfig,
 )
 from jaxtune.train.config_file import config_to_yaml, load_config
@@ -214,6 +215,26 @@ def test_a_plot_or_profile_that_cannot_be_written_loses_nothing(folder, monkeypa
     assert "loss.png was left out: OSError: [Errno 28] No space left" in caplog.text
     assert "the profile was left out: OSError" in caplog.text
     assert read_result(folder / "run" / "merged").step == STEPS
+
+
+def test_steps_that_a_profile_will_not_hold_are_said_at_the_start(tmp_path, capsys):
+    def train(steps, profile):
+        plain = dict(checkpoint=CheckpointConfig(every_steps=2), schedule=ScheduleConfig(name="constant"))
+        config = make_config(tmp_path, steps=steps, profile=profile, **plain)
+        Trainer(lora_model(), None, config, dataset(documents(12))).train()
+        return capsys.readouterr().err
+
+    said = train(2, ProfileConfig(steps=3, start=1))
+    assert "the profile will hold only 1 of profile.steps = 3: 2 steps are left, of which the first profile" in said
+    assert json.loads((tmp_path / "profile" / "profile.json").read_text())["meta"]["tokens_per_step"]
+    shutil.rmtree(tmp_path / "profile")
+    said = train(5, ProfileConfig(steps=3, start=3))
+    assert "the profile will hold no step: 3 steps are left" in said and said.index("set it below 3") < said.index(
+        "compiling"
+    )
+    assert not (tmp_path / "profile").exists()
+    assert "the profile" not in train(8, ProfileConfig(steps=2, start=1))
+    assert (tmp_path / "profile").exists()
 
 
 # ---- records

@@ -41,8 +41,12 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     for step, resumed in ((1, None), (2, 1)):
         log(tmp_path, step, resumed, wandb_project="p")
+    # A run that is resumed logs steps again that it had logged before it was killed, in what is one run to wandb.
+    with MetricsLogger(tmp_path, wandb_project="p", resumed_step=2) as logger:
+        for step, loss in ((5, 1.5), (6, 1.4), (4, 1.6), (5, 1.7)):
+            logger.log(step, {"loss": loss})
     wandb.teardown()  # the package's own process writes the last records after finish() has returned; this waits for it
-    found, configs, ids = {}, [], set()
+    found, configs, ids, axes = [], [], set(), set()
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in records(path):
             record = Record.FromString(data)
@@ -52,9 +56,13 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch):
             if record.HasField("history"):
                 items = {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
                          for item in record.history.item}  # fmt: skip
-                found[items["_step"]] = {key: value for key, value in items.items() if not key.startswith("_")}
+                found.append({key: value for key, value in items.items() if not key.startswith("_")})
+            if record.HasField("metric"):
+                axes.add((record.metric.glob_name, record.metric.step_metric))
     assert ids == {("p", (tmp_path / "wandb_run_id").read_text())}
-    assert found[1] == {"loss": 2.5} and found[2]["loss"] == 2.0 and float(found[2]["grad_norm"]) == math.inf
+    assert ("*", "step") in axes
+    assert found[0] == {"step": 1, "loss": 2.5} and float(found[1].pop("grad_norm")) == math.inf
+    assert [(line["step"], line["loss"]) for line in found[1:]] == [(2, 2.0), (5, 1.5), (6, 1.4), (4, 1.6), (5, 1.7)]
     assert configs[0]["seed"] == 3 and configs[0]["optim"] == CONFIG["optim"]
 
 
