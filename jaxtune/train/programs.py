@@ -235,17 +235,16 @@ class Engine:
 
         shapes: gives those of (state, sums, frozen) under the plan in force.
         """
-        budget = self.planner.budget_bytes
         problem = ""
         for attempt in range(2):
             need = None
             try:
                 programs = self.compile(*shapes(), first_step)
-                if budget is None:
+                if self.planner.budget_bytes is None:
                     return programs
                 need = self.planner.compiled_bytes(programs.accumulate, programs.update)
                 need = max(processes.all_of(float(need)))
-                if need <= budget:
+                if self.planner.fits(need):
                     return programs
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
             except jax.errors.JaxRuntimeError as error:

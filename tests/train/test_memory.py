@@ -531,6 +531,16 @@ def test_a_plan_that_the_compiler_finds_too_large_is_made_once_more(tmp_path, mo
     assert "the plan does not fit in" in capsys.readouterr().err
 
 
+def test_a_plan_that_the_compiler_finds_larger_by_a_rounding_is_not_compiled_again(tmp_path, monkeypatch, capsys):
+    config, model = tiny_budget(tmp_path)
+    trainer = Trainer(model, None, config, dataset(documents(60)))
+    first = trainer.planner.plan
+    monkeypatch.setattr(trainer.planner, "compiled_bytes", lambda *programs: trainer.planner.budget_bytes * 1.003)
+    trainer.train()
+    assert trainer.planner.plan == first
+    assert "planning once more" not in capsys.readouterr().err
+
+
 def test_a_plan_that_never_fits_is_explained(tmp_path, monkeypatch):
     config, model = tiny_budget(tmp_path)
     trainer = Trainer(model, None, config, dataset(documents(60)))
