@@ -3,7 +3,8 @@
 Training runs in one shard_map over the whole mesh (`divided`), so that a model and its kernels see plain local arrays,
 as on one device. The mesh has two axes. The rows of a batch are divided over both, `data` and `fsdp`. Tensors are whole
 on the devices along `data`; along `fsdp` each device has a part (a `Shard`) of those that declare a dividing axis, and
-what is computed with them gathers them first (`whole_beside`; in the layers, the stack does it one layer ahead). Sums
+what is computed with them gathers them first (`whole_beside`; in the layers, the stack does it one layer ahead), but
+for frozen tensors that a plan has whole on each device (`held_whole`), because memory has room. Sums
 over rows, gradients too, are each device's own until they are added up: those of a Shard's tensor over `fsdp` at once,
 which leaves each device its part of them, the rest once a step. What a model must know of other devices, it asks here:
 `part_of_rows` and `total`. Where nothing is divided, these are 0 and the values as they are.
@@ -242,6 +243,11 @@ def divide(tree: Any, mesh: Mesh | None) -> Any:
     return _divided(tree, 1 if mesh is None else mesh.shape.get(FSDP, 1))
 
 
+def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
+    """Of each array of a tree of variables, in order: whether a device of the mesh has a part of it."""
+    return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
+
+
 def held_bytes(tree: Any, fsdp: int) -> float:
     """Bytes that each of `fsdp` devices holds of a tree of variables, whose arrays may be abstract."""
 
@@ -286,6 +292,22 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
     if isinstance(value, Stored):
         return value.divided(axis, count)
     return (axis,) if value.shape[axis] % count == 0 else None
+
+
+def held_whole(frozen: Any, resident: int, layers: int) -> Any:
+    """A state of variables that do not train, those of the first `resident` of `layers` layers declared to be whole on
+    each device; of all layers: those of embedding and head too (ResidualPlan.resident)."""
+    if not resident:
+        return frozen
+
+    def declared(path, variable):
+        keys = [getattr(key, "key", None) for key in path]
+        if (keys[0] == "layers" and keys[1] >= resident) or (keys[0] != "layers" and resident < layers):
+            return variable
+        value = variable.get_value()
+        return variable.replace(value, axes=()) if "axes" in variable.get_metadata() else variable
+
+    return jax.tree_util.tree_map_with_path(declared, frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:

@@ -106,11 +106,14 @@ class ResidualPlan:
       then over tiles.
     whole_weights: where weights are divided over devices, those of the last so many layers stay whole from forward to
       backward, and are not gathered again. Those of the last layer do anyway.
+    resident: where weights are divided over devices, those of the first so many layers that do not train are whole on
+      each device all the time, and are never gathered; of all layers: those of embedding and head too.
     """
 
     layers: tuple[LayerPlan, ...]
     tile_tokens: int | None = None
     whole_weights: int = 0
+    resident: int = 0
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:

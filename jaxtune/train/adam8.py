@@ -36,7 +36,7 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
     """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), as optax.scale_by_adam, over 8-bit states.
 
     2 + 8/256 bytes an element. The direction is float32, from moments that are not rounded to 8 bits in this step.
-    Its update takes `scale` and `finite`, as optim.StepOptimizer's.
+    Its update takes `scale`, `finite` and `divided`, as optim.StepOptimizer's.
     """
 
     def init(params):
@@ -56,7 +56,7 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
             v_absmax=jax.tree.map(absmax, params),
         )
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True):
+    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None):
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         # 1 - beta^t, without the digits that a power near 1 loses in float32.
@@ -64,14 +64,15 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
             -jnp.expm1(count * jnp.float32(math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2)
         )
 
-        def one(g, m, m_absmax, v, v_absmax):
+        def one(in_parts, g, m, m_absmax, v, v_absmax):
             """(direction, and the new m, m_absmax, v, v_absmax) of one tensor."""
             if m.dtype == jnp.uint8:
                 table: dispatch.Table = {"mosaic": lambda: kernel.refusal(g, m), "reference": lambda: None}
                 by_kernel = dispatch.choose("adamw_8bit", table, None) == "mosaic"
-                step = kernel.adam_update if by_kernel else kernel.plain_update
-                numbers = (correction1, correction2, scale, finite)
-                return step(g, m, m_absmax, v, v_absmax, *numbers, betas=(beta1, beta2), eps=eps)
+                numbers, options = (correction1, correction2, scale, finite), dict(betas=(beta1, beta2), eps=eps)
+                if by_kernel:
+                    return kernel.adam_update(g, m, m_absmax, v, v_absmax, *numbers, divided=in_parts, **options)
+                return kernel.plain_update(g, m, m_absmax, v, v_absmax, *numbers, **options)
             g = g.astype(jnp.float32) * scale
             new_m = beta1 * m + (1 - beta1) * g
             new_v = beta2 * v + (1 - beta2) * g * g
@@ -80,7 +81,8 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
 
         leaves, structure = jax.tree.flatten(updates)
         states = (jax.tree.leaves(tree) for tree in state[1:])
-        results = [one(*tensors) for tensors in zip(leaves, *states, strict=True)]
+        in_parts = [False] * len(leaves) if divided is None else divided
+        results = [one(*tensors) for tensors in zip(in_parts, leaves, *states, strict=True)]
         direction, *moments = (jax.tree.unflatten(structure, column) for column in zip(*results, strict=True))
         return direction, Adam8State(jnp.where(finite, count, state.count), *moments)
 

@@ -48,10 +48,11 @@ def _decayed(parameters):
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An optimizer whose update takes two arguments more, for what has to be done as states are read and written.
+    """An optimizer whose update takes three arguments more, for what has to be done as states are read and written.
 
     scale: float32 number, by which gradients of any float dtype are multiplied in float32. finite: bool; where it is
-    false, the states stay as they are, and the updates mean nothing.
+    false, the states stay as they are, and the updates mean nothing. divided: of each gradient, whether devices have a
+    part of it and of its states; None: of none.
     """
 
 
@@ -60,7 +61,8 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True):
+    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None):
+        del divided  # XLA divides plain operations as their operands are
         updates = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates)
         updates, new = optimizer.update(updates, state, params)
         return updates, _where(finite, new, state)
@@ -94,10 +96,10 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
     if config.name != "adamw_8bit":
         return step_optimizer(optimizer)
 
-    def update(updates, state: Any, params=None, *, scale=1.0, finite=True):
+    def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None):
         """The first of the chain's states is chosen where it is made: a choice here would keep the old moments."""
         new: Any
-        updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite)
+        updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite, divided=divided)
         return updates, (new[0], *_where(finite, new[1:], state[1:]))
 
     return StepOptimizer(optimizer.init, update)

@@ -284,7 +284,7 @@ class Engine:
             if not _may_plan_again(error):
                 raise
         problem = "the first step ran out of memory"
-        self.planner.replan(problem, None, print_line)
+        self.planner.replan(problem, None, print_line, begun=True)
         self.follow_plan()
         sums = self.zero_sums(state)
         rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)

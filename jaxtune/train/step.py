@@ -305,10 +305,14 @@ class StepProgram:
                 scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             optimizer = step_optimizer(self.optimizer)
 
-            def moved(parameters, opt_state, gradients, finite):
+            in_parts = partition.which_are_divided(state.trainable, self.mesh)
+
+            def moved(parameters, opt_state, gradients, finite, divided=in_parts):
                 """(float32 weights after the update, the optimizer's new state, or its old one if not finite)"""
                 wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
-                updates, opt_state = optimizer.update(gradients, opt_state, wide, scale=scale, finite=finite)
+                updates, opt_state = optimizer.update(
+                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided
+                )
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
             # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities. It is
@@ -333,7 +337,7 @@ class StepProgram:
             if self.by_tensor:
 
                 def one(index, parameter, opt_state, gradient):
-                    wide, new = moved([parameter], opt_state, [gradient], finite=finite)
+                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[index : index + 1])
                     kept = self._kept(state, wide, [parameter], index)
                     return guarded(kept[0], parameter), new
 

@@ -62,6 +62,7 @@ class TrainedModel:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
         step donates them. Waits for weights that are on their way."""
         self.take_weights()
+        frozen = self.placed_frozen(engine)  # first: the blocks that it leaves go to what follows
         program, where = engine.program, engine.replicated
         if engine.mesh.size == 1 or program.offload:
             state = program.init(self.trainable, self._config.seed, where)
@@ -71,11 +72,33 @@ class TrainedModel:
             trainable = partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh))
             init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
             state = init(trainable, self._config.seed)
-        return state, engine.zero_sums(state), self.placed_frozen(engine)
+        return state, engine.zero_sums(state), frozen
 
     def placed_frozen(self, engine: Engine) -> Any:
-        """What does not train, on the mesh."""
-        return partition.put(self.frozen, partition.shardings(self.frozen, engine.mesh))
+        """What does not train, on the mesh, as the plan in force says.
+
+        Of a model that nobody else holds, an array that is moved is let go before the next one is: a device never has
+        both the parts that a plan declares whole and the whole arrays."""
+        declared = self._declared(engine)
+        where = partition.shardings(declared, engine.mesh)
+        if self._keeps_model or engine.mesh.shape[partition.FSDP] == 1:
+            return partition.put(declared, where)
+        graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
+        arrays, structure = jax.tree.flatten(self.frozen)
+        as_declared = jax.tree.structure(declared)
+        del self.frozen, self.given, declared
+        try:
+            for index, sharding in enumerate(jax.tree.leaves(where)):
+                arrays[index] = jax.block_until_ready(partition.put(arrays[index], sharding))
+        finally:
+            self.frozen = jax.tree.unflatten(structure, arrays)
+            self.given = nnx.merge(graph, trainable, self.frozen)
+        return jax.tree.unflatten(as_declared, arrays)
+
+    def _declared(self, engine: Engine) -> Any:
+        """What does not train, whole on each device or divided as the plan in force says."""
+        plan = engine.planner.plan.residuals
+        return partition.held_whole(self.frozen, plan.resident, len(plan.layers))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """What first_state gives, as shapes."""
@@ -88,7 +111,8 @@ class TrainedModel:
 
         state = placed(state, program.shardings(state, where))
         sums = placed(sums, program.sums_shardings(state.trainable, where))
-        return state, sums, placed(self.frozen, partition.shardings(self.frozen, engine.mesh))
+        frozen = self._declared(engine)
+        return state, sums, placed(frozen, partition.shardings(frozen, engine.mesh))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """first_state, or that of a resumed run."""

@@ -30,7 +30,7 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.planning import choice as choosing
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.cost import abstract_model, step_cost
-from jaxtune.train.planning.forecasts import Forecast
+from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.trainer import Trainer
 
@@ -137,10 +137,17 @@ def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset,
     tests.gpu.aot.target.Target: with `layers` of the model's layers, under the plan that is chosen for all of them, but
     for weights that stay whole: they are gathered again, as those of most layers are where memory is short."""
     found = choice(cost(hf, config), config, target.kind)
-    plan = found.plan
+    programs, _ = few_layers(target, hf, config, rows, layers, found.plan)
+    return programs, found.plan.to_record()
+
+
+def few_layers(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers: int, plan, resident: int = 0):
+    """({"accumulate": compiled, "update": compiled}, (bytes by the compiler, by the planner)) of a step of `layers`
+    layers under a StepPlan of all of them; resident: layers whose frozen weights are whole on each device."""
     count = len(plan.residuals.layers)
     kept = tuple(plan.residuals.layers[round(i * (count - 1) / (layers - 1))] for i in range(layers))
-    plan = dataclasses.replace(plan, residuals=dataclasses.replace(plan.residuals, layers=kept, whole_weights=0))
+    residuals = dataclasses.replace(plan.residuals, layers=kept, whole_weights=0, resident=resident)
+    plan = dataclasses.replace(plan, residuals=residuals)
     config = dataclasses.replace(
         config,
         micro_batches=plan.micro_batches,
@@ -150,10 +157,12 @@ def compiled_programs(target, hf: dict, config: TrainConfig, rows: TokenDataset,
     if "layer_types" in few:
         few["layer_types"] = few["layer_types"][:layers]
     model = abstract_model(config_from_hf(few), config)
-    trainer = Trainer(model, None, config, rows)
-    trainer.planner.forecast = dataclasses.replace(trainer.planner.forecast, plan=plan)
+    trainer = Trainer(model, None, config, rows, keeps_model=False)
+    planner = trainer.planner
+    planner.forecast = forecast(planner.cost, plan, device(target.kind))
     trainer.engine.follow_plan()
     trainer.engine.use_mesh(target.mesh(config.mesh.data, config.mesh.fsdp))
     with target.lowering():
         programs = trainer.engine.compile(*trainer.model.first_shapes(trainer.engine))
-    return {"accumulate": programs.accumulate, "update": programs.update}, found.plan.to_record()
+    peaks = planner.compiled_bytes(programs.accumulate, programs.update), planner.forecast.peak_bytes
+    return {"accumulate": programs.accumulate, "update": programs.update}, peaks

@@ -23,7 +23,9 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
+from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.packing import Document
+from jaxtune.train.planning.plan import StepPlan
 from tests.golden import engine
 from tests.gpu.aot.target import H200
 from tests.train.tiny_runs import dataset
@@ -69,7 +71,20 @@ def record(name: str, mesh: MeshConfig = ALONE, layers: int | None = None) -> di
 
 def compiled(name: str, mesh: MeshConfig = ALONE, layers: int | None = None) -> tuple[dict, dict]:
     """({program's name: compiled}, the plan), arguments as of `record`."""
-    case, devices = CASES[name], mesh.data * mesh.fsdp
+    case = CASES[name]
+    config, rows = _asked(case, mesh)
+    return engine.compiled_programs(H200, PUBLISHED[case.model], config, rows, layers or case.layers)
+
+
+def compiled_with(name: str, mesh: MeshConfig, layers: int, plan: StepPlan, resident: int = 0) -> tuple[dict, tuple]:
+    """engine.few_layers of a case."""
+    config, rows = _asked(CASES[name], mesh)
+    return engine.few_layers(H200, PUBLISHED[CASES[name].model], config, rows, layers, plan, resident)
+
+
+def _asked(case: Case, mesh: MeshConfig) -> tuple[TrainConfig, TokenDataset]:
+    """What a case asks for, for so many devices that share so many times the rows, and these."""
+    devices = mesh.data * mesh.fsdp
     config = TrainConfig(
         model=ModelConfig(path=case.model, load_in=case.load_in),  # type: ignore[arg-type]
         data=DataConfig(train="made here", length=case.length),
@@ -82,8 +97,7 @@ def compiled(name: str, mesh: MeshConfig = ALONE, layers: int | None = None) -> 
     )
     size = case.length // case.documents
     whole = Document(np.zeros(size, np.int32), np.ones(size, bool))
-    rows = dataset([whole] * (case.documents * config.rows_per_step), case.length)
-    return engine.compiled_programs(H200, PUBLISHED[case.model], config, rows, layers or case.layers)
+    return config, dataset([whole] * (case.documents * config.rows_per_step), case.length)
 
 
 def described(program) -> dict:

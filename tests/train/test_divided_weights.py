@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 
 import jax
@@ -16,7 +17,7 @@ from tiny import CONFIGS
 from tiny_models import tiny_model
 
 from jaxtune.models import partition, shards
-from jaxtune.models.config import MoEConfig
+from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.generate import generate
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import get_peft_model, matrices
@@ -26,7 +27,7 @@ from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import MATRIX, TILE
 from jaxtune.train.adam8 import scale_by_adam_8bit
-from jaxtune.train.config import ConfigError, EvaluationConfig, MeshConfig, OptimConfig
+from jaxtune.train.config import ConfigError, EvaluationConfig, MemoryConfig, MeshConfig, OptimConfig
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.forecasts import gathered_bytes
 from jaxtune.train.trainer import Trainer
@@ -201,9 +202,49 @@ def test_8_bit_moments_are_those_of_one_device():
             places = partition.shardings(gradients, mesh), partition.states_shardings(state, gradients, mesh)
             given = jax.device_put((gradients, state), places)
             assert share(given[1].m["w"].get_value()) == 1 / 2
-            got = jax.jit(adam.update, out_shardings=places)(*given)
+            divided = partition.which_are_divided(gradients, mesh)
+            assert sorted(divided) == [False, True]
+            run = functools.partial(adam.update, divided=divided)
+            got = jax.jit(run, out_shardings=places)(*given)
+            # What is whole is updated whole, on each: parts of it would have to be exchanged.
+            everywhere = jax.sharding.NamedSharding(mesh, partition.WHOLE)
+            whole = jax.jit(adam.update, out_shardings=everywhere)
+            text = whole.lower(*jax.device_put((gradients, state), everywhere)).compile().as_text()
+            assert "all-gather" not in text and "all-reduce" not in text
         assert dispatch.record["adamw_8bit"][0] == "mosaic"
     for ours, theirs in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("keeps_model", [False, True])
+@pytest.mark.parametrize("resident", [1, 2])
+def test_frozen_weights_that_lie_whole(resident, keeps_model, tmp_path):
+    """The run with weights that are gathered in each step, bit for bit; devices hold what the planner counts, and a
+    model that nobody else holds gives up its parts."""
+
+    def trainer_of(plan):
+        memory, mesh = MemoryConfig(plan=plan), MeshConfig(data=1, fsdp=2)
+        config = make_config(tmp_path / plan, mesh=mesh, memory=memory, steps=5, optim=OptimConfig("adamw_8bit"))
+        model = tiny_model(**WIDE, layers=(LayerSpec(),) * 2)
+        adapted = get_peft_model(quantize(model, "nf4"), r=4, modules_to_save=["lm_head"])
+        return Trainer(adapted, None, config, dataset(documents(40)), keeps_model=keeps_model)
+
+    trainer = trainer_of(f"keep; resident={resident}")
+    state, _, frozen = trainer.model.first_state(trainer.engine)
+    for layer, tensors in frozen["layers"].items():
+        large = [share(leaf) for leaf in jax.tree.leaves(tensors) if leaf.size > 1024]
+        assert large and set(large) == {1 if layer < resident else 1 / 2}
+    assert share(frozen["embedding"]["weight"].get_value()) == (1 if resident == 2 else 1 / 2)
+    found = sum(leaf.nbytes * share(leaf) for leaf in jax.tree.leaves(frozen))
+    if keeps_model:  # with what the caller holds: it lies on one device, as it was made
+        found += sum(leaf.nbytes / 2 for leaf in jax.tree.leaves(frozen) if share(leaf) == 1 and leaf.size > 1024)
+    assert trainer.planner.forecast.parts["frozen weights"] == pytest.approx(found, rel=0.06)
+    held = jax.tree.leaves(trainer.model.frozen)
+    assert all(ours is theirs for ours, theirs in zip(jax.tree.leaves(frozen), held, strict=True)) != keeps_model
+    head = next(leaf for leaf in jax.tree.leaves(state.trainable["head"]))
+    assert share(head) == 1 / 2  # what trains is divided as ever
+    got, want = (trainer_of(plan).train() for plan in (f"keep; resident={resident}", "keep"))
+    for ours, theirs in zip(*(jax.tree.leaves(nnx.state(model)) for model in (got, want)), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 

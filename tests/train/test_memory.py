@@ -78,6 +78,7 @@ def parts_8b():
         "recompute, layer_input=offload; tile=8192",
         "keep; whole=4",
         "0-2: recompute; 3-5: keep; tile=8192; whole=6",
+        "recompute; whole=2; resident=6",
     ],
 )
 def test_the_text_of_a_plan_is_read_as_it_was_written(text):
@@ -104,6 +105,7 @@ def test_a_word_with_exceptions_is_what_it_says():
         ("up=offload, keep", "cannot read 'keep'"),
         ("tile=8", "cannot read 'tile=8'"),
         ("keep; whole=3", "whole=3 is more than the model's 2 layers"),
+        ("keep; resident=3", "resident=3 is more than the model's 2 layers"),
     ],
 )
 def test_a_plan_that_cannot_be_read(text, words):
@@ -320,8 +322,8 @@ def test_the_choice_looks_at_few_whole_plans(parts_8b, monkeypatch):
 def test_the_best_pair_for_few_logits_is_the_best_for_more_while_it_fits(parts_8b):
     of_layers, chunks, again = choice._best_layers(parts_8b, 16384, H200, None), (64, 523, 8384), 0
     for gb in (8, 11, 12, 14, 20, 40, 200):
-        found = choice._best_pairs(parts_8b, 1, chunks, H200, gb * 1e9, None)
-        alone = [choice._best_pair(parts_8b, of_layers, 1, chunk, H200, gb * 1e9, None) for chunk in chunks]
+        found = choice._best_pairs(parts_8b, of_layers, 1, chunks, H200, gb * 1e9, None, 0)
+        alone = [choice._best_pair(parts_8b, of_layers, 1, chunk, H200, gb * 1e9, None, 0) for chunk in chunks]
         assert found == alone[: len(found)]
         assert len(found) == 3 or min(one.peak_bytes for one in alone) == found[-1].peak_bytes > gb * 1e9
         again += len({one.plan.residuals for one in found}) > 1

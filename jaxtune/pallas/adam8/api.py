@@ -231,7 +231,9 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     lax.fori_loop(0, chunks, one, None)
 
 
-def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
+def adam_update(
+    gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=False
+):
     """One step of Adam over a tensor with 8-bit moments; see `refusal`.
 
     Donated moments are updated where they lie, if nothing else reads them: not even a choice between old and new ones,
@@ -241,6 +243,8 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, sc
       gradient: bfloat16 or float32, of any shape. m, v: uint8[blocks, 256] and float32[blocks], as blockwise8.encode.
       correction1, correction2: float32 1 - beta^t. scale: float32, by which the gradient is multiplied in float32.
       finite: bool; where it is false, the moments stay as they are, and the direction means nothing.
+      divided: the devices of the mesh's axis `fsdp` have a part each of the gradient and of its moments. Of what is
+        whole on them each makes the whole: to make a part each and exchange them takes longer, and another place.
     Returns:
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
     Raises:
@@ -252,7 +256,7 @@ def adam_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, sc
     update = functools.partial(update, betas=tuple(betas), eps=float(eps))
     # Where both are divided, and between blocks, each device updates its own part of the tensor.
     parts = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1)
-    divides = gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
+    divides = divided and gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
     divides = divides and gradient.size % (parts * BLOCK) == 0
     update = meshes.on_each_device(update, rows=5 if divides else 0, axis="fsdp")
     return update(gradient, m, m_absmax, v, v_absmax, *numbers)

@@ -100,13 +100,15 @@ def choose(
     device: Device,
     budget_bytes: float | None,
     chunk_logits: Sequence[int] = _CHUNK_LOGITS,
+    resident: int = 0,
 ) -> Forecast:
     """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast ones that with the lower peak.
 
     What config.memory.plan and config.micro_batches fix stays as they say.
 
     Args:
-      chunk_logits: numbers of logits at a time to choose from.
+      chunk_logits: numbers of logits at a time to choose from. resident: layers, at least, whose frozen weights are
+        whole on each device all the time: they lie so already.
     Raises:
       PlanError: nothing fits.
       ValueError: the host cannot hold the optimizer's states.
@@ -127,8 +129,10 @@ def choose(
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
             for tile in dict.fromkeys((None, _tile_tokens(parts, config))):
-                pairs = _best_pairs(parts, micro, chunks, device, budget, tile)
-                found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
+                table = _best_layers(parts, _tokens(parts, micro), device, tile)
+                for held in _residents(parts, resident):
+                    pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, held)
+                    found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
     fitting = [one for one in found if one.peak_bytes <= budget]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
@@ -140,15 +144,33 @@ def _beside_states(parts: StepCost, device: Device) -> Device:
     return dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
 
 
+def _residents(parts: StepCost, least: int) -> list[int]:
+    """Numbers of layers whose frozen weights may be whole all the time, to look for residuals beside."""
+    if not parts.frozen_layer_bytes:
+        return [least]
+    return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
+
+
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The plan with the weights of as many layers whole from forward to backward as there is room for: to gather them
-    again takes less time than to make residuals again, so these come first."""
-    size, room = parts.whole_layer_bytes, budget - found.peak_bytes
+    """The plan with the weights of as many layers more whole as there is room for.
+
+    What trains is whole from forward to backward. What does not is so all the time: a device that gathers it once a
+    step holds, at the loss, its part beside the whole, and has the gather to wait for.
+    """
+
+    def with_(**changes: int) -> Forecast:
+        residuals = dataclasses.replace(found.plan.residuals, **changes)
+        return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
+
+    size, layers, room = parts.whole_layer_bytes, parts.num_layers, budget - found.peak_bytes
     if not size or room <= 0:
         return found
-    count = parts.num_layers if math.isinf(room) else min(parts.num_layers, 1 + int(room / size))
-    residuals = dataclasses.replace(found.plan.residuals, whole_weights=count)
-    return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
+    if not parts.frozen_layer_bytes:
+        return with_(whole_weights=layers if math.isinf(room) else min(layers, 1 + int(room / size)))
+    if (all_of_them := with_(resident=layers)).peak_bytes <= budget:
+        return all_of_them
+    more = int(room / parts.resident_layer_bytes)
+    return with_(resident=min(found.plan.residuals.resident + more, layers - 1))
 
 
 def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:
@@ -160,13 +182,14 @@ def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:
     return tile if tile >= _TILE_TOKENS // 8 else None
 
 
-def _best_pairs(parts, micro: int, chunks: Sequence[int], device, budget: float, tile) -> list[Forecast]:
+def _best_pairs(
+    parts, table, micro: int, chunks: Sequence[int], device, budget: float, tile, resident: int
+) -> list[Forecast]:
     """The best mixture for each number of tokens whose logits are there at a time; chunks: these, the fewest first.
 
     More of them only take more memory: the best mixture with fewer stays the best while it fits, and where none does,
     none will with more.
     """
-    table = _best_layers(parts, _tokens(parts, micro), device, tile)
     found: list[Forecast] = []
     for chunk in chunks:
         if found:
@@ -174,7 +197,7 @@ def _best_pairs(parts, micro: int, chunks: Sequence[int], device, budget: float,
             if same.peak_bytes <= budget:
                 found.append(same)
                 continue
-        found.append(_best_pair(parts, table, micro, chunk, device, budget, tile))
+        found.append(_best_pair(parts, table, micro, chunk, device, budget, tile, resident))
         if found[-1].peak_bytes > budget:
             break
     return found
@@ -185,7 +208,9 @@ def _tokens(parts: StepCost, micro: int) -> float:
     return parts.rows / micro / parts.devices * parts.length
 
 
-def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None) -> Forecast:
+def _best_pair(
+    parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None, resident: int
+) -> Forecast:
     """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
     longest, and one for the rest; the smallest mixture where none fits. table: of _best_layers."""
     count = parts.num_layers
@@ -193,11 +218,11 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     head = head_forecast(parts, chunk_tokens, _tokens(parts, micro), device)
     kept, hosted, leaving, arriving = of.kept, of.hosted, GAPS * of.leaving, of.arriving
     seconds = of.forward + of.backward
-    at_loss, at_forward, at_backward = gathered_bytes(parts, 0)
+    at_loss, at_forward, at_backward = gathered_bytes(parts, 0, resident)
     loss = head[0] + at_loss
     work, forward = of.work + parts.head_gradient_bytes + at_backward, hosted + of.work_forward + at_forward
     room = budget
-    budget -= parts.fixed_bytes(micro) + parts.cast_bytes
+    budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
         """Of mixtures that begin with these plans: (none fits, seconds or bytes, first layers, their plan, the rest's).
@@ -231,9 +256,9 @@ def _best_pair(parts, table, micro: int, chunk_tokens: int, device, budget: floa
     found = (best_of(slice(start, start + _ROWS)) for start in starts)
     _, _, number, first, last = min(found, key=lambda best: best[:2])
     layers = (plans[first],) * number + (plans[last],) * (count - number)
-    best = forecast(parts, StepPlan(ResidualPlan(layers, tile), micro, chunk_tokens), device)
+    best = forecast(parts, StepPlan(ResidualPlan(layers, tile, resident=resident), micro, chunk_tokens), device)
     if best.peak_bytes - parts.shared_bytes <= room < best.peak_bytes:  # it keeps everything; other plans share nothing
-        return _best_pair(parts, table, micro, chunk_tokens, device, room - parts.shared_bytes, tile)
+        return _best_pair(parts, table, micro, chunk_tokens, device, room - parts.shared_bytes, tile, resident)
     return best
 
 

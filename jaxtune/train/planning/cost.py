@@ -123,12 +123,15 @@ class LayerKind:
 class Exchange:
     """Bytes that a device receives from the others of its mesh. weights: of all layers, for a forward, and again for a
     backward; gradients: of what trains of them and is divided, in a backward; around: both of embedding and head, under
-    which nothing runs; sums: of what trains and is whole, once a step."""
+    which nothing runs; sums: of what trains and is whole, once a step. frozen, frozen_around: of weights and of around,
+    what does not train."""
 
     weights: float = 0.0
     gradients: float = 0.0
     around: float = 0.0
     sums: float = 0.0
+    frozen: float = 0.0
+    frozen_around: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +152,8 @@ class StepCost:
     every residual is kept (the stack ties them to the backward elsewhere).
     whole_layer_bytes, whole_head_bytes: of the largest layer's and the head's weights that are divided over devices,
     whole. whole_gradient_bytes: of a layer's gradients that are, as they come and as they are added up.
+    frozen_layer_bytes: of the largest layer's, what does not train. resident_layer_bytes, resident_around_bytes: what a
+    device holds more where these, and where embedding and head, are whole on it all the time.
     hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
     """
 
@@ -183,10 +188,19 @@ class StepCost:
     whole_layer_bytes: float = 0.0
     whole_head_bytes: float = 0.0
     whole_gradient_bytes: float = 0.0
+    frozen_layer_bytes: float = 0.0
+    resident_layer_bytes: float = 0.0
+    resident_around_bytes: float = 0.0
 
-    def fixed_bytes(self, micro_batches: int) -> float:
-        """Of a step of so many."""
-        return sum(self.fixed.values()) - (self.less_sums if micro_batches == 1 else 0.0)
+    def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
+        """Of a step of so many; resident: as in ResidualPlan."""
+        less = self.less_sums if micro_batches == 1 else 0.0
+        return sum(self.fixed.values()) + self.resident_bytes(resident) - less
+
+    def resident_bytes(self, resident: int) -> float:
+        """What a device holds more where the frozen weights of so many layers are whole on it all the time."""
+        around = self.resident_around_bytes if resident == self.num_layers else 0.0
+        return resident * self.resident_layer_bytes + around
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Of the mean layer, for `tokens` tokens on a device."""
@@ -238,6 +252,10 @@ def step_cost(
     known, devices = residuals_of(model.layers), data * fsdp
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
+    frozen_layers = [partition.divided_sizes(layer, fsdp)[0] for layer in frozen.get("layers", {}).values()]
+    around = partition.divided_sizes(frozen, fsdp)[0] - sum(frozen_layers)
+    # Parts stay beside what is whole where somebody else holds them.
+    more = 1.0 if keeps_model else 1 - 1 / fsdp
     head = model.head_variable
     head_trains = isinstance(head, nnx.Param)
     head_size = math.prod(head.shape)
@@ -280,14 +298,20 @@ def step_cost(
             for i in range(len(kinds))
         ),
         whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), fsdp)[0],
+        frozen_layer_bytes=max(frozen_layers, default=0.0),
+        resident_layer_bytes=more * max(frozen_layers, default=0.0),
+        resident_around_bytes=more * around,
         whole_gradient_bytes=0.0 if fsdp == 1 else _whole_gradient_bytes(model, storage),
     )
 
 
 def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
     """trained, frozen: states of variables, as they are kept on the devices."""
-    received, layers = 1 - 1 / fsdp, [tree["layers"] for tree in (trained, frozen) if "layers" in tree]
-    weights = sum(partition.divided_sizes(tree, fsdp)[0] for tree in layers)
+
+    def of_layers(tree) -> float:
+        return partition.divided_sizes(tree["layers"], fsdp)[0] if "layers" in tree else 0.0
+
+    received, weights = 1 - 1 / fsdp, of_layers(trained) + of_layers(frozen)
     _, gradients = partition.divided_sizes(trained["layers"], fsdp) if "layers" in trained else (0.0, 0.0)
     every, (_, divided) = partition.divided_sizes((trained, frozen), fsdp)[0], partition.divided_sizes(trained, fsdp)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
@@ -299,6 +323,8 @@ def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
         gradients=received * width * gradients,
         around=received * (every - weights + width * (divided - gradients)),
         sums=8.0 * (whole * (1 - 1 / devices) + divided / fsdp * (1 - 1 / data)),
+        frozen=received * of_layers(frozen),
+        frozen_around=received * (partition.divided_sizes(frozen, fsdp)[0] - of_layers(frozen)),
     )
 
 

@@ -288,12 +288,21 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
     return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
 
-def gathered_bytes(parts: StepCost, whole_weights: int) -> tuple[float, float, float]:
+def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
     """Bytes of divided weights that are whole, and of their gradients: at the loss, in the forward and in the backward
-    of a layer, where the next one's come beside its own."""
-    layers = max(whole_weights, 2) * parts.whole_layer_bytes
-    at_loss = max(whole_weights, 1) * parts.whole_layer_bytes + parts.whole_head_bytes
-    return at_loss, layers, layers + parts.whole_gradient_bytes
+    of a layer, where the next one's come beside its own. whole_weights, resident: as in ResidualPlan."""
+    frozen = parts.frozen_layer_bytes
+
+    def of(layers: int) -> float:
+        return layers * (parts.whole_layer_bytes - frozen) + min(layers, parts.num_layers - resident) * frozen
+
+    head = 0.0 if _all_resident(parts, resident) and not parts.head_trains else parts.whole_head_bytes
+    layers = of(max(whole_weights, 2))
+    return of(max(whole_weights, 1)) + head, layers, layers + parts.whole_gradient_bytes
+
+
+def _all_resident(parts: StepCost, resident: int) -> bool:
+    return resident == parts.num_layers
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
@@ -324,12 +333,16 @@ def state_seconds(parts: StepCost, device: Device) -> float:
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
     """(all, exposed) of a step's collectives; forward, backward: seconds of all layers in a micro-batch."""
     of, rate, micro = parts.exchange, device.peer, plan.micro_batches
-    again = of.weights * (1 - max(plan.residuals.whole_weights, 1) / parts.num_layers)
-    total = micro * (of.weights + again + of.gradients + of.around) / rate + of.sums / rate
+    resident, trained = plan.residuals.resident, of.weights - of.frozen
+    divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers
+    weights = trained + of.frozen * divided
+    again = trained * (1 - whole) + of.frozen * max(divided - whole, 0.0)
+    around = of.around - (of.frozen_around if _all_resident(parts, resident) else 0.0)
+    total = micro * (weights + again + of.gradients + around) / rate + of.sums / rate
     exposed = 0.0
-    for size, above in ((of.weights, forward), (again + of.gradients, backward)):
+    for size, above in ((weights, forward), (again + of.gradients, backward)):
         exposed += max(size / rate - _COVER * above, _COLLECTIVE_LOSS * size / rate)
-    return total, micro * (exposed + of.around / rate) + of.sums / rate
+    return total, micro * (exposed + around / rate) + of.sums / rate
 
 
 def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
@@ -338,7 +351,8 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     kept = sum(layer.kept * count for layer, count in groups)
     # What the last layer should offload stays: the backward begins with it.
     last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
-    gathered = gathered_bytes(parts, plan.residuals.whole_weights)
+    resident = plan.residuals.resident
+    gathered = gathered_bytes(parts, plan.residuals.whole_weights, resident)
     moments = [
         ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0]),
         ("the forward of a layer", kept, last.hosted + last.work_forward + GAPS * before.leaving, gathered[1]),
@@ -364,6 +378,8 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     if sum(update.values()) > sum(bytes_.values()):
         bytes_ = update
     bytes_ = {**parts.fixed, **bytes_}
+    if resident:
+        bytes_["frozen weights"] += parts.resident_bytes(resident)
     if micro == 1 and parts.less_sums:
         bytes_["gradient sums"] -= parts.less_sums
     forward = sum(layer.forward * count for layer, count in groups)

@@ -9,7 +9,9 @@
 - `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layers, all of them named;
 - `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row;
 - `keep; whole=8`: where weights are divided over devices, those of the last 8 layers are not gathered again for the
-  backward.
+  backward;
+- `keep; resident=8`: where weights are divided over devices, those of the first 8 layers that do not train are whole on
+  each device all the time; of all layers: those of embedding and head too.
 
 Which residuals there are, the model's layers say (models/layers).
 """
@@ -65,6 +67,7 @@ def residuals_text(plan: ResidualPlan) -> str:
             groups.append((index, index, layer))
     more = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
     more += [f"whole={plan.whole_weights}"] if plan.whole_weights else []
+    more += [f"resident={plan.resident}"] if plan.resident else []
     if len(groups) == 1:
         return "; ".join([str(groups[0][2]), *more])
     return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *more])
@@ -75,17 +78,18 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
 
     Raises:
       ValueError: an unknown word, residual or placement; layers that are named twice, not at all, or not there; more
-        layers than there are whose weights should stay whole.
+        layers than there are whose weights should stay whole, or be so all the time.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
     first_part, *parts = text.split(";")
     numbers: dict[str, int] = {}
-    while parts and (match := re.fullmatch(r"\s*(tile|whole)\s*=\s*([1-9]\d*)\s*", parts[-1])):
+    while parts and (match := re.fullmatch(r"\s*(tile|whole|resident)\s*=\s*([1-9]\d*)\s*", parts[-1])):
         numbers[match[1]] = int(match[2])
         parts.pop()
     try:
-        if numbers.get("whole", 0) > num_layers:
-            raise ValueError(f"whole={numbers['whole']} is more than the model's {num_layers} layers")
+        for word in ("whole", "resident"):
+            if numbers.get(word, 0) > num_layers:
+                raise ValueError(f"{word}={numbers[word]} is more than the model's {num_layers} layers")
         for part in [first_part, *parts]:
             match = re.fullmatch(r"\s*(?:(\d+)(?:-(\d+))?\s*:)?(.*)", part, re.DOTALL)
             assert match is not None
@@ -109,7 +113,7 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
             "layers: 0-11: recompute; 12-31: keep"
         ) from None
     known = tuple(layer for layer in layers if layer is not None)
-    return ResidualPlan(known, numbers.get("tile"), numbers.get("whole", 0))
+    return ResidualPlan(known, numbers.get("tile"), numbers.get("whole", 0), numbers.get("resident", 0))
 
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:

@@ -85,15 +85,18 @@ class Planner:
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
 
-    def replan(self, problem: str, need_bytes: float | None, print_line: Callable[[str], None]) -> None:
-        """Another plan, smaller by as much as the last one's need was underestimated (None: not known)."""
+    def replan(
+        self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], begun: bool = False
+    ) -> None:
+        """Another plan, smaller by as much as the last one's need was underestimated (None: not known). begun: the
+        weights lie as the last plan says, and stay so."""
         peak = self.forecast.peak_bytes
         room = "" if self.budget_bytes is None else f" in {self.budget_bytes / 1e9:.2f} GB"
         print_line(f"the plan does not fit{room}: {problem}; planning once more")
         smaller = peak / _MORE
         if need_bytes is not None and self.budget_bytes is not None:
             smaller = 0.99 * self.budget_bytes * peak / need_bytes  # another plan is as wrong to within so much
-        self.forecast = self._choose(smaller)
+        self.forecast = self._choose(smaller, self.plan.residuals.resident if begun else 0)
         for line in self.lines():
             print_line(line)
 
@@ -107,9 +110,9 @@ class Planner:
         budget = self.budget_bytes or self.forecast.peak_bytes
         return PlanError(self.forecast, budget, self._fixes(budget / _MORE), f"planned twice, and still {problem}; it")
 
-    def _choose(self, budget_bytes: float | None) -> Forecast:
+    def _choose(self, budget_bytes: float | None, resident: int = 0) -> Forecast:
         try:
-            found = choose(self.cost, self.config, self.device, budget_bytes)
+            found = choose(self.cost, self.config, self.device, budget_bytes, resident=resident)
             if processes.count() > 1:  # whose hosts and measured rates may differ
                 plan = processes.of_first(found.plan.to_record)
                 found = forecast(self.cost, self._recorded(plan), self.device)
@@ -133,4 +136,4 @@ class Planner:
             analysis = program.memory_analysis()
             added = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             needs.append(analysis.temp_size_in_bytes + max(added, 0))
-        return self.cost.fixed_bytes(self.plan.micro_batches) + max(needs)
+        return self.cost.fixed_bytes(self.plan.micro_batches, self.plan.residuals.resident) + max(needs)
