@@ -301,8 +301,9 @@ def held_whole(frozen: Any, resident: int, layers: int) -> Any:
         return frozen
 
     def declared(path, variable):
-        keys = [getattr(key, "key", None) for key in path]
-        if (keys[0] == "layers" and keys[1] >= resident) or (keys[0] != "layers" and resident < layers):
+        keys: list[Any] = [getattr(key, "key", None) for key in path]
+        there = keys[1] < resident if keys[0] == "layers" else resident == layers
+        if not there:
             return variable
         value = variable.get_value()
         return variable.replace(value, axes=()) if "axes" in variable.get_metadata() else variable
