@@ -125,6 +125,15 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
+def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """`put` of one array; of one that lies on the same devices in another way, from device to device: device_put would
+    take it through the host."""
+    lies = array.sharding if isinstance(array, jax.Array) else None
+    if lies is None or lies == sharding or lies.device_set != sharding.device_set:
+        return put(array, sharding)
+    return _moves(sharding)(array)
+
+
 def together(trained: Any, rest: Any) -> tuple[Any, Any]:
     """Trees of variables that one computation may take, where one may lie on the mesh and the other not: all arrays on
     a device of this process, if each process has all of them, else over the mesh."""

@@ -81,15 +81,17 @@ class TrainedModel:
         both the parts that a plan declares whole and the whole arrays."""
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
-        if self._keeps_model or engine.mesh.shape[partition.FSDP] == 1:
+        if engine.mesh.shape[partition.FSDP] == 1:
             return partition.put(declared, where)
+        if self._keeps_model:
+            return jax.tree.map(partition.moved, declared, where)
         graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
         arrays, structure = jax.tree.flatten(self.frozen)
         as_declared = jax.tree.structure(declared)
         del self.frozen, self.given, declared
         try:
             for index, sharding in enumerate(jax.tree.leaves(where)):
-                arrays[index] = jax.block_until_ready(partition.put(arrays[index], sharding))
+                arrays[index] = jax.block_until_ready(partition.moved(arrays[index], sharding))
         finally:
             self.frozen = jax.tree.unflatten(structure, arrays)
             self.given = nnx.merge(graph, trainable, self.frozen)
