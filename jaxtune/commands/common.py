@@ -32,6 +32,14 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 
 
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """What a command is told that is one of several processes, for processes.join."""
+    several = "one of several processes that SLURM and Open MPI did not start: all three"
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
+    parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=int, metavar="I", help=argparse.SUPPRESS)
+
+
 def load(name: str, dtype: str):
     """Model and tokenizer of a model folder, a hub name or an adapter folder."""
     import jaxtune

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from jaxtune import processes
 from jaxtune.commands import common
 from jaxtune.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows."""
+    """Loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows.
+
+    Several processes share the rows, and the first one says the numbers, as `jaxtune train` does."""
     parser = common.parser("evaluate", run.__doc__)
     parser.add_argument(
         "recipe", help="config.yaml in a run's folder: what the run led to; or a recipe: its model as it is"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
-    options = parser.parse_args(arguments)
+    common.add_processes(parser)
+    options = parser.parse_intermixed_args(arguments)
 
     from jaxtune.train.config_file import load_config
 
     config = load_config(options.recipe, options.overrides)
+    processes.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.app import evaluate as evaluate_config
 
     say(json.dumps(evaluate_config(config, options.recipe, options.overrides), indent=2))

@@ -470,6 +470,7 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     `weights_to_score` says."""
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
+    _require_one_process(config)
     scored = weights_to_score(config, recipe, overrides)
     console.print(f"weights: {scored.text}")
     config = scored.config

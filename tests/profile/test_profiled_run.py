@@ -9,7 +9,7 @@ import pytest
 
 from jaxtune.profile import show
 from jaxtune.profile.record import TRACE_FILE
-from jaxtune.train.config import ProfileConfig
+from jaxtune.train.config import MemoryConfig, MeshConfig, ProfileConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -48,6 +48,29 @@ def test_a_profile_is_told_the_steps(tmp_path):
     events = [event for plane in planes for line in plane.lines for event in line.events]
     assert sorted({int(value) for event in events for key, value in event.stats if key == "step_num"}) == [1, 2]
     assert len(show(tmp_path / "run" / "profile").steps_ms) == 2
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_what_a_mesh_exchanges_and_how_much_of_it_is_hidden(resident, tmp_path):
+    """In a real trace of two devices: the gathers of each matrix, and the sum of the adapters' gradients."""
+    plan = "keep" + "; resident=2" * (resident == 2)
+    config = make_config(
+        tmp_path / "run", steps=4, mesh=MeshConfig(1, 2), profile=ProfileConfig(steps=2, start=2),
+        memory=MemoryConfig(plan=plan),
+    )  # fmt: skip
+    Trainer(lora_model(layers=2), None, config, dataset(documents(40))).train()
+    report = show(tmp_path / "run" / "profile")
+    (row,) = (row for row in report.transfers if row.name == "collectives")
+    # Two layers of seven matrices for the forward, embedding and head; for the backward of the first, whose input needs
+    # no gradient, the output's and the MLP's again.
+    gathers = 0 if resident else 2 * 7 + 2 + 4
+    found = [kernel for kernel in report.kernels if kernel.category == "collectives"]
+    counts = {kind: sum(k.count for k in found if k.name.startswith(kind)) for kind in ("all_gather", "all-reduce")}
+    assert counts == {"all_gather": 2 * gathers, "all-reduce": 2 * 1} and row.count == sum(counts.values())
+    assert row.hidden_ms + row.exposed_ms == pytest.approx(row.ms) and 0 <= row.hidden_ms < row.ms
+    (category,) = (each for each in report.categories if each.name == "collectives")
+    assert category.ms == pytest.approx(row.exposed_ms)  # what runs under kernels is in no category's time
+    assert sum(each.ms for each in report.categories) == pytest.approx(report.step_ms)
 
 
 def test_steps_after_the_end_are_refused_at_once(tmp_path):

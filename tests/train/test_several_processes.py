@@ -62,18 +62,23 @@ def port() -> Iterator[int]:
 
 def run_all(recipe: Path, output: Path, wanted: list[str], faults: list[tuple[str, int]]) -> list[tuple[int, str]]:
     """(exit code, words) of processes to which these things happen, one each, started by hand."""
-    script = Path(__file__).with_name("one_of_several.py")
+    script = str(Path(__file__).with_name("one_of_several.py"))
+    run = [str(recipe), f"output={output}", *wanted]
+    return run_together([[script, fault, str(step), *run] for fault, step in faults])
+
+
+def run_together(commands: list[list[str]]) -> list[tuple[int, str]]:
+    """(exit code, words) of processes of one run, each with what Python is to run in it."""
     with port() as number:
         started = [
             subprocess.Popen(
                 [
-                    sys.executable, str(script), fault, str(step), str(recipe), f"output={output}", *wanted,
-                    f"--coordinator=127.0.0.1:{number}", f"--processes={len(faults)}",
+                    sys.executable, *command, f"--coordinator=127.0.0.1:{number}", f"--processes={len(commands)}",
                     f"--process={index}",
                 ],
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
             )
-            for index, (fault, step) in enumerate(faults)
+            for index, command in enumerate(commands)
         ]  # fmt: skip
         try:
             said = [process.communicate(timeout=PATIENCE_SECONDS) for process in started]
@@ -129,6 +134,20 @@ def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
     same_tensors(output / ADAPTER, alone / ADAPTER)
     same_tensors(output / "merged" / "model.safetensors", alone / "merged" / "model.safetensors")
     assert f"done: {output}" in said[0] and "training rows" not in said[1]  # one of them speaks
+
+
+def test_two_processes_evaluate_what_one_does(alone, capsys):
+    """A base that is divided over them; the first one says the numbers."""
+    score = ["evaluate", str(alone / "config.yaml"), "mesh={data: 1, fsdp: 2}"]
+    capsys.readouterr()
+    assert cli.main(score) == 0
+    want = json.loads(capsys.readouterr().out)
+    (code, said), (other_code, nothing) = run_together([["-m", "jaxtune.cli", *score]] * 2)
+    assert (code, other_code) == (0, 0), said + nothing
+    got = json.loads(said[said.index("{") :])
+    assert (got["weights"], got["eval_targets"]) == (want["weights"], want["eval_targets"])
+    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-6)
+    assert "eval_loss" not in nothing
 
 
 def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(recipe, tmp_path):
