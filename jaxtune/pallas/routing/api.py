@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.grouped_matmul import api as grouped
-from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, divided
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
 # Each has spread; a token's rows are summed by the reference.
@@ -163,8 +163,8 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 
 @meshes.on_any_mesh
 def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero. Gradients are summed over a
-    token's pairs in float32, in the order of its choices.
+    """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero, and their gradients must be.
+    Gradients are summed over a token's pairs in float32, in the order of its choices.
 
     implementation: "reference", "mosaic", or None for the first that supports the call.
 
@@ -194,7 +194,8 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 @meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype.
+    """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype. Rows
+    that hold nothing must be zero.
 
     implementation: permute's, in the gradient of this.
 
@@ -207,7 +208,7 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 def _row_tokens(routing):
     """int32[rows]: the token of each row; T for rows that hold nothing."""
-    return jax.lax.div(routing.source, jnp.int32(routing.slots.shape[1]))
+    return divided(routing.source, routing.slots.shape[1])
 
 
 def _as_rows(x, routing, static):
