@@ -42,7 +42,8 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 @dataclasses.dataclass(frozen=True)
 class _Layer:
     """What a layer's program is specialised on: residuals that are kept, that are kept in FP8 and that are offloaded;
-    names of what can leave it beside its output; the tokens of each row in a tile of its tokenwise segments, or None.
+    names of what can leave it beside its output; the tokens of each row in a tile of its tokenwise segments, or None;
+    residuals that are not tied to its gradient (BackwardOrder.free).
     """
 
     graph: nnx.GraphDef
@@ -52,6 +53,7 @@ class _Layer:
     offloaded: tuple[str, ...]
     aux: tuple[str, ...]
     tile: int | None
+    free: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +326,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
         # it does with trained weights in the compute dtype: 26 MB a layer of adapters on a 30B model's experts.
         gathered = whole_weights[index] if static.stays_whole(index) else gathered
         whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
+        free = {name: saved.pop(name) for name in layer.free if name in kept[index]}
         saved, dx, trainable = optimization_barrier((saved, dx, whole))
         coming = tuple(hosted[index - 1].values()) if index else ()
         gradients[index], dx, arrived, gathered, parts = layer_backward(
@@ -331,7 +334,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
             layer.spec,
             trainable if static.short else whole,
             frozen,
-            saved,
+            {**saved, **free},
             dx,
             layout,
             _layer_key(keys, index),
@@ -424,4 +427,4 @@ def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int |
     dropped = plan.named("recompute", residuals)
     tiled = bool(inside) and set(inside) <= set(dropped)
     kept, in_fp8, offloaded = (plan.named(how, residuals) for how in ("keep", "fp8", "offload"))
-    return _Layer(graph, spec, kept, in_fp8, offloaded, block.aux, tile if tiled else None)
+    return _Layer(graph, spec, kept, in_fp8, offloaded, block.aux, tile if tiled else None, block.order.free)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import optimization_barrier
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.layers.mlp import MLP
@@ -174,7 +175,7 @@ def _gradients_together(values):
 
 
 _gradients_together.defvjp(
-    lambda values: (values, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+    lambda values: (values, None), lambda _, gradients: (optimization_barrier(gradients),)
 )
 
 
@@ -201,7 +202,8 @@ class MoE(nnx.Module):
 
     their_name = ExpertsShape.their_name
     # The sort by `choice` and the norm of the input, a tenth of the gradient of experts' rows beside it, are shared.
-    order = BackwardOrder(derivatives_at_once=True, shared=("choice", INPUT), weights_first=False)
+    # What the sort makes is a five-hundredth of a layer's residuals, and takes a dozen kernels to make again.
+    order = BackwardOrder(derivatives_at_once=True, shared=("choice", INPUT), weights_first=False, free=("choice",))
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         assert config.moe is not None
@@ -320,7 +322,8 @@ class MoE(nnx.Module):
     def _route(self, context: Context, x: jax.Array):
         layout = context.layout
         real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
-        return (self.choose(x, real),)
+        # As an array of its own: else XLA keeps the whole sort for the backward, of which it is a part.
+        return (optimization_barrier(self.choose(x, real)),)
 
     # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
 
