@@ -174,9 +174,7 @@ def _gradients_together(values):
     return values
 
 
-_gradients_together.defvjp(
-    lambda values: (values, None), lambda _, gradients: (optimization_barrier(gradients),)
-)
+_gradients_together.defvjp(lambda values: (values, None), lambda _, gradients: (optimization_barrier(gradients),))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,8 +163,8 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 
 @meshes.on_any_mesh
 def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero, and their gradients must be.
-    Gradients are summed over a token's pairs in float32, in the order of its choices.
+    """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero, and their gradients must be
+    so. Gradients are summed over a token's pairs in float32, in the order of its choices.
 
     implementation: "reference", "mosaic", or None for the first that supports the call.
 
