@@ -73,6 +73,8 @@ def test_pairs_are_sorted_stably_into_whole_tiles(case):
     np.testing.assert_array_equal(source, want_source + [flat.size] * (groups.rows - len(want_source)))
     for pair, slot in enumerate(slots.reshape(-1)):
         assert source[slot] == pair if flat[pair] < experts else slot == groups.rows
+    if (flat >= experts).any():  # what such a slot reads
+        assert source[-1] == flat.size
 
 
 @cases
