@@ -28,8 +28,7 @@ class ModelConfig:
     ] = None
     compute: Annotated[
         Literal["fp8"] | None,
-        "fp8: weights in FP8 multiply as they are stored (experimental: its quality has not been measured); null: in "
-        "the precision of the run.",
+        "fp8: weights in FP8 multiply as they are stored; null: in the precision of the run.",
     ] = None
 
     def __post_init__(self) -> None:
