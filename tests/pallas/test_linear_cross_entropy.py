@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_token_losses
+from jaxtune.pallas.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_token_losses
 
 ROWS, LENGTH, DIM, VOCAB = 2, 13, 16, 50
 
@@ -131,6 +131,14 @@ def test_a_frozen_head_gets_no_gradient_and_none_is_computed():
     frozen, trained = (str(jax.make_jaxpr(lambda h, g=g: gradient(h, g))(arguments[0])) for g in (False, True))
     product = f"f32[{VOCAB},{DIM}] = dot_general"
     assert product in trained and product not in frozen
+
+
+@pytest.mark.parametrize(("rows", "length", "tokens"), [(1, 2048, 1081), (4, 2048, 1081), (8, 2048, 1081), (3, 7, 12)])
+def test_chunks_of_a_row_are_alike(rows, length, tokens):
+    """No row of logits is computed that no token has, but for what does not divide."""
+    one = chunk_length(rows, length, tokens)
+    count = -(-length // max(1, tokens // rows))
+    assert rows * one <= tokens and -(-length // one) == count and count * one - length < count
 
 
 @pytest.mark.gpu

@@ -145,8 +145,15 @@ def _checked(
         ("label_smoothing", label_smoothing),
         ("z_loss", z_loss),
         ("head_gradient", head_gradient),
-        ("chunk_length", max(1, min(length, chunk_tokens // rows))),
+        ("chunk_length", chunk_length(rows, length, chunk_tokens)),
     )
+
+
+def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
+    """Tokens of each row whose logits exist at a time, of rows * that at most chunk_tokens: the fewest that need no more
+    chunks than so many do, as the last chunk is filled up."""
+    most = max(1, min(length, chunk_tokens // rows))
+    return -(-length // -(-length // most))
 
 
 def implementations() -> dispatch.Table:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxtune.models.layers.segment import Sizes
 from jaxtune.models.residual_plan import KEEP, PLACEMENTS, LayerPlan
+from jaxtune.pallas.linear_cross_entropy import chunk_length
 from jaxtune.train.planning.cost import LayerKind, StepCost, Work
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
@@ -307,9 +308,10 @@ def _all_resident(parts: StepCost, resident: int) -> bool:
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
     """(bytes around the loss, seconds) of the head and the loss of a micro-batch."""
-    chunk = min(chunk_tokens, tokens)
+    rows = max(round(tokens / parts.length), 1)
+    chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    logits = chunk * parts.vocab_size * (4.0 + parts.dtype.itemsize)
+    logits = (chunk + -chunk % 8) * parts.vocab_size * (4.0 + parts.dtype.itemsize)  # XLA fills products up
     products = 3 if parts.head_trains else 2
     flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
     passes = tokens * parts.vocab_size * 18.0 / device.copy
