@@ -150,7 +150,7 @@ def _checked(
 
 
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
-    """Tokens of each row whose logits exist at a time, of rows * that at most chunk_tokens: the fewest that need no more
+    """Tokens of each row whose logits exist at a time, of all rows at most chunk_tokens: the fewest that need no more
     chunks than so many do, as the last chunk is filled up."""
     most = max(1, min(length, chunk_tokens // rows))
     return -(-length // -(-length // most))
