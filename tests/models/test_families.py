@@ -254,6 +254,12 @@ def test_refused_layer_types():
         config_from_hf({**CONFIGS["gemma2"], "use_bidirectional_attention": True})
 
 
+def test_attention_without_its_gate_is_refused():
+    with pytest.raises(ValueError, match="attn_output_gate = False is not supported: q_proj has a gate"):
+        config_from_hf({**CONFIGS["qwen3_5"], "attn_output_gate": False})
+    assert config_from_hf({**CONFIGS["qwen3_5"], "attn_output_gate": True}) == config_from_hf(CONFIGS["qwen3_5"])
+
+
 def test_refused_longrope_factors():
     scaling = {**CONFIGS["phi3"]["rope_scaling"], "long_factor": [1.0, 2.0]}
     with pytest.raises(ValueError, match="long_factor must be 6 numbers, not 2"):

@@ -367,6 +367,11 @@ def delta_config(
     )
     if hf["hidden_act"] != "silu":
         raise ValueError(f"config.json: hidden_act {hf['hidden_act']!r}: a gated delta net's convolution ends in silu")
+    if not hf.get("attn_output_gate", True):
+        raise ValueError(
+            f"config.json: attn_output_gate = {hf['attn_output_gate']!r} is not supported: q_proj has a gate for each "
+            f"head in every {hf.get('model_type')!r} model that transformers knows"
+        )
     bias = bool(hf.get("attention_bias", False))
     given = dict(attention_gate=True, qk_norm="head", norm_offset=1.0, qkv_bias=bias, out_bias=bias)
     return decoder_config(hf, layers=layers, **given, **features)

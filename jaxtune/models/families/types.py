@@ -58,7 +58,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(
         (
             "attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob",
-            "output_router_logits", "attention_out_bias", "qkv_bias", "use_qk_norm",
+            "output_router_logits", "attention_out_bias", "qkv_bias", "use_qk_norm", "attn_output_gate",
         ),
         values.boolean,
     ),
