@@ -218,6 +218,21 @@ def _object(file: str, number: int, value: Any) -> Row:
     return Row(file, number, None if error else value, error=error, size=size)
 
 
+def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
+    """A row of a table, in which objects of one column have all of its keys: None where they had none, as the arguments
+    of calls of different tools and the parameters of their schemas. What no object said is not rendered, as in TRL."""
+    row = _object(file, number, value)
+    if row.value is None:
+        return row
+    return dataclasses.replace(row, value={name: _said(cell) for name, cell in row.value.items()})
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _said(part) for key, part in value.items() if part is not None}
+    return [_said(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 def _measure(value: Any) -> tuple[int, str]:
     """(about how many characters, what is too much of a row or ""). Level by level: no stack of ours overflows, and
     a list that holds itself is only too deep."""
@@ -371,7 +386,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
                 for index in range(batch.num_rows):
                     number += 1
                     try:
-                        row = _object(
+                        row = _table_row(
                             str(file), number, {name: batch[name][index].as_py() for name in batch.schema.names}
                         )
                     except (ValueError, OverflowError) as error:  # not UTF-8, or a date that Python does not know
@@ -399,4 +414,4 @@ def _read_dataset(dataset: Any, name: str) -> Iterator[Row]:
             raise ValueError(
                 f"{name}: row {number} cannot be read: {type(error).__name__}: {printable(error)}"
             ) from error
-        yield _object(name, number, value)
+        yield _table_row(name, number, value)

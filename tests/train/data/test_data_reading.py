@@ -71,12 +71,30 @@ def test_parquet(tmp_path):
     import pyarrow.parquet as parquet
 
     path = tmp_path / "a.parquet"
-    rows = [{"messages": [{"role": "user", "content": "hi", "name": None}]}, {"messages": []}]
+    rows = [{"messages": [{"role": "user", "content": "hi"}], "tools": "[]"}, {"messages": [], "tools": None}]
     parquet.write_table(arrow.Table.from_pylist(rows), path)
     assert [(row.number, row.value) for row in read(path)] == [(1, rows[0]), (2, rows[1])]
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(ValueError, match=r"a.parquet: not a readable Parquet file"):
         read(path)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_what_a_table_fills_in_is_no_argument_of_a_call(tmp_path, as_file):
+    """An object of a table's column has every key that any object of it has."""
+    from datasets import Dataset
+
+    def called(name, arguments):
+        return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+    rows = [
+        {"messages": [called("weather", {"place": "Paris", "days": [1, None]})], "tools": [{"name": "weather"}]},
+        {"messages": [called("sum", {"terms": [1, 2]})], "tools": [{"name": "sum", "parameters": {"required": ["x"]}}]},
+    ]
+    table = Dataset.from_list(rows)
+    assert table[0]["messages"][0]["tool_calls"][0]["function"]["arguments"]["terms"] is None
+    table.to_parquet(tmp_path / "a.parquet")
+    assert [row.value for row in read(tmp_path / "a.parquet" if as_file else table)] == rows
 
 
 def test_folders_and_lists_are_read_in_order_and_each_file_has_its_form(write, tmp_path):
