@@ -84,3 +84,13 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         while n := file.readinto(buffer):
             checksum, count = zlib.crc32(view[:n], checksum), count + n
     return {"bytes": count, "crc32": f"{checksum:08x}"}
+
+
+def require_makeable(key: str, value: str) -> None:
+    """Refuses the setting `key` where no folder of that name can be made. Raises ValueError."""
+    wanted = Path(value).absolute()
+    there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+    if not there.is_dir():
+        raise ValueError(f"{key} = {value!r}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{key} = {value!r}: {there} cannot be written to; name another folder")

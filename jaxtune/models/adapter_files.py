@@ -188,7 +188,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
         misshaped or not finite; another base's fingerprint.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
     if config.get("task_type") == _SCORES and model.config.num_labels is None:
         model = reward_model(model)

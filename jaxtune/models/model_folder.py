@@ -106,7 +106,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.exists():
         if (folder / "adapter_config.json").exists():
             raise ValueError(f"{folder} holds an adapter, not a model: load its base model, then load_adapter")
-        raise ValueError(f"{folder}: there is no config.json in it")
+        inner = [str(folder / name) for name in ("merged", "adapter") if (folder / name).is_dir()]  # a run's folder
+        raise ValueError(f"{folder}: there is no config.json in it" + f"; give {' or '.join(inner)}" * bool(inner))
     return read_json(file)
 
 

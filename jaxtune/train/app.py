@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxtune import processes, terminal
-from jaxtune.files import atomic_write
+from jaxtune.files import atomic_write, require_makeable
 from jaxtune.models import partition
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
@@ -35,7 +35,7 @@ from jaxtune.train import metrics as m
 from jaxtune.train import report
 from jaxtune.train.checkpoint import saved_steps
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
-from jaxtune.train.data.formats import RowError, attempt, normalize
+from jaxtune.train.data.formats import Example, RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import exact_match
 from jaxtune.train.metrics import require_packages
@@ -99,7 +99,7 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
     """The tokenizer of config.model.tokenizer, or else of the model's folder."""
     wanted = config.model
     if wanted.tokenizer is not None:
-        tokenizer = load_tokenizer(Path(wanted.tokenizer))
+        tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())
         if tokenizer is None:
             raise ValueError(f"model.tokenizer = {wanted.tokenizer!r}: no folder with tokenizer files")
         return tokenizer
@@ -122,10 +122,8 @@ def _adapted(model: Decoder, config: TrainConfig) -> Decoder:
     return get_peft_model(model, **config.adapter.settings, seed=config.seed)
 
 
-def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
-    """The first `limit` held-out rows that end with an answer, as {"messages": [...]}, for generation."""
-    if config.data.eval is None:
-        raise ValueError("evaluation.exact_match_rows needs data.eval: a file of held-out rows")
+def answered(config: TrainConfig, limit: int) -> list[Example]:
+    """The first `limit` held-out rows that end with an answer in words, for generation."""
     rows = []
     for row in read_rows(open_sources(config.data.eval), config.data.format):
         if row.value is None:
@@ -135,8 +133,9 @@ def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
             if config.data.on_bad_row == "skip":
                 continue
             raise ValueError(f"{printable(row.place)}: {printable(example)}")
-        if example.messages and example.messages[-1]["role"] == "assistant":
-            rows.append({"messages": list(example.messages)})
+        last = example.messages[-1] if example.messages else {}
+        if last.get("role") == "assistant" and last["content"].strip():
+            rows.append(example)
         if len(rows) == limit:
             break
     if not rows:
@@ -147,7 +146,7 @@ def conversations(config: TrainConfig, limit: int) -> list[dict[str, Any]]:
 def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, when: str = "") -> dict[str, Any]:
     """Exact match on held-out rows, with a few answers shown; when: said before it."""
     settings = config.evaluation
-    rows = conversations(config, settings.exact_match_rows)
+    rows = answered(config, settings.exact_match_rows)
     score, answers = exact_match(
         model, tokenizer, rows, max_new_tokens=settings.max_new_tokens, template=config.data.template
     )
@@ -174,6 +173,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
     _require_one_process(config)
+    require_makeable("output", config.output)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
         return 0
@@ -400,11 +400,16 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:
-        question = "..."
-        if config.evaluation.exact_match_rows:
-            with contextlib.suppress(OSError, ValueError):  # the rows were there; a hint is not worth a failure
-                question = conversations(config, 1)[0]["messages"][-2]["content"]
-        ask = f"{python} -m jaxtune.cli generate {shlex.quote(str(trained[0]))} --prompt {shlex.quote(question)}"
+        question, raw = "...", ""
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # a hint is not worth a failure
+            scored = config.evaluation.exact_match_rows
+            row = None if scored else next(read_rows(open_sources(config.data.train), config.data.format))
+            example = answered(config, 1)[0] if row is None else normalize(row.value or {}, row.format)
+            if config.data.template is None and (example.prompt is not None or example.text is not None):
+                raw = " --raw"  # asked as it was trained
+            if scored:
+                question = str(example.prompt) if raw else (example.messages or [])[-2]["content"]
+        ask = f"{python} -m jaxtune.cli generate {shlex.quote(str(trained[0]))}{raw} --prompt {shlex.quote(question)}"
         commands.append(("ask the trained model", ask))
     if (profile := output / "profile").is_dir():
         shown = f"{python} -m jaxtune.cli profile show {shlex.quote(str(profile))}"

@@ -6,6 +6,7 @@ is. `jaxtune.train.config_file` reads and writes them.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -400,7 +401,8 @@ class TrainConfig:
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "epochs", 1.0)
         # A config built in Python has no recipe.
-        object.__setattr__(self, "output", self.output.replace("{recipe}", "default"))
+        # And a shell leaves the ~ of output=~/runs as it is.
+        object.__setattr__(self, "output", os.path.expanduser(self.output.replace("{recipe}", "default")))
         for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm", "neftune_noise_alpha"):
             positive(key, getattr(self, key))
         for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
@@ -429,9 +431,11 @@ class TrainConfig:
                 "the run saves",
             )  # fmt: skip
 
+        why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
-            self.objective.name != "reward" or not self.evaluation.exact_match_rows, "evaluation.exact_match_rows",
-            self.evaluation.exact_match_rows, "a reward model (objective = reward) writes no answers; leave it out",
+            self.objective.name in ("sft", "kto") or not self.evaluation.exact_match_rows,
+            "evaluation.exact_match_rows", self.evaluation.exact_match_rows,
+            f"{why} (objective = {self.objective.name}); leave it out",
         )  # fmt: skip
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
@@ -462,6 +466,10 @@ class TrainConfig:
                     not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it"
                 )
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
-        for key in ("every_steps", "at_start", "exact_match_rows"):
+        for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)
             require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
+        require(
+            self.data.eval is not None or not self.evaluation.exact_match_rows, "evaluation.exact_match_rows",
+            self.evaluation.exact_match_rows, "needs held-out rows to ask: set data.eval to a file of them",
+        )  # fmt: skip

@@ -7,14 +7,14 @@ from typing import Any
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generate import end_token_ids, generate
-from jaxtune.train.data.formats import normalize
+from jaxtune.train.data.formats import Example, normalize
 from jaxtune.train.data.templates import RowEncoder
 
 
 def exact_match(
     model: Decoder,
     tokenizer: Any,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any] | Example],
     max_new_tokens: int = 64,
     template: str | None = None,
     batch_size: int = 32,
@@ -25,8 +25,9 @@ def exact_match(
     the tokenizer or end token of the model; white space around it does not count.
 
     Args:
-      rows: {"messages": [..., {"role": "assistant", "content": expected}]}.
-      template: as data.template; None is the tokenizer's own.
+      rows: {"messages": [..., {"role": "assistant", "content": expected}]}, perhaps with "tools"; or what
+        formats.normalize made of a row of any form that ends with an answer.
+      template: as data.template; None is the tokenizer's own, and gives the prompt of an Example that has one as it is.
       batch_size: prompts answered at a time; prompts of like length go together.
     Returns:
       (share of right answers, [(question, expected, answer)] in the order of rows); the question is the content of
@@ -41,7 +42,7 @@ def exact_match(
     encoder = RowEncoder(tokenizer, template=template)
     prompts, questions, expected = [], [], []
     for index, row in enumerate(rows):
-        example = normalize(row, "messages")
+        example = row if isinstance(row, Example) else normalize(row, "messages")
         messages = example.messages or []
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise ValueError(f"exact_match: row {index} does not end with a question and the assistant's answer")

@@ -71,10 +71,15 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def data_summary(
-    train: TokenDataset, held_out: TokenDataset | None, batches: Batches, total_steps: int, context_length: int
+    train: TokenDataset,
+    held_out: TokenDataset | None,
+    batches: Batches,
+    total_steps: int,
+    warmup_steps: int,
+    context_length: int,
 ) -> str:
     """What became of the rows, and what somebody should know of them before training. batches: of the run's steps;
-    context_length: positions that the model was made for."""
+    warmup_steps: schedule.warmup_steps; context_length: positions that the model was made for."""
     lines = [f"training rows: {train.report}"]
     warnings = train.warnings()
     if held_out is not None:
@@ -85,6 +90,11 @@ def data_summary(
         warnings.append(
             f"data.length = {batches.length:,} is more than the {context_length:,} positions that the model was made "
             f"for: rows hold several documents, none of which may be longer than {context_length:,} tokens"
+        )
+    if warmup_steps > total_steps:
+        warnings.append(
+            f"schedule.warmup_steps = {warmup_steps:,}, of {total_steps:,} steps in all: the learning rate only rises, "
+            "and does not reach optim.learning_rate; lower it, or set schedule.warmup_ratio in its place"
         )
     per_epoch = batches.steps_per_epoch
     lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")

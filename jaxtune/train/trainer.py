@@ -370,8 +370,8 @@ class Trainer:
 
     def data_summary(self):
         """What became of the rows, in words."""
-        context = self.model.given.config.context_length
-        return report.data_summary(self.train_data, self.eval_data, self.batches, self.total_steps, context)
+        steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
+        return report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
 
     def notes(self) -> list[str]:
         """How weights are kept and rounded, a line each."""

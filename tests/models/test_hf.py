@@ -409,8 +409,12 @@ def test_adapter_folder(tmp_path):
 
 
 def test_folder_without_config_or_weights(tmp_path):
-    with pytest.raises(ValueError, match="there is no config.json in it"):
+    with pytest.raises(ValueError, match="there is no config.json in it$"):
         from_pretrained(tmp_path)
+    for name in ("checkpoints", "merged"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"no config.json in it; give {tmp_path}/run/merged$"):
+        from_pretrained(tmp_path / "run")
     (tmp_path / "config.json").write_text(json.dumps(UNTIED))
     with pytest.raises(ValueError, match=r"there is no model.safetensors or model.safetensors.index.json in it"):
         from_pretrained(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import typing
 from pathlib import Path
@@ -158,7 +159,8 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("steps: 5\nepochs: 1", "steps = 5 and epochs = 1.0 are both set: keep one"),
         ("steps: 0", "steps = 0: must be greater than 0"),
         ("schedule: {warmup_steps: 5, warmup_ratio: 0.1}", "schedule.warmup_steps = 5: unset it or"),
-        ("evaluation: {exact_match_rows: 5}", "evaluation.exact_match_rows = 5: needs rows: set data.eval or"),
+        ("evaluation: {exact_match_rows: 5}", "evaluation.exact_match_rows = 5: needs held-out rows to ask: set"),
+        ("objective: dpo\nevaluation: {exact_match_rows: 5}", "its rows have no right answer (objective = dpo)"),
         ("evaluation: {every_steps: 5}", "evaluation.every_steps = 5: needs rows"),
         ("adapter: {path: a, r: 8}", "adapter.r = 8: adapter.path brings its own settings; remove it"),
         ("adapter: {lora_dropout: 1.0}", "adapter.lora_dropout = 1.0: must be from 0 to below 1"),
@@ -219,6 +221,7 @@ def test_a_config_built_in_python_is_checked_too():
         OptimConfig(learning_rate=0)
     config = TrainConfig(model=model, data=data)
     assert config.output == "runs/default"
+    assert TrainConfig(model=model, data=data, output="~/a").output == os.path.expanduser("~/a")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 3  # type: ignore[misc]
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shlex
+
 import pytest
 from tiny_models import tiny_model
 
 from jaxtune import generate
+from jaxtune.train import app, evaluate
+from jaxtune.train.config import DataConfig, EvaluationConfig, ModelConfig, TrainConfig
+from jaxtune.train.data import packaged, prepare
 from jaxtune.train.evaluate import exact_match
 from tests.train.data.conftest import make_tokenizer
 
@@ -63,6 +70,47 @@ def test_earlier_turns_belong_to_the_prompt(model, tokenizer):
     _, ((question, _, with_history),) = exact_match(model, tokenizer, [longer], max_new_tokens=9)
     _, ((_, _, alone),) = exact_match(model, tokenizer, [conversation("4", "x")], max_new_tokens=9)
     assert question == "4" and with_history != alone
+
+
+ROWS = {
+    "prompts": {"prompt": "Name a colour:", "completion": " red"},
+    "alpaca": {"instruction": "Name one", "input": "of two", "output": "red"},
+    "tools": {
+        "messages": conversation("Add them", "4")["messages"],
+        "tools": [{"name": "sum", "description": "adds", "parameters": {}}],
+    },
+}
+TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + packaged.PACKAGED["chatml"].text
+
+
+@pytest.mark.parametrize(
+    ("form", "template"), [("prompts", None), ("prompts", "chatml"), ("alpaca", None), ("tools", TOOLS)]
+)
+def test_rows_of_every_form_are_asked_as_they_are_trained(model, tokenizer, tmp_path, monkeypatch, form, template):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[form]) + "\n")
+    data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64, template=template)
+    config = TrainConfig(model=ModelConfig(path=str(tmp_path)), data=data)
+    asked = []
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, *_, **__: asked.extend(prompts) or [[]])
+    exact_match(model, tokenizer, app.answered(config, 1), template=template)
+    (trained,) = prepare([ROWS[form]], tokenizer, length=64, template=template).documents
+    assert asked == [trained.tokens[: int(trained.mask.argmax())].tolist()]
+    (tmp_path / "merged").mkdir()
+    scored = dataclasses.replace(config, evaluation=EvaluationConfig(exact_match_rows=1))
+    ((_, command),) = app.next_commands(scored, tmp_path)
+    raw = template is None and form != "tools"
+    assert ("--raw" in command) == raw
+    if raw:
+        assert tokenizer(shlex.split(command)[-1])["input_ids"] == asked[0]
+
+
+def test_an_answer_that_is_only_a_call_is_not_asked_for(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"name": "sum", "arguments": {}}]}
+    rows = [{"messages": [{"role": "user", "content": "2 + 2"}, call]}, conversation("4", "x")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64)
+    (asked,) = app.answered(TrainConfig(model=ModelConfig(path="none"), data=data), 2)
+    assert asked.messages[-1]["content"] == "x"
 
 
 def test_errors(model, tokenizer):

@@ -19,8 +19,8 @@ from tests.train.tiny_runs import VOCAB, dataset, documents, lora_model, make_co
 ROWS = [{"prompt": f"Add {i}: ", "completion": "It is 4."} for i in range(6)]
 
 
-def summary(train, held_out=None, context=64) -> str:
-    return report.data_summary(train, held_out, train.batches(2), 3, context)
+def summary(train, held_out=None, context=64, warmup=0) -> str:
+    return report.data_summary(train, held_out, train.batches(2), 3, warmup, context)
 
 
 def test_each_warning_has_its_line_and_is_said_once():
@@ -50,6 +50,12 @@ def test_a_row_longer_than_the_models_context_is_warned_of(tmp_path):
     ):
         Trainer(model, None, config, dataset(documents(20)))
     Trainer(model, None, config, dataset(documents(20, longest=8)))
+
+
+def test_a_warm_up_that_outlasts_the_run_is_warned_of():
+    data = prepare(ROWS, make_tokenizer(), length=64)
+    assert "warning" not in summary(data, warmup=3)
+    assert "warning: schedule.warmup_steps = 4, of 3 steps in all" in summary(data, warmup=4)
 
 
 def test_a_stretched_context_counts_in_full():
