@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 
 import jax
@@ -147,6 +148,17 @@ def test_arguments_become_a_train_config(folder, tmp_path):
     assert metrics.trackio_project == "huggingface"
     assert config.memory.plan is None and config.adapter.r == 2 and config.model.path == folder
     assert config.output == str(tmp_path / "run")
+
+
+def test_steps_may_be_shares_of_all_as_in_transformers(folder, tmp_path):
+    shares = dict(save_strategy="steps", save_steps=0.5, eval_strategy="steps", eval_steps=0.21, logging_steps=0.1)
+    args = SFTConfig(output_dir=str(tmp_path), max_steps=10, **shares)
+    made = SFTTrainer(load(folder)[0], args=args, train_dataset=rows(), eval_dataset=rows()).config()
+    assert (made.checkpoint.every_steps, made.evaluation.every_steps, made.metrics.log_every) == (5, 3, 1)
+    trainer = trainer_of(folder, tmp_path, max_steps=0, num_train_epochs=4, save_strategy="steps", save_steps=0.5)
+    assert trainer.config().checkpoint.every_steps == math.ceil(trainer._prepared.total_steps / 2) > 1
+    with pytest.raises(ValueError, match=r"eval_steps = 2.5: must be a whole number, or below 1"):
+        SFTTrainer(load(folder)[0], args=SFTConfig(eval_steps=2.5), train_dataset=rows())
 
 
 def test_defaults_are_unsloths(folder, tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtune.compat.arguments import choose, settle
@@ -40,7 +41,7 @@ class SFTConfig:
     lr_scheduler_kwargs: Mapping[str, Any] | None = None
     warmup_steps: float = 0
     warmup_ratio: float = 0.1
-    logging_steps: int = 1
+    logging_steps: float = 1
     report_to: str | Sequence[str] | None = "none"
     project: str = "huggingface"
     seed: int = 3407
@@ -48,10 +49,10 @@ class SFTConfig:
     fp16: bool | None = None
     gradient_checkpointing: bool | str | None = None
     save_strategy: str = "steps"
-    save_steps: int = 500
+    save_steps: float = 500
     save_total_limit: int | None = None
     eval_strategy: str = "no"
-    eval_steps: int | None = None
+    eval_steps: float | None = None
     max_length: int | None = None
     max_seq_length: int | None = None
     packing: bool | None = None
@@ -165,7 +166,23 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[module.dtype]
 
 
-def metrics_config(args: SFTConfig) -> MetricsConfig:
+def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
+    """The argument `name` in steps. As in transformers, below 1 it is a share of all steps, which `total` says; None
+    where it cannot say them yet.
+
+    Raises:
+      ValueError: neither whole nor below 1.
+    """
+    value = getattr(args, name)
+    if isinstance(value, float) and 0 < value < 1:
+        steps = total()
+        return None if steps is None else math.ceil(steps * value)
+    if value is not None and value != int(value):
+        raise ValueError(f"SFTConfig: {name} = {value}: must be a whole number, or below 1: a share of all steps")
+    return None if value is None else int(value)
+
+
+def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))
@@ -173,5 +190,5 @@ def metrics_config(args: SFTConfig) -> MetricsConfig:
         tensorboard="tensorboard" in loggers,
         wandb_project=os.environ.get("WANDB_PROJECT", "huggingface") if "wandb" in loggers else None,
         trackio_project=os.environ.get("TRACKIO_PROJECT", args.project) if "trackio" in loggers else None,
-        log_every=args.logging_steps,
+        log_every=log_every,
     )

@@ -25,6 +25,7 @@ from jaxtune.compat.settings import (
     plain_value,
     precision,
     schedule_config,
+    steps_between,
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, TRAINER
@@ -179,7 +180,7 @@ class SFTTrainer:
         """The TrainConfig that the arguments mean.
 
         Args:
-          prepared: whether rows may be tokenised for it, where a strategy counts epochs.
+          prepared: whether rows may be tokenised for it, where steps are counted by epochs or as shares of all.
         """
         args, source = self.args, self.model.module.source
         lengths = [length for length in (args.max_length, args.max_seq_length) if length is not None]
@@ -193,8 +194,14 @@ class SFTTrainer:
             raise ValueError("SFTConfig: load_best_model_at_end = True needs eval_strategy = 'steps' or 'epoch'")
         # Rows must be packed before an epoch's steps can be counted.
         epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
-        every_save = {"steps": args.save_steps, "no": None, "epoch": epoch}[saves]
-        every_evaluation = {"steps": args.eval_steps or args.logging_steps, "no": None, "epoch": epoch}[evaluates]
+
+        def every(name: str) -> int | None:
+            counted = args.max_steps if args.max_steps > 0 else None
+            return steps_between(args, name, lambda: counted or (self._prepared.total_steps if prepared else None))
+
+        log_every = every("logging_steps") or 1
+        every_save = every("save_steps") if saves == "steps" else {"no": None, "epoch": epoch}[saves]
+        every_evaluation = {"no": None, "epoch": epoch, "steps": every("eval_steps") or log_every}[evaluates]
         packing = self.model.packing if args.packing is None else args.packing
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
@@ -249,7 +256,7 @@ class SFTTrainer:
                 at_start=args.eval_on_start,
                 at_end=evaluates == "epoch",
             ),
-            metrics=metrics_config(args),
+            metrics=metrics_config(args, log_every),
             output=os.fspath(args.output_dir),
         )
 
@@ -284,7 +291,7 @@ class SFTTrainer:
                 f"train: resume_from_checkpoint = {resume_from_checkpoint!r} is not supported; True goes on from "
                 "the last checkpoint in output_dir"
             )
-        output = Path(self.args.output_dir)
+        output = Path(self.args.output_dir).expanduser()
         if not resume_from_checkpoint and any((output / "checkpoints").glob("step_*")):
             raise ValueError(
                 f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
