@@ -150,6 +150,16 @@ def test_arguments_become_a_train_config(folder, tmp_path):
     assert config.output == str(tmp_path / "run")
 
 
+def test_a_file_is_trained_on_as_its_rows_are(folder, tmp_path):
+    made = {"prompt_completion": {"prompt": "2 + 2 =", "completion": " 4"}, "messages": rows()[0]}
+    for form, row in made.items():
+        (tmp_path / f"{form}.jsonl").write_text(json.dumps(row) + "\n")
+        trainers = [trainer_of(folder, tmp_path, dataset) for dataset in ([row], str(tmp_path / f"{form}.jsonl"))]
+        inside, of_file = (trainer.train_dataset[0] for trainer in trainers)
+        assert inside == of_file and trainers[1].config().data.format == form
+        assert (-100 in of_file["labels"]) == (form == "prompt_completion")
+
+
 def test_steps_may_be_shares_of_all_as_in_transformers(folder, tmp_path):
     shares = dict(save_strategy="steps", save_steps=0.5, eval_strategy="steps", eval_steps=0.21, logging_steps=0.1)
     args = SFTConfig(output_dir=str(tmp_path), max_steps=10, **shares)

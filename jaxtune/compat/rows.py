@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.train.data.reading import open_sources, read_rows
+
 IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cross entropy
 
 
@@ -33,8 +35,9 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
     """(rows for jaxtune, their form), by TRL's rules: a formatting function, a text column, then the known columns."""
     if formatting_func is not None:
         return [{"text": text} for text in _formatted(formatting_func, list(dataset))], "text"
-    if isinstance(dataset, str | os.PathLike):
-        return dataset, "auto"
+    if isinstance(dataset, str | os.PathLike):  # by its first row's columns, which say what is trained on, too
+        known = (row.format for row in read_rows(open_sources(dataset)) if row.value is not None)
+        return dataset, next(known, "auto")
     columns = getattr(dataset, "column_names", None)
     if columns is None:
         dataset = list(dataset)

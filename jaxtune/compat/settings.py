@@ -136,9 +136,10 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
         if form not in ("messages", "sharegpt"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
         return "responses"
-    if args.completion_only_loss and form != "prompt_completion":
+    if args.completion_only_loss and form not in ("prompt_completion", "alpaca"):
         raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
-    return "responses" if form == "prompt_completion" and args.completion_only_loss is not False else "all"
+    completions = form in ("prompt_completion", "alpaca")
+    return "responses" if completions and args.completion_only_loss is not False else "all"
 
 
 def schedule_config(args: SFTConfig) -> ScheduleConfig:
