@@ -21,8 +21,10 @@ def run(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
 
     from jaxtune.models.chat import Conversation
+    from jaxtune.train.end_tokens import with_end_tokens
 
     model, tokenizer = common.load(options.model, options.dtype)
+    model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
     conversation = Conversation(model, tokenizer, options.system, **settings)
     if options.no_adapter:

@@ -50,5 +50,7 @@ def load(name: str, dtype: str):
     if base is None:
         return model, tokenizer
     from jaxtune.models.model_folder import load_tokenizer
+    from jaxtune.train.end_tokens import with_end_tokens
 
-    return jaxtune.load_adapter(model, name), load_tokenizer(Path(name)) or tokenizer
+    tokenizer = load_tokenizer(Path(name)) or tokenizer
+    return with_end_tokens(jaxtune.load_adapter(model, name), tokenizer), tokenizer

@@ -20,10 +20,12 @@ def run(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
 
     import jaxtune
+    from jaxtune.train.end_tokens import with_end_tokens
 
     model, tokenizer = common.load(options.model, options.dtype)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
+    model = with_end_tokens(model, tokenizer)
     templated = bool(tokenizer.chat_template)
     if not options.raw and not templated:
         say(

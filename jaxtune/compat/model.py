@@ -23,9 +23,11 @@ from jaxtune.models.adapter_files import base_of
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import hf_config_of
 from jaxtune.models.lora import has_adapter
+from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.models.quant import dequantize, quantize
 from jaxtune.terminal import say
 from jaxtune.train.config import AdapterConfig
+from jaxtune.train.end_tokens import with_end_tokens
 from jaxtune.train.report import parameter_counts
 
 _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf4", "lora": None}
@@ -280,6 +282,8 @@ class FastLanguageModel:
                     f"{where}: full_finetuning = True, but {model_name} is an adapter: give its base model"
                 )
             module, adapter = jaxtune.load_adapter(module, model_name), AdapterConfig(path=os.fspath(model_name))
+            tokenizer = load_tokenizer(Path(model_name)) or tokenizer  # with the template that it was trained with
+            module = with_end_tokens(module, tokenizer)
         if tokenizer is None:
             raise ValueError(f"{where}: {model_name} has no tokenizer files: put them into the model's folder")
         model = CompatModel(

@@ -37,7 +37,7 @@ from jaxtune.train.checkpoint import saved_steps
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.formats import Example, RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.evaluate import exact_match
+from jaxtune.train.evaluate import asked, exact_match
 from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.planning.meshes import mesh_of
@@ -259,6 +259,10 @@ class _Delivery:
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
         self.numbers: dict[str, Any] = {}
+        wanted, positions = self.config.evaluation, trainer.model.given.config.max_position_embeddings
+        if wanted.exact_match_rows:  # what cannot be asked is said before training
+            rows = answered(self.config, wanted.exact_match_rows)
+            asked(trainer.tokenizer, rows, wanted.max_new_tokens, self.config.data.template, positions)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         names = (ADAPTER, MERGED, RESULTS)

@@ -39,17 +39,10 @@ def exact_match(
         raise ValueError("exact_match: there are no rows")
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
-    encoder = RowEncoder(tokenizer, template=template)
-    prompts, questions, expected = [], [], []
-    for index, row in enumerate(rows):
-        example = row if isinstance(row, Example) else normalize(row, "messages")
-        messages = example.messages or []
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise ValueError(f"exact_match: row {index} does not end with a question and the assistant's answer")
-        prompts.append(encoder.encode_prompt(example).tolist())
-        questions.append(messages[-2]["content"])
-        expected.append(messages[-1]["content"].strip())
-    ends = sorted(encoder.end_ids | set(end_token_ids(model)))
+    prompts, questions, expected = asked(
+        tokenizer, rows, max_new_tokens, template, model.config.max_position_embeddings
+    )
+    ends = sorted(RowEncoder(tokenizer).end_ids | set(end_token_ids(model)))
     answers = [""] * len(rows)
     order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
     for first in range(0, len(order), batch_size):
@@ -61,3 +54,33 @@ def exact_match(
             answers[index] = tokenizer.decode(ids, skip_special_tokens=True).strip()
     right = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
     return right / len(rows), list(zip(questions, expected, answers, strict=True))
+
+
+def asked(
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any] | Example],
+    max_new_tokens: int,
+    template: str | None,
+    positions: int,
+) -> tuple[list[list[int]], list[str], list[str]]:
+    """(prompts, questions, right answers) of rows, as of exact_match, for a model of so many positions.
+
+    Raises:
+      ValueError: a row that cannot be asked.
+    """
+    encoder = RowEncoder(tokenizer, template=template)
+    prompts, questions, expected = [], [], []
+    for index, row in enumerate(rows):
+        example = row if isinstance(row, Example) else normalize(row, "messages")
+        messages = example.messages or []
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise ValueError(f"exact_match: row {index} does not end with a question and the assistant's answer")
+        prompts.append(encoder.encode_prompt(example).tolist())
+        if len(prompts[-1]) + max_new_tokens > positions:
+            raise ValueError(
+                f"exact_match: the {len(prompts[-1])} tokens of question {index} and max_new_tokens = {max_new_tokens} "
+                f"are more than the model's {positions} positions: shorten one of them"
+            )
+        questions.append(messages[-2]["content"])
+        expected.append(messages[-1]["content"].strip())
+    return prompts, questions, expected

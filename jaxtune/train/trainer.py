@@ -30,6 +30,7 @@ from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.templates import trained_tokenizer
+from jaxtune.train.end_tokens import with_end_tokens
 from jaxtune.train.flops import flop_counter
 from jaxtune.train.loss import router_losses
 from jaxtune.train.monitor import Monitor, Watched
@@ -207,8 +208,7 @@ class Trainer:
 
     def _max_documents(self) -> int | None:
         if self.config.deterministic:
-            # No promise about the rows: it would let in cuDNN's attention, whose sums have any order, and which XLA
-            # fails to run in another way.
+            # No promise about the rows: it would let in cuDNN's attention, whose sums have any order.
             return None
         sets = [data for data in (self.train_data, self.eval_data) if data is not None]
         return max(data.batches(1, shuffle=False).max_documents for data in sets)
@@ -284,7 +284,7 @@ class Trainer:
                 saver = Saver(checkpointer, config.checkpoint, start, self.record, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
             del resumed
-            trained = self.model.finished(state)
+            trained = with_end_tokens(self.model.finished(state), self.tokenizer)
             del state
             saved = checkpointer.latest() == self.steps_done
             if delivery is not None:

@@ -201,6 +201,20 @@ def test_a_run_with_checkpoints_alone_is_evaluated_from_the_last(folder, capsys)
     assert found["eval_loss"] == last
 
 
+def test_questions_that_cannot_be_asked_are_found_before_training(folder, capsys):
+    shutil.rmtree(folder / "run")
+    rows = folder / "held_out.jsonl"
+    for row, words in (
+        ({"text": "red"}, "no row is a conversation that ends with an answer"),
+        ({"prompt": "red" * 200, "completion": " blue"}, "positions: shorten one of them"),
+    ):
+        short = row | {"prompt": "red"} if "prompt" in row else row
+        rows.write_text(json.dumps(row) + "\n" + json.dumps(short) + "\n")
+        assert train(folder, f"data.eval={rows}", "evaluation.exact_match_rows=1", "data.length=128") == 2
+        assert words in capsys.readouterr().err
+        assert not (folder / "run").exists()
+
+
 # ---- decoration
 
 

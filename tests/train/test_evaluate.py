@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_model
@@ -86,13 +87,14 @@ TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + packaged
 @pytest.mark.parametrize(
     ("form", "template"), [("prompts", None), ("prompts", "chatml"), ("alpaca", None), ("tools", TOOLS)]
 )
-def test_rows_of_every_form_are_asked_as_they_are_trained(model, tokenizer, tmp_path, monkeypatch, form, template):
+def test_rows_of_every_form_are_asked_as_they_are_trained(tokenizer, tmp_path, monkeypatch, form, template):
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512), source=None)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[form]) + "\n")
     data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64, template=template)
     config = TrainConfig(model=ModelConfig(path=str(tmp_path)), data=data)
     asked = []
     monkeypatch.setattr(evaluate, "generate", lambda model, prompts, *_, **__: asked.extend(prompts) or [[]])
-    exact_match(model, tokenizer, app.answered(config, 1), template=template)
+    exact_match(model, tokenizer, app.answered(config, 1), max_new_tokens=1, template=template)
     (trained,) = prepare([ROWS[form]], tokenizer, length=64, template=template).documents
     assert asked == [trained.tokens[: int(trained.mask.argmax())].tolist()]
     (tmp_path / "merged").mkdir()
