@@ -120,7 +120,7 @@ def _rule_bwd(residuals, dout):
     query, key, beta, layout, made, error, states = residuals
     if not layout.full:  # whatever a loss makes of padding
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
-    run = _by_rows(_backward, 7)
+    run = _by_rows(_backward, 7 + len(made))
     return (*run(query, key, dout, beta, error, states, layout, *made), None)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.published import PUBLISHED
@@ -52,6 +53,16 @@ def test_kernels_fit(capability, tmp_path):
         assert ("wgmma" in compiled.ptx) == (products and capability == (9, 0)), compiled.name
         if capability == (9, 0):
             assert compiled.spilled_bytes == 0, compiled.name
+
+
+def test_every_array_is_divided_between_devices():
+    """A kernel counts rows from the first that its device has."""
+    jax.clear_caches()
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
+        jax.eval_shape(step, *arguments())
+    assert len(calls) == 7
+    for kernel, types, _ in calls:
+        assert {array.shape[0] for array in types} == {1}, kernel.__name__
 
 
 def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
