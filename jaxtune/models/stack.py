@@ -326,7 +326,8 @@ def _stack_bwd(static: _Static, residuals, gradient):
         # it does with trained weights in the compute dtype: 26 MB a layer of adapters on a 30B model's experts.
         gathered = whole_weights[index] if static.stays_whole(index) else gathered
         whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
-        free = {name: saved.pop(name) for name in layer.free if name in kept[index]}
+        # Where memory is short these are tied too: a plan counts none of what is made of them.
+        free = {name: saved.pop(name) for name in layer.free if name in kept[index] and not static.short}
         saved, dx, trainable = optimization_barrier((saved, dx, whole))
         coming = tuple(hosted[index - 1].values()) if index else ()
         gradients[index], dx, arrived, gathered, parts = layer_backward(

@@ -142,8 +142,8 @@ class BackwardOrder:
       shared: values that several segments read and that may be there before a segment's gradient is.
       weights_first: a segment waits for the weights' gradients of those after it. XLA puts the adapters' off to the
         layer's end, and keeps the wide operands of these thin products.
-      free: residuals that are not tied to the layer's gradient: what the forward made of them alone is kept, and not
-        made again.
+      free: residuals that are not tied to the layer's gradient where memory is not short: what the forward made of them
+        alone is kept, and not made again.
     """
 
     derivatives_at_once: bool = False
