@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -17,6 +18,7 @@ from jaxtune.train.config_file import config_keys, load_config, packaged_recipes
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import budget, find_device
+from tests.docs import qwen35_plans
 from tests.docs.conftest import run_command
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links
 
@@ -147,6 +149,19 @@ def test_the_card_that_is_named_is_the_smallest(card, recipe):
 
     smaller = CARDS[: CARDS.index(card)]
     assert fits(card) and not any(map(fits, smaller[-1:]))
+
+
+@pytest.mark.parametrize("row", qwen35_plans.ROWS)
+def test_the_plans_of_qwen35_are_what_the_planner_says(row):
+    """Bytes and speed of each recorded plan, as they are forecast today; what is said to fit a card does."""
+    recorded = json.loads(qwen35_plans.FILE.read_text(encoding="utf-8"))
+    assert recorded.keys() == qwen35_plans.ROWS.keys()
+    assert (DOCS / "qwen35.md").read_text(encoding="utf-8").count(qwen35_plans.table(recorded)) == 1
+    for card, record in recorded[row].items():
+        found, limit = qwen35_plans.forecast_of(row, card, record)
+        assert (found.peak_bytes <= limit) == record["fits"], card
+        for name, value in qwen35_plans.figures(found).items():
+            assert value == pytest.approx(record[name], rel=2e-3), f"{card}: python -m tests.docs.qwen35_plans"
 
 
 # ---- docs/: tables of names

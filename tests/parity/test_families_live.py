@@ -17,6 +17,7 @@ import transformers
 from flax import nnx
 from tiny import CONFIGS, golden_tokens
 
+import jaxtune
 from jaxtune.models.families.common import head_dim, tensor_name
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.registry import config_from_hf, family
@@ -281,6 +282,41 @@ def test_whole_qwen3_5_goes_through_our_hands(name, tmp_path):
     for (key, value), (other, want) in zip(again.state_dict().items(), theirs.state_dict().items(), strict=True):
         assert key == other
         np.testing.assert_array_equal(value.numpy(), want.numpy(), err_msg=key)
+
+
+_DELTA_VARIANTS = {
+    # As many value heads as key heads; no layer_types, and no rope_parameters.
+    "derived": ("qwen3_5", dict(linear_num_value_heads=2, num_hidden_layers=5, full_attention_interval=2)),
+    "yarn": (
+        "qwen3_5_moe",
+        dict(
+            mamba_ssm_dtype="float32",
+            mlp_only_layers=[0],  # which this family does not know
+            rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "partial_rotary_factor": 0.25,
+                             "original_max_position_embeddings": 32},
+        ),
+    ),
+    "sparse": ("qwen3_next", dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2,
+                                  decoder_sparse_step=2, mlp_only_layers=[])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", _DELTA_VARIANTS)
+def test_gated_delta_nets_by_other_configs(variant, tmp_path):
+    """Logits; and of one, greedy tokens of prompts that end beside the borders of chunks, all in one batch of ours."""
+    name, changes = _DELTA_VARIANTS[variant]
+    config = CONFIGS[name] | {"max_position_embeddings": 256} | changes
+    for key in ("layer_types", "rope_parameters") if variant == "derived" else ():
+        del config[key]
+    theirs, ours = reference.load(reference.make_checkpoint(tmp_path, config)), checks.load(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, 128, (2, 70), np.int32)
+    np.testing.assert_allclose(ours(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=3e-4, rtol=0)
+    if variant != "derived":
+        return
+    prompts = [tokens.reshape(-1)[:length].tolist() for length in (1, 3, 63, 64, 65)]
+    answers = jaxtune.generate(ours, prompts, max_new_tokens=12, eos_token_ids=[])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == reference.greedy(theirs, np.asarray([prompt], np.int32), 12)[0].tolist(), len(prompt)
 
 
 def test_real_model(test_data):
