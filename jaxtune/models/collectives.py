@@ -14,13 +14,15 @@ join the parts took 14 ms, and 6 ms more were idle.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.lax import optimization_barrier
+from jax.sharding import Mesh, NamedSharding
 
-from jaxtune.models.partition import Shard, gather, scatter
+from jaxtune.models.partition import DATA, FSDP, WHOLE, Shard, compiling, divided, gather, scatter
 
 # Bytes of a layer's gathered weights, and of its gradients in float32, that XLA may make one collective of.
 _COMBINED_BYTES = 8 << 30
@@ -34,6 +36,20 @@ def compiler_options() -> dict[str, Any]:
         "xla_gpu_all_gather_combine_threshold_bytes": _COMBINED_BYTES,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED_BYTES,
     }
+
+
+def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
+    """A compiled program that exchanges a number within each group of devices that a step's collectives have: NCCL
+    connects the devices of a group at the first one."""
+    axes = tuple(axis for axis in (DATA, FSDP) if mesh.shape[axis] > 1)
+    groups = [axes] if len(axes) == 1 else [axes, *((axis,) for axis in axes)]
+
+    def sums(number):
+        return [jax.lax.psum(number, group) for group in groups]
+
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, WHOLE))
+    with compiling(mesh):
+        return jax.jit(divided(sums, mesh, WHOLE, WHOLE)).lower(number).compile()
 
 
 class CollectiveSchedule:

@@ -5,7 +5,8 @@ each moment in one of them. A step lasts until the device has finished it, from 
 a pause, the pause; the host's own delays, such as fetching a loss one step late, move nothing, because a thread that
 waits for the device stamps the moments. Pauses are compiling, loading, saving, evaluating and profiling: each has a
 line of its own (`compile_seconds`, `load_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is in no
-step; where programs were compiled, that line has the `plan` in words too. A line of steps says how many of them its
+step; where programs were compiled, that line has the `plan` in words too, and `collectives_seconds`, that several
+devices took to connect. A line of steps says how many of them its
 speeds count (`steps`, those since the line before) and their mean (`step_seconds`), so that
 
     sum of steps x step_seconds + sum of the pauses' seconds = wall clock of the run, to its last line

@@ -258,6 +258,19 @@ class Engine:
 
     # ---- running
 
+    def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
+        """Has the devices exchange something for the first time, which connects them; says how long that took, as
+        metrics' `collectives_seconds`. Nothing, where a run has one device."""
+        if self.mesh.size == 1:
+            return {}
+        program, number = collectives.first_exchange(self.mesh), partition.put(np.float32(0), self.replicated)
+        processes.all_of(None)  # nobody waits for others to compile
+        started = time.perf_counter()
+        jax.block_until_ready(program(number))
+        seconds = time.perf_counter() - started
+        print_line(f"collectives of {self.mesh.size} devices set up in {seconds:.1f} s")
+        return {"collectives_seconds": seconds}
+
     def at(self, programs: Programs, step: int) -> Programs:
         """The programs that a step runs."""
         early = step < self._early_steps and programs.before_qat is not None

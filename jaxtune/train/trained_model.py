@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtune import processes
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import copy_structure, has_adapter
@@ -120,6 +121,8 @@ class TrainedModel:
         """first_state, or that of a resumed run."""
         if resumed is not None:
             return resumed, engine.zero_sums(resumed), self.placed_frozen(engine)
+        self.take_weights()
+        processes.all_of(None)  # what is whole on each device may be gathered: nobody waits there for others to load
         begun = self.first_state(engine)
         self.let_go()
         return begun

@@ -352,8 +352,8 @@ class Trainer:
             line["compile_seconds"] = monitor.uncounted_seconds()
             if self.model.coming:
                 progress.print("waiting for the weights")
+            line |= self.engine.connect(progress.print)
             begun = self.model.begin(self.engine, resumed)
-            processes.all_of(None)  # together: who is first in a collective does not wait for others to compile
             self.look_up_references((self.train_data, self.eval_data), begun[0], begun[2], progress.print)
             write_config(self.output, self.config)
         for note in self.notes():

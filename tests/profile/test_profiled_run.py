@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 
 import jax
 import pytest
@@ -59,6 +60,8 @@ def test_what_a_mesh_exchanges_and_how_much_of_it_is_hidden(resident, tmp_path):
         memory=MemoryConfig(plan=plan),
     )  # fmt: skip
     Trainer(lora_model(layers=2), None, config, dataset(documents(40))).train()
+    started = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert started["compile_seconds"] > 0 and started["collectives_seconds"] > 0 and started["load_seconds"] > 0
     report = show(tmp_path / "run" / "profile")
     (row,) = (row for row in report.transfers if row.name == "collectives")
     # Two layers of seven matrices for the forward, embedding and head; for the backward of the first, whose input needs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from random_weights import write_checkpoint
 from tiny import CONFIGS
 from tiny_models import tiny_model
 
-from jaxtune.models import partition, shards
+from jaxtune.models import collectives, partition, shards
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.generate import generate
 from jaxtune.models.hf import Pretrained
@@ -246,6 +247,22 @@ def test_frozen_weights_that_lie_whole(resident, keeps_model, tmp_path):
     got, want = (trainer_of(plan).train() for plan in (f"keep; resident={resident}", "keep"))
     for ours, theirs in zip(*(jax.tree.leaves(nnx.state(model)) for model in (got, want)), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_devices_connect_at_the_start_and_it_is_said(tmp_path):
+    """In each group that a step's collectives have; not by the first step, which would be said to be slow."""
+
+    def engine(*mesh):
+        config = make_config(tmp_path, mesh=MeshConfig(*mesh), steps=1)
+        return Trainer(tiny_model(), None, config, dataset(documents(20))).engine
+
+    said = []
+    seconds = engine(2, 2).connect(said.append)["collectives_seconds"]
+    assert said == [f"collectives of 4 devices set up in {seconds:.1f} s"]
+    assert engine(1, 1).connect(said.append) == {} and len(said) == 1
+    for mesh, groups in (((2, 2), 3), ((1, 2), 1)):
+        text = collectives.first_exchange(partition.make_mesh(*mesh)).as_text()
+        assert len(set(re.findall(r"replica_groups=\S+", text))) == groups
 
 
 def test_what_a_mesh_cannot_be(tmp_path):
