@@ -64,7 +64,7 @@ def kernel_choices() -> list[KernelChoice]:
         ),
         _choice(
             "attention",
-            f"bfloat16, head dim {_WIDE_HEAD_DIM}, packed, soft cap, forward",
+            f"bfloat16, head dim {_WIDE_HEAD_DIM}, packed, soft cap",
             attention.implementations(wide, packed, kv_heads=_KV_HEADS, soft_cap=50.0),
         ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),

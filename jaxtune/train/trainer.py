@@ -176,7 +176,7 @@ class Trainer:
         self.flops = flop_counter(self.model.prepared)
         of_step: dict[str, Any] = dict(
             length=self.batches.length, keeps_model=keeps_model, reference_runs=self.objective.reference_runs,
-            optimizer=optimizer if "optimizer" in self.own else None, documents=program.max_documents or 1,
+            optimizer=optimizer if "optimizer" in self.own else None,
         )  # fmt: skip
         chosen, why = mesh_of(config, lambda: self.model.prepared, **of_step)
         mesh = partition.make_mesh(chosen.data, chosen.fsdp)

@@ -232,10 +232,7 @@ def test_measured_steps_with_delta_nets():
     assert kept.step_seconds == pytest.approx(1.063, rel=0.08)
     # The derivative runs the rule once more whether its result is kept or not.
     assert made_again.step_seconds == kept.step_seconds and made_again.recompute_seconds == 0
-    # Its attention over packed rows is cuDNN's, which has room for each of up to 13 documents a row.
-    packed = forecast(dataclasses.replace(parts, documents=13), kept.plan, H200)
     assert kept.peak_bytes / 1e9 == pytest.approx(71.79, rel=0.02)
-    assert packed.peak_bytes / 1e9 == pytest.approx(76.39, rel=0.02)
 
 
 # ---- what is chosen

@@ -16,7 +16,6 @@ from jaxtune.models.linear import Linear, apply_together
 from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotate, scaled_by_position
 from jaxtune.pallas.attention import attention_backward, attention_forward, decode_attention
-from jaxtune.pallas.attention.cudnn import MAX_DOCUMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,21 +169,12 @@ class Attention(nnx.Module):
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Gradients of query, key and value, and what of the residual stream is beside them."""
-        stream = 2.2 * sizes["layer_input"] + self._cudnn_bytes(sizes)
+        stream = 2.2 * sizes["layer_input"]
         if sizes.tiles == 1:
             return 2 * sizes["query"] + sizes["key"] + sizes["value"] + stream
         # cuDNN's work space, which counts where nothing is larger: gradients of query in float32, and of key and value
         # for each of its heads. By one step of 350,208 tokens on an H200, 3.5 to 3.9 times the query.
         return 6 * sizes["query"] + sizes["key"] + sizes["value"] + stream - sizes["layer_input"]
-
-    def _cudnn_bytes(self, sizes: Sizes) -> float:
-        """Work space of cuDNN's backward over packed rows, which head dims take that are too wide for our kernels:
-        gradients of query, key and value in float32, for every document that a row has room for."""
-        config = self.config
-        packed = 1 < sizes.documents <= MAX_DOCUMENTS and sizes.hopper and sizes.dtype.itemsize == 2
-        if not packed or config.head_dim <= 128 or config.attention_soft_cap is not None or self.sinks is not None:
-            return 0.0
-        return 2.0 * sizes.documents * (sizes["query"] + sizes["key"] + sizes["value"])
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):

@@ -159,8 +159,7 @@ class Sizes:
     Args:
       residuals: {name: bytes}, for tiled segments those of a tile. recomputed: names of those that are.
       tiles: that tokenwise segments run over. dtype: of the compute. length: tokens of a row.
-      hopper: the device runs kernels for compute capability 9.0. documents: that a row has at most, where attention
-        may count on it.
+      hopper: the device runs kernels for compute capability 9.0.
     """
 
     residuals: Mapping[str, float]
@@ -169,7 +168,6 @@ class Sizes:
     dtype: jnp.dtype
     length: int
     hopper: bool
-    documents: int = 1
 
     def __getitem__(self, name: str) -> float:
         return self.residuals.get(name, 0.0)

@@ -24,28 +24,17 @@ def implementations(
     window=None,
     soft_cap=None,
     sinks=None,
-    backward: bool = False,
 ) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with why it refuses it; of query, only
-    shape and dtype count.
-
-    Args:
-      backward: whether the call is that of the gradients.
-    """
+    """The implementations of a call in the order in which they are tried, each with why it refuses it, its gradients
+    included; of query, only shape and dtype count."""
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
     def kernel(name):
         def refuse():
             module = IMPLEMENTATIONS[name]
-            no_gradients = module.refusal(query, layout, backward=True, **options)
-            return (no_gradients if backward else module.refusal(query, layout, **options)) or first_use.refusal(
-                name,
-                module,
-                query,
-                kv_heads,
-                soft_cap,
-                gradients=no_gradients is None,
-                blocks=mosaic.blocks_of(query, layout, window) if name == "mosaic" else {},
+            blocks = functools.partial(mosaic.blocks_of, query, layout, window) if name == "mosaic" else dict
+            return module.refusal(query, layout, **options) or first_use.refusal(
+                name, module, query, kv_heads, soft_cap, blocks()
             )
 
         return refuse
@@ -57,10 +46,11 @@ def implementations(
         "reference": lambda: None,
     }
     hopper = dispatch.compute_capability() == (9, 0)
-    if layout.max_documents != 1 or (hopper and query.shape[1] <= SHORT_ROWS and query.shape[-1] in (64, 128)):
+    if layout.max_documents != 1 or (hopper and query.shape[1] <= SHORT_ROWS and query.shape[-1] in mosaic.FORWARD):
         # On packed rows our kernels win by the blocks they skip. On short whole rows a step is as fast with either
-        # (8B on an H200: 0.999 of cuDNN's speed at 8 x 2,048, 0.994 at 4 x 4,096), and ours sum in one order: the same
-        # bits in every run and under every plan. On longer ones that would cost more: alone 0.90 at 8,192 tokens.
+        # (8B on an H200: 0.999 of cuDNN's speed at 8 x 2,048, 0.994 at 4 x 4,096; alone at 8 x 2,048 with D=256, 1.30),
+        # and ours sum in one order: the same bits in every run and under every plan. On longer ones that would cost
+        # more: alone 0.90 at 8,192 tokens.
         return {"mosaic": table["mosaic"], **table}
     return table
 
@@ -159,7 +149,7 @@ def attention_backward(
     check.array("lse", lse, "B heads T", jnp.float32)
     check.array("dout", dout, "B T heads D", query.dtype)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
-    chosen = _pick(query, key, value, layout, implementation, backward=True, **options)
+    chosen = _pick(query, key, value, layout, implementation, **options)
     function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
     return _by_rows(function, 7, 3)(query, key, value, out, lse, dout, layout, sinks)
 

@@ -18,13 +18,10 @@ _RUNS = ((0, 5), (1, 90), (2, 1), (1, 160), (0, 7), (3, 110), (0, 27))
 _WINDOW = 100
 
 
-def refusal(
-    name: str, module, query, kv_heads: int | None, soft_cap, gradients: bool, blocks: Mapping[str, Mapping]
-) -> str | None:
+def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
     """Why this GPU must not run the kernels of `module` for calls like this one, or None.
 
     Args:
-      gradients: whether it has a backward to compare.
       blocks: op of tuning.py -> the blocks that the call takes: other blocks are another kernel.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
@@ -48,10 +45,8 @@ def refusal(
 
         def run(module, query, key, value, dout):
             out, lse = module.forward(query, key, value, layout, **options)
-            results = (out, lse[..., real])
-            if gradients:
-                results += module.backward(query, key, value, out, lse, dout, layout, **options)[:3]
-            return results
+            gradients = module.backward(query, key, value, out, lse, dout, layout, **options)[:3]
+            return (out, lse[..., real], *gradients)
 
         with contextlib.ExitStack() as stack:
             for op, chosen in blocks.items():

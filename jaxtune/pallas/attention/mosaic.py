@@ -4,7 +4,7 @@ Which blocks exist is decided by the layout: a tile of queries [a, b] needs keys
 document's start, or the window's) to b; a tile of keys [a, b] is needed by queries from a to the upper bound of b.
 Bounds never fall along a row, so the first and last token of a tile bound all of it. Blocks between the bounds are
 loaded; of those only the ones that a bound crosses are masked. XLA writes the tiles into a table, the most expensive
-first, and the kernels (mosaic_forward.py, mosaic_backward.py) work through it.
+first, and the kernels (mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py) work through it.
 
 The backward is two kernels, one for dq and one for dk and dv (which walks all query heads of its key head), so that
 every sum has one fixed order: bitwise deterministic without atomics.
@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
-from jaxtune.pallas.attention import mosaic_backward, mosaic_forward
+from jaxtune.pallas.attention import mosaic_backward, mosaic_backward_wide, mosaic_forward
 from jaxtune.pallas.attention.layout import PackedLayout
 from jaxtune.pallas.attention.mosaic_parts import LOG2E, WARPGROUPS, Blocks, smem
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
@@ -33,10 +33,19 @@ _INTERPRETED_PROGRAMS = 2
 FORWARD = {
     64: Blocks(64, 128, 3, True),
     128: Blocks(64, 128, 2, True),
-    256: Blocks(64, 64, 2, True, lean=True, buffers=1),  # packed rows and soft caps; whole rows are cuDNN's
+    256: Blocks(64, 64, 2, True, lean=True, buffers=1),
 }
-BACKWARD_QUERY = {64: Blocks(64, 64, 4, False), 128: Blocks(64, 64, 3, False)}
-BACKWARD_KEY = {64: Blocks(64, 128, 2, False), 128: Blocks(64, 64, 2, False)}
+BACKWARD_QUERY = {
+    64: Blocks(64, 64, 4, False),
+    128: Blocks(64, 64, 3, False),
+    256: Blocks(64, 64, 2, False, lean=True, buffers=1, value_stages=1),
+}
+BACKWARD_KEY = {
+    64: Blocks(64, 128, 2, False),
+    128: Blocks(64, 64, 2, False),
+    256: Blocks(64, 64, 2, False, lean=True, buffers=1),  # mosaic_backward_wide.py
+}
+NARROW = 128  # the largest head dim whose dk and dv fit one warpgroup
 
 
 HEURISTIC = {"forward": FORWARD, "dquery": BACKWARD_QUERY, "dkey": BACKWARD_KEY}
@@ -57,8 +66,6 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
     """The blocks measured for such calls, else those for packed rows, else the heuristic's; query as in a kernel."""
     op, dim = f"attention {kernel}", query.shape[-1]
-    if dim not in HEURISTIC[kernel]:
-        raise ValueError(f"attention: there is no {kernel} kernel for head dim {dim}")
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
         found = tuning.tuned(op, name, query.dtype, Blocks)
         if found:
@@ -69,22 +76,17 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
     """op of tuning.py -> its blocks for such a call; of query, only shape and dtype count."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
-    return {
-        f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
-        for kernel, heuristic in HEURISTIC.items()
-        if query.shape[-1] in heuristic
-    }
+    return {f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict() for kernel in HEURISTIC}
 
 
-def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks, backward: bool = False) -> str | None:
-    """Why these kernels cannot serve this call (or the backward of it), or None."""
+def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
+    """Why these kernels cannot serve this call, or None."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    most = max(BACKWARD_KEY if backward else FORWARD)
-    if query.shape[-1] > most:
-        return f"head dim {query.shape[-1]}; at most {most}" + (" in the backward" if backward else "")
+    if query.shape[-1] > max(FORWARD):
+        return f"head dim {query.shape[-1]}; at most {max(FORWARD)}"
     return None
 
 
@@ -163,24 +165,33 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     return _table(starts, first, count, False if full else None)
 
 
-def _key_table(upper, blocks: Blocks, full: bool):
-    """See mosaic_backward.key_kernel, and _query_table."""
-    size = blocks.own * WARPGROUPS
+def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
+    """See mosaic_backward.key_kernel, and _query_table. shared: whether the warpgroups have the same keys."""
+    size = blocks.own * (1 if shared else WARPGROUPS)
     starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
     first = np.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
     count = jnp.maximum(_whole_blocks(upper[:, size - 1 :: size] + (blocks.step - 1), blocks) - first, 1)
     return _table(starts, first, count, True if full else None)
 
 
-def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_copies, blocks: Blocks, **static):
-    """A kernel with its buffers and barriers: the item's own, filled by `own_copies` copies, and the pipeline's, of
-    which each of the two barriers that announce a block waits for `brought_copies`."""
-    barriers = [
+def _barriers(blocks: Blocks, own_copies: int, brought_copies: int) -> list:
+    """What most kernels have: the item's own, filled by `own_copies` copies; the pipeline's, of which each of the two
+    that announce a block waits for `brought_copies`; and that of Turns."""
+    return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=blocks.buffers * WARPGROUPS),
-        *(plgpu.Barrier(num_arrivals=brought_copies, num_barriers=blocks.stages) for _ in range(2)),
-        *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages) for _ in range(2)),
+        *_pipeline_barriers(blocks, brought_copies),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     ]
+
+
+def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
+    slots = (blocks.stages, blocks.value_stages or blocks.stages)
+    full = [plgpu.Barrier(num_arrivals=copies, num_barriers=count) for count in slots]
+    return [*full, *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count) for count in slots)]
+
+
+def _call(kernel, out_type, scratch, blocks: Blocks, **static):
+    """A kernel with its buffers and barriers."""
     return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
         f"attention_{kernel.__name__.removesuffix('_kernel')}",
@@ -190,7 +201,7 @@ def _call(kernel, out_type, own_copies, own_scratch, brought_scratch, brought_co
         grid_names=("programs",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
-        scratch_types=[*own_scratch, *brought_scratch, *barriers],
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
 
@@ -216,14 +227,13 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     outputs = _call(
         mosaic_forward.forward_kernel,
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, padded), jnp.float32)],
-        2,
         [
             smem((blocks.buffers * WARPGROUPS, own, dim), query.dtype),
             _numbers(blocks.buffers * WARPGROUPS, own, jnp.int32),
             _numbers(WARPGROUPS, own, jnp.float32),
+            *(block, block),
+            *_barriers(blocks, 2, 1),
         ],
-        [block, block],
-        1,
         blocks,
         pairs=pairs,
         scale=scale,
@@ -238,6 +248,50 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     return (out * share).astype(out.dtype), with_sink
 
 
+def _query_gradient(operands, lower, blocks: Blocks, layout, options):
+    """dq of padded operands: query, key, value, dout, stat and delta times scale."""
+    query, key = operands[:2]
+    own, pairs, count, dim = blocks.own, _pairs(query, key, blocks), blocks.buffers * WARPGROUPS, query.shape[-1]
+    both = smem((count, own, dim), query.dtype)
+    return _call(
+        mosaic_backward.query_kernel,
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        [
+            *(both, both, _numbers(2 * WARPGROUPS, own, jnp.float32), _numbers(count, own, jnp.int32)),
+            smem((blocks.stages, blocks.step, dim), query.dtype),
+            smem((blocks.value_stages or blocks.stages, blocks.step, dim), query.dtype),
+            *_barriers(blocks, 5, 1),
+        ],
+        blocks,
+        pairs=pairs,
+        **options,
+    )(*operands, lower, _query_table(lower, blocks, pairs, layout.full))
+
+
+def _key_gradients(operands, upper, blocks: Blocks, layout, options):
+    """dk and dv; operands as in _query_gradient."""
+    query, key, value = operands[:3]
+    own, dim = blocks.own, query.shape[-1]
+    block = smem((blocks.stages, blocks.step, dim), query.dtype)
+    brought = [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)]
+    wide = dim > NARROW
+    if wide:
+        kernel, one, handed = mosaic_backward_wide.wide_key_kernel, smem((own, dim), query.dtype), 2
+        scratch = [
+            *(one, one, plgpu.SMEM((own,), jnp.int32), smem((handed, own, blocks.step), jnp.float32), *brought),
+            *(plgpu.Barrier(num_arrivals=copies) for copies in (2, 1)),
+            *_pipeline_barriers(blocks, 2),
+            *(plgpu.Barrier(num_arrivals=1, num_barriers=handed) for _ in range(2)),
+        ]
+    else:
+        kernel, count = mosaic_backward.key_kernel, 2 * WARPGROUPS
+        both = smem((count, own, dim), query.dtype)
+        scratch = [both, both, _numbers(count, own, jnp.int32), *brought, *_barriers(blocks, 3, 2)]
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)]
+    table = _key_table(upper, blocks, wide, layout.full)
+    return _call(kernel, results, scratch, blocks, **options)(*operands, upper, table)
+
+
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """See api.attention_backward."""
     _, length, _, given_dim = query.shape
@@ -245,39 +299,9 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))
     stat, scaled_delta = _padded(lse * LOG2E, 2), _padded(delta * scale, 2)
     query, key, value, dout = (_operand(a) for a in (query, key, value, dout))
-    dim = query.shape[-1]
-
-    blocks = _blocks("dquery", query, layout, window)
-    own, pairs, count = blocks.own, _pairs(query, key, blocks), 2 * WARPGROUPS
-    both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
-    dquery = _call(
-        mosaic_backward.query_kernel,
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        5,
-        [both, both, _numbers(count, own, jnp.float32), _numbers(count, own, jnp.int32)],
-        [block, block],
-        1,
-        blocks,
-        pairs=pairs,
-        scale=scale,
-        soft_cap=soft_cap,
-    )(query, key, value, dout, stat, scaled_delta, lower, _query_table(lower, blocks, pairs, layout.full))
-
-    blocks = _blocks("dkey", query, layout, window)
-    own = blocks.own
-    count = 2 * WARPGROUPS
-    both, block = smem((count, own, dim), query.dtype), smem((blocks.stages, blocks.step, dim), query.dtype)
-    dkey, dvalue = _call(
-        mosaic_backward.key_kernel,
-        [jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
-        3,
-        [both, both, _numbers(count, own, jnp.int32)],
-        [block, block, _numbers(2 * blocks.stages, blocks.step, jnp.float32)],
-        2,
-        blocks,
-        scale=scale,
-        soft_cap=soft_cap,
-    )(query, key, value, dout, stat, scaled_delta, upper, _key_table(upper, blocks, layout.full))
+    operands, options = (query, key, value, dout, stat, scaled_delta), dict(scale=scale, soft_cap=soft_cap)
+    dquery = _query_gradient(operands, lower, _blocks("dquery", query, layout, window), layout, options)
+    dkey, dvalue = _key_gradients(operands, upper, _blocks("dkey", query, layout, window), layout, options)
     dsinks = None
     if sinks is not None:
         real = jnp.arange(length) < layout.doc_end

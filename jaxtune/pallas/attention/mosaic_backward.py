@@ -31,25 +31,21 @@ from jaxtune.pallas.attention.mosaic_parts import (
 )
 
 
-def _weights_and_gradient(scores, dweights, shape, stat, seen, issued, scale, soft_cap):
-    """(weights, slope of the soft cap or None, dweights) from the products (left, right) that give the raw scores and
-    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights."""
+def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
+    """(weights times the slope of the soft cap, dweights) from the products (left, right) that give the raw scores and
+    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights. `between`
+    runs between the two products, `issued` after them."""
 
     def compute(score_acc, dweight_acc):
         plgpu.wgmma(score_acc, *scores)
+        between()
         plgpu.wgmma(dweight_acc, *dweights)
         issued()
         raw, slope = capped(plgpu.wgmma_accumulator_load(score_acc, wait_n=1), scale, soft_cap)
-        weights = seen(jnp.exp2(raw - stat))
-        return weights, slope, dweight_acc[...]
+        weights = jnp.exp2(raw - stat)
+        return seen(weights if slope is None else weights * slope), dweight_acc[...]
 
     return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-
-
-def _gradient_of_scores(weights, slope, dweights, delta, scale):
-    """Times scale; delta comes times scale."""
-    dscores = weights * (dweights * scale - delta)
-    return dscores if slope is None else dscores * slope
 
 
 def query_kernel(
@@ -84,7 +80,8 @@ def query_kernel(
     """dq of tiles of queries."""
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
-    own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
+    own, dim = blocks.own, q_ref.shape[-1]
+    stages, value_stages = (jnp.int32(slots.shape[0]) for slots in (k_smem, v_smem))
     shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
 
     @bringing(wg)
@@ -96,7 +93,7 @@ def query_kernel(
         turns = Turns(turn_barrier, wg, blocks.turns)
 
         def buffer(turn):
-            return wg * 2 + lax.rem(turn, jnp.int32(2))
+            return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
 
         def fetch(turn, item):
             row, head, base = side.place(item)
@@ -109,7 +106,10 @@ def query_kernel(
 
         def work(turn, done, item, following):
             row, head, base = side.place(item)
-            query, dout = q_smem.at[buffer(turn)], do_smem.at[buffer(turn)]
+            query = q_smem.at[buffer(turn)]
+            if blocks.buffers == 1:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
+                fetch(turn, item)
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             stat = plgpu.load(numbers_smem.at[wg], layout=rows)
             delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
@@ -118,43 +118,99 @@ def query_kernel(
             plgpu.commit_smem()  # every warp has read them: the next item's may come
 
             def step(i, acc):
-                slot = lax.rem(done + i, stages)
+                slot, value_slot = lax.rem(done + i, stages), lax.rem(done + i, value_stages)
+                here = buffer(turn)
+                if blocks.buffers == 1:
+                    # The same number, but the compiler does not know: else it keeps the addresses of all that lies in
+                    # these buffers in registers while the loop runs, and spills (390 bytes a thread, D=256).
+                    here += lax.shift_right_logical(i, jnp.int32(30))
                 plgpu.barrier_wait(k_full.at[slot])
-                plgpu.barrier_wait(v_full.at[slot])
-                weights, slope, dweights = _weights_and_gradient(
-                    (query, k_smem.at[slot].transpose((1, 0))),
-                    (dout, v_smem.at[slot].transpose((1, 0))),
+                weights, dweights = _weights_and_gradient(
+                    (q_smem.at[here], k_smem.at[slot].transpose((1, 0))),
+                    (do_smem.at[here], v_smem.at[value_slot].transpose((1, 0))),
                     shape,
                     rows_of(stat, shape),
                     lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
+                    lambda: plgpu.barrier_wait(v_full.at[value_slot]),
                     turns.swap,
                     scale,
                     soft_cap,
                 )
-                plgpu.barrier_arrive(v_free.at[slot])
+                plgpu.barrier_arrive(v_free.at[value_slot])
 
-                dscores = _gradient_of_scores(weights, slope, dweights, rows_of(delta, shape), scale)
+                dscores = weights * (dweights * scale - rows_of(delta, shape))  # delta comes times scale
                 narrow = dscores.astype(k_ref.dtype)
                 turns.swap()
                 acc = add_product(acc, narrow, k_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 
-            # The first step hides how the last item's results leave the buffer that the next item's operands go to.
-            acc = step(jnp.int32(0), filled((own, dim), 0.0, plgpu.Layout.WGMMA))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
-            acc = lax.fori_loop(1, item[4], step, acc)
+            acc, ahead = filled((own, dim), 0.0, plgpu.Layout.WGMMA), 0
+            if blocks.buffers == 2:
+                # The first step hides how the last item's results leave the buffer that the next item's operands go to.
+                acc, ahead = step(jnp.int32(0), acc), 1
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+            acc = lax.fori_loop(ahead, item[4], step, acc)
             query[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own), head])
             return item[4]
 
-        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        if blocks.buffers == 2:
+            pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
         turns.begin()
         side.items.each(work)
         turns.end()
         plgpu.wait_smem_to_gmem(0)
+
+
+def masked_keys(weights, *, base, upper, queries, lean):
+    """`weights` [keys from base on, queries from `queries` on], with 0 where a query does not see a key."""
+    shape = weights.shape
+    if lean:
+        key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
+        seen = within(shape, 1, queries, key_ids, upper - key_ids)
+    else:
+        query_ids = ids(shape, 1, queries)
+        seen = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
+    return jnp.where(seen, weights, 0.0)
+
+
+def bring_queries(items, group, width, operands, slots, full, free):
+    """The work of the warpgroup that brings blocks of queries for dk and dv: of `width` queries, for every one of the
+    `group` heads that share a key head.
+
+    operands: query, dout, stat and delta; slots: of query, of dout and of both numbers; full, free: of query and dout.
+    """
+    q_ref, do_ref, stat_ref, delta_ref = operands
+    q_smem, do_smem, numbers_smem = slots
+    (q_full, do_full), (q_free, do_free) = full, free
+    stages = jnp.int32(q_smem.shape[0])
+
+    def work(turn, done, item, following):
+        kv_head, row, _, first, count, *_ = item
+
+        def step(i, _):
+            head = kv_head * group + lax.div(i, count)
+            here = pl.ds((first + lax.rem(i, count)) * width, width)
+            slot = lax.rem(done + i, stages)
+            bring(
+                done + i,
+                (
+                    (q_ref.at[row, here, head], q_smem, q_full, q_free),
+                    (do_ref.at[row, here, head], do_smem, do_full, do_free),
+                ),
+            )
+            # These go with q and do, whose slots are free when theirs are.
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
+            return ()
+
+        lax.fori_loop(0, count * group, step, ())
+        return count * group
+
+    drain(items.each(work), (q_smem, q_free), (do_smem, do_free))
 
 
 def key_kernel(
@@ -199,30 +255,8 @@ def key_kernel(
 
     @bringing(wg)
     def _():
-        def work(turn, done, item, following):
-            kv_head, row, _, first, count, *_ = item
-
-            def step(i, _):
-                head = kv_head * group + lax.div(i, count)
-                here = pl.ds((first + lax.rem(i, count)) * width, width)
-                slot, reused = lax.rem(done + i, stages), done + i >= stages
-                bring(
-                    slot,
-                    reused,
-                    (
-                        (q_ref.at[row, here, head], q_smem, q_full, q_free),
-                        (do_ref.at[row, here, head], do_smem, do_full, do_free),
-                    ),
-                )
-                # These go with q and do, whose slots are free when theirs are.
-                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
-                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
-                return ()
-
-            lax.fori_loop(0, count * group, step, ())
-            return count * group
-
-        drain(items.each(work), blocks.stages, q_free, do_free)
+        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, numbers_smem)
+        bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
 
     @computing(wg)
     def _():
@@ -276,23 +310,17 @@ def key_kernel(
                 scores, dweights = products(
                     (key, query.transpose((1, 0))), (value, dout.transpose((1, 0))), shape=shape, issued=turns.swap
                 )
-
-                def masked(weights):
-                    if blocks.lean:
-                        key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=rows) + base
-                        seen = within(shape, 1, queries, key_ids, upper - key_ids)
-                    else:
-                        query_ids = ids(shape, 1, queries)
-                        seen = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
-                    return jnp.where(seen, weights, 0.0)
-
+                masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
                 crossed = (queries < base + own - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
                 stat = plgpu.load(numbers_smem.at[slot], layout=columns)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
                 weights = lax.cond(crossed, masked, lambda weights: weights, weights)
                 delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
-                dscores = _gradient_of_scores(weights, slope, dweights, lax.broadcast_in_dim(delta, shape, [1]), scale)
+                # delta comes times scale
+                dscores = weights * (dweights * scale - lax.broadcast_in_dim(delta, shape, [1]))
+                if slope is not None:
+                    dscores = dscores * slope
                 weights, dscores = weights.astype(v_ref.dtype), dscores.astype(k_ref.dtype)
                 turns.swap()
                 dv = add_product(dv, weights, dout, interpreted)

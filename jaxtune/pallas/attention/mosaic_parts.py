@@ -40,7 +40,8 @@ class Blocks:
       turns: whether the two warpgroups take turns on the tensor cores (Turns).
       lean: fewer instructions a score: a mask by one comparison and, in the forward, the scale and the subtraction of
         the maximum in one multiply-add.
-      buffers: of an item's own side; 1 where shared memory has no room for 2. The forward's only.
+      buffers: of an item's own side; 1 where shared memory has no room for 2. That of the forward and of dq.
+      value_stages: `stages` of the values in dq, which are given back before the keys; None: as many as of the keys.
     """
 
     own: int
@@ -49,6 +50,7 @@ class Blocks:
     turns: bool
     lean: bool = False
     buffers: int = 2
+    value_stages: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields, without those that have their default."""
@@ -57,8 +59,9 @@ class Blocks:
 
 
 def smem(shape, dtype):
-    """Shared memory that the tensor cores and the copy engine can read."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    """Shared memory that the tensor cores and the copy engine can read, and warpgroups without bank conflicts."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
 
 def rows_of(value, shape):
@@ -168,11 +171,11 @@ class Items:
         return lax.fori_loop(0, self.rounds, one, (jnp.int32(0), self.at(jnp.int32(0))))[0]
 
 
-def computing(wg):
-    """Decorates what the computing warpgroups do; bringing, what the one that brings blocks does."""
+def computing(wg, number: int | None = None):
+    """Decorates what the computing warpgroups do, or that one of them; bringing, what brings their blocks."""
 
     def decorate(body):
-        @pl.when(wg < WARPGROUPS)
+        @pl.when(wg < WARPGROUPS if number is None else wg == number)
         def _():
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
             body()
@@ -190,17 +193,21 @@ def bringing(wg):
     return decorate
 
 
-def bring(slot, reused, copies):
-    """Starts each copy (source, slots, full, free) into a slot of the pipeline, once its last content was used."""
+def bring(number, copies):
+    """Starts each copy (source, slots, full, free) of step `number` into its slot of the pipeline, once that one's last
+    content was used."""
     for source, target, full, free in copies:
-        pl.when(reused)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+        stages = jnp.int32(target.shape[0])
+        slot = lax.rem(number, stages)
+        pl.when(number >= stages)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
         plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])
 
 
-def drain(done, stages: int, *frees):
-    """Waits until all that was brought has been used: a barrier must not be left with an unseen arrival."""
-    for slot in range(stages):
-        for free in frees:
+def drain(done, *rings):
+    """Waits until all that was brought has been used: a barrier must not be left with an unseen arrival. A ring: its
+    slots and their `free`."""
+    for target, free in rings:
+        for slot in range(target.shape[0]):
             pl.when(slot < done)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
@@ -252,16 +259,15 @@ class QuerySide:
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
         """The work of the warpgroup that brings blocks."""
-        stages = jnp.int32(self.blocks.stages)
 
         def work(turn, done, item, following):
             def step(i, _):
                 here = self.keys(item, i)
                 copies = ((k_ref.at[here], k_smem, k_full, k_free), (v_ref.at[here], v_smem, v_full, v_free))
-                bring(lax.rem(done + i, stages), done + i >= stages, copies)
+                bring(done + i, copies)
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
             return item[4]
 
-        drain(self.items.each(work), self.blocks.stages, k_free, v_free)
+        drain(self.items.each(work), (k_smem, k_free), (v_smem, v_free))

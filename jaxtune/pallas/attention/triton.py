@@ -64,8 +64,8 @@ def tiles(dim: int) -> Tiles:
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][dim]
 
 
-def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks, backward: bool = False) -> str | None:
-    """Why these kernels cannot serve this call (or the backward of it), or None."""
+def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
+    """Why these kernels cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

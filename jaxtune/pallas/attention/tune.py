@@ -16,17 +16,22 @@ from jaxtune.pallas.attention.layout import packed_layout
 from jaxtune.pallas.attention.shapes import Case
 
 KERNELS = ("forward", "dquery", "dkey")
-_STAGES = (2, 3, 4)
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
     """Blocks to try, those of the heuristic first. Some overflow the shared memory."""
     first = mosaic.HEURISTIC[kernel][dim]
     forms: list[dict[str, Any]] = [dict(turns=turns, lean=lean) for lean in (False, True) for turns in (True, False)]
-    if dim > 128:
-        forms = [dict(form, buffers=1) for form in forms]
-    found = [mosaic.Blocks(64, *sizes, **form) for form in forms for sizes in itertools.product((64, 128), _STAGES)]
-    return [blocks.as_dict() for blocks in [first, *(b for b in found if b != first)]]
+    stages = (2, 3, 4)
+    if dim > mosaic.NARROW:
+        stages, forms = (1, 2), [dict(form, buffers=1) for form in forms]
+        if kernel == "dquery":
+            forms += [dict(form, value_stages=1) for form in forms]
+        if kernel == "dkey":  # whose warpgroups pass each other their work, and know no turns
+            forms = [form for form in forms if not form["turns"]]
+    found = [mosaic.Blocks(64, *sizes, **form) for form in forms for sizes in itertools.product((64, 128), stages)]
+    found = [b for b in found if b != first and (b.value_stages is None or b.value_stages < b.stages)]
+    return [blocks.as_dict() for blocks in [first, *found]]
 
 
 def tune(
@@ -40,7 +45,7 @@ def tune(
 
     Args:
       case: shapes, documents, window, soft cap.
-      kernels: of KERNELS; head dims over 128 have a forward only.
+      kernels: of KERNELS.
       say, path: see tuning.measure.
     Returns:
       kernel -> its entry, see tuning.measure.
@@ -48,7 +53,6 @@ def tune(
       RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
     """
     dim = mosaic.kernel_dim(case.dim)
-    kernels = [kernel for kernel in kernels if dim in mosaic.HEURISTIC[kernel]]
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [
         (case.rows, case.length, count, case.dim) for count in (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -58,9 +62,7 @@ def tune(
     given = () if segments is None else (jnp.asarray(segments),)
     options = dict(scale=case.dim**-0.5, window=case.window, soft_cap=case.soft_cap)
     blocks = {f"attention {kernel}": candidates(kernel, dim)[0] for kernel in kernels}
-    problem = first_use.refusal(
-        "mosaic", mosaic, query, case.kv_heads, case.soft_cap, gradients=dim in mosaic.HEURISTIC["dkey"], blocks=blocks
-    )
+    problem = first_use.refusal("mosaic", mosaic, query, case.kv_heads, case.soft_cap, blocks)
     if problem is not None:
         raise RuntimeError(f"attention, {blocks}: {problem}")
 

@@ -309,10 +309,9 @@ def fitting_settings(
     wanted: int = 3,
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
-    documents: int = 1,
 ) -> list[str]:
     """Changes of the config, each enough alone, under which a plan fits; the gentlest first. optimizer,
-    reference_runs, documents: as in step_cost."""
+    reference_runs: as in step_cost."""
 
     def changed(section: str, **values) -> TrainConfig:
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
@@ -350,7 +349,7 @@ def fitting_settings(
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
-        of_step: Any = dict(optimizer=optimizer, reference_runs=reference_runs, documents=documents)
+        of_step: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
         return step_cost(models[key], option, **of_step)
 
     for text, option in options:

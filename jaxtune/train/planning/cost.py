@@ -146,8 +146,7 @@ class StepCost:
     weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
     float32. head_gradient_bytes: later, of it alone.
-    reference_runs: forward passes, in each micro-batch, of a model that does not train. documents: that a row has at
-    most, where attention may count on it.
+    reference_runs: forward passes, in each micro-batch, of a model that does not train.
     shared_bytes: of experts' adapters as kernels take them, which XLA makes once for the forward and the backward where
     every residual is kept (the stack ties them to the backward elsewhere).
     whole_layer_bytes, whole_head_bytes: of the largest layer's and the head's weights that are divided over devices,
@@ -182,7 +181,6 @@ class StepCost:
     update_bytes: float = 0.0
     less_sums: float = 0.0
     reference_runs: int = 0
-    documents: int = 1
     exchange: Exchange = Exchange()
     shared_bytes: float = 0.0
     whole_layer_bytes: float = 0.0
@@ -214,12 +212,11 @@ def step_cost(
     keeps_model: bool = False,
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
-    documents: int = 1,
 ) -> StepCost:
     """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length;
     keeps_model: the model that was given lies beside the run, as it does not in a run of the command; optimizer: what
     moves the weights, if not what config.optim says; reference_runs: of a model that does not train, in each
-    micro-batch; documents: that a row has at most, where the rows promise it."""
+    micro-batch."""
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
@@ -285,7 +282,6 @@ def step_cost(
         hosted_bytes=on_host * devices,
         update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
-        documents=documents,
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
         shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
         exchange=_exchange(kept, frozen, data, fsdp),

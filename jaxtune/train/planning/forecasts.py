@@ -226,7 +226,6 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
             dtype=parts.dtype,
             length=parts.length,
             hopper=device.hopper,
-            documents=parts.documents,
         )
         moments = _backward_bytes(kind, facts)
         at_feed_forward, at_mixer = max(at_feed_forward, moments[0]), max(at_mixer, moments[1])

@@ -36,8 +36,7 @@ class Planner:
     Args:
       model: what is trained. length: of its rows, in tokens. device: a jax.Device of this process. keeps_model: whether
         somebody holds the model beside the run. optimizer: what moves the weights, if not what config.optim says.
-      reference_runs: Objective.reference_runs. documents: that a row has at most, where the rows promise it. note: said
-        before the plan, such as why it is on this mesh.
+      reference_runs: Objective.reference_runs. note: said before the plan, such as why it is on this mesh.
 
     Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan
     in force).
@@ -55,10 +54,9 @@ class Planner:
         keeps_model: bool = True,
         optimizer: optax.GradientTransformation | None = None,
         reference_runs: int = 0,
-        documents: int = 1,
         note: str | None = None,
     ):
-        self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs, documents=documents)
+        self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
         self.config, self.shape, self._note = config, model.config, note
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
         self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)

@@ -1,0 +1,166 @@
+"""The body of the dk/dv kernel for head dims whose two gradients do not fit one warpgroup's registers.
+
+At D=256 the dk of 64 keys takes 128 registers of every thread of a warpgroup, and their dv as many. So both warpgroups
+have the same 64 keys: the first makes the weights and dv, the second dweights and dk, two products a step each. What
+the second needs of the first, the weights (times the slope of the soft cap), goes through shared memory, in fp32 and
+two slots: the first is up to two steps ahead, and its exponentials run beside the other one's products.
+"""
+
+# Pallas' annotations know neither its own transforms nor loops that carry values.
+# pyright: reportAbstractUsage=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.attention.mosaic_backward import bring_queries, masked_keys
+from jaxtune.pallas.attention.mosaic_parts import (
+    Items,
+    add_product,
+    bringing,
+    capped,
+    computing,
+    filled,
+    products,
+)
+
+
+def wide_key_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    stat_ref,
+    delta_ref,
+    upper_ref,
+    table_ref,
+    dk_ref,
+    dv_ref,
+    k_smem,
+    v_smem,
+    upper_smem,
+    weights_smem,
+    q_smem,
+    do_smem,
+    numbers_smem,
+    key_full,
+    value_full,
+    q_full,
+    do_full,
+    q_free,
+    do_free,
+    weights_full,
+    weights_free,
+    *,
+    blocks,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """dk and dv of tiles of keys: walks the query blocks that see the tile, of every query head in turn.
+
+    A line of the table: row, first key, first block of queries, number of blocks.
+    """
+    wg = lax.axis_index("wg")
+    group = q_ref.shape[2] // k_ref.shape[2]
+    items = Items(table_ref, k_ref.shape[2])
+    own, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
+    passed = jnp.int32(weights_smem.shape[0])
+    shape = (own, width)
+    rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+    @bringing(wg)
+    def _():
+        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, numbers_smem)
+        bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
+
+    def place(item):
+        """(row, keys, key head) of an item."""
+        kv_head, row, start = item[:3]
+        return row, pl.ds(pl.multiple_of(start, own), own), kv_head
+
+    @computing(wg, 0)
+    def _():
+        def work(turn, done, item, following):
+            row, here, kv_head = place(item)
+            base, first, count = item[2], item[3], item[4]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dv has left the buffer
+            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem, key_full)
+            plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem, key_full)
+            plgpu.barrier_wait(key_full)
+            upper = plgpu.load(upper_smem, layout=rows)
+            first_upper = upper_smem[0]
+
+            def step(i, dv):
+                number = done + i
+                slot, handed = lax.rem(number, stages), lax.rem(number, passed)
+                queries = (first + lax.rem(i, count)) * width
+                plgpu.barrier_wait(q_full.at[slot])
+                (scores,) = products((k_smem, q_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None)
+                masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
+                crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                scores, slope = capped(scores, scale, soft_cap)
+                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                plgpu.barrier_arrive(q_free.at[slot])
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
+                weights = lax.cond(crossed, masked, lambda weights: weights, weights)
+                pl.when(number >= passed)(lambda: plgpu.barrier_wait(weights_free.at[handed]))
+                weights_smem.at[handed][...] = weights if slope is None else weights * slope
+                narrow = weights.astype(v_ref.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(weights_full.at[handed])
+                plgpu.barrier_wait(do_full.at[slot])
+                dv = add_product(dv, narrow, do_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(do_free.at[slot])
+                return dv
+
+            dv = lax.fori_loop(0, count * group, step, filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            k_smem[...] = dv.astype(v_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(k_smem, dv_ref.at[row, here, kv_head])
+            return count * group
+
+        done = items.each(work)
+        plgpu.wait_smem_to_gmem(0)
+        for handed in range(weights_smem.shape[0]):
+            pl.when(handed < done)(lambda handed=handed: plgpu.barrier_wait(weights_free.at[handed]))
+
+    @computing(wg, 1)
+    def _():
+        def work(turn, done, item, following):
+            row, here, kv_head = place(item)
+            steps = item[4] * group
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dk has left the buffer
+            plgpu.copy_gmem_to_smem(v_ref.at[row, here, kv_head], v_smem, value_full)
+            plgpu.barrier_wait(value_full)
+
+            def step(i, dk):
+                number = done + i
+                slot, handed = lax.rem(number, stages), lax.rem(number, passed)
+                plgpu.barrier_wait(do_full.at[slot])
+                (dweights,) = products((v_smem, do_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None)
+                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                plgpu.barrier_arrive(do_free.at[slot])
+                dscores = dweights * scale - lax.broadcast_in_dim(delta, shape, [1])
+                plgpu.barrier_wait(weights_full.at[handed])
+                dscores = dscores * plgpu.load(weights_smem.at[handed], layout=plgpu.Layout.WGMMA)
+                narrow = dscores.astype(k_ref.dtype)
+                plgpu.barrier_arrive(weights_free.at[handed])
+                plgpu.barrier_wait(q_full.at[slot])
+                dk = add_product(dk, narrow, q_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(q_free.at[slot])
+                return dk
+
+            dk = lax.fori_loop(0, steps, step, filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            v_smem[...] = dk.astype(k_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(v_smem, dk_ref.at[row, here, kv_head])
+            return steps
+
+        items.each(work)
+        plgpu.wait_smem_to_gmem(0)
