@@ -41,7 +41,7 @@ _TILES = {
     "pairs": (4, 64, 2),
     "dquery": (4, 32, 3),
     "dkey": (8, 32, 3),
-    "rates": (4, DIM, 1),
+    "rates": (1, DIM, 1),
 }
 _ROOMY = ((8, 0), (8, 7), (9, 0))  # where shared memory has room for more than one step
 
@@ -218,10 +218,10 @@ def _backward(query, key, dout, beta, error, states, layout, *made):
     like_query, like_beta = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (query, beta))
     rows, length, heads = beta.shape
     chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
-    to_weights, to_system, flow, dbeta = _call(
+    to_weights, to_system, flow, dbeta, reach = _call(
         "pairs",
         (query, key, beta, *bounds, error, dvalue, dout, total),
-        (matrices, matrices, numbers, numbers),
+        (matrices, matrices, numbers, numbers, numbers),
         (heads, chunks, rows),
         key,
         dout,
@@ -244,7 +244,7 @@ def _backward(query, key, dout, beta, error, states, layout, *made):
     )
     ddecay, dbeta = _call(
         "rates",
-        (key, beta, *bounds, total, flow, dbeta, asked, *of_states),
+        (beta, *bounds, kept, faded, reach, flow, dbeta, asked, *of_states),
         (like_beta, like_beta),
         (heads, chunks, rows),
         key,

@@ -39,6 +39,18 @@ def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH
 
 
 @triton.jit
+def _piece_turned(array, first, begin, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr,
+                  CHUNK: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
+    """PIECE columns of _tokens_turned, from column `begin` on."""
+    rows = begin + tl.arange(0, PIECE)
+    pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
+    if LENGTH % CHUNK == 0:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(first + rows < LENGTH)[None, :], other=0.0)
+
+
+@triton.jit
 def _put_tokens(array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr,
                 CHUNK: tl.constexpr):  # fmt: skip
     rows = tl.arange(0, CHUNK)
@@ -264,17 +276,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
 
 
 @triton.jit
-def _shares(pairs, products, b):
-    """(what a token's row has of pairs * products * beta less what its column has, what its beta has of it): sums of
-    one float32 matrix, so that pairs on the same side of a decay cancel exactly."""
-    shares = pairs * products
-    columns = tl.sum(shares, 0)
-    return tl.sum(shares * b[None, :], 1) - columns * b, columns
-
-
-@triton.jit
 def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
-                 to_weights, to_system, flow, dbeta,
+                 to_weights, to_system, flow, dbeta, reach,
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
@@ -325,12 +328,14 @@ def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
     left = _left(sums, _reads(start, places)) * unit_k[None, :]
     pairs *= left * unit_q[:, None]
     _put_matrix(to_weights + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
-    flow_q, db_q = _shares(pairs, attended, b)
     system *= tl.where(places[:, None] > places[None, :], left, 0.0) * -unit_rows[:, None]
     _put_matrix(to_system + line * CHUNK * CHUNK, system * b[None, :], CHUNK, CHUNK)
-    flow_k, db_k = _shares(system, alike, b)
-    tl.store(flow + at, flow_q + flow_k)
-    tl.store(dbeta + at, db_q + db_k)
+    # Of one float32 matrix: pairs on the same side of a decay cancel exactly.
+    shares = pairs * attended + system * alike
+    columns = tl.sum(shares, 0)
+    tl.store(flow + at, tl.sum(shares * b[None, :], 1) - columns * b)
+    tl.store(dbeta + at, columns)
+    tl.store(reach + at, unit_rows * _after(sums, start, places, places == first + CHUNK - 1))
 
 
 @triton.jit
@@ -383,6 +388,9 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     """dkey of a chunk, from all value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads,
     chunks, B).
 
+    One loop goes through all value heads, WIDTH columns of their states and the tokens that are as many parts of the
+    chunk at a time: what all products are made of is brought ahead, from one value head into the next.
+
     What of a decay's gradient is found on the way, of each value head: lost and gained, the products of keys with
     dvalue and with the error through the states, and fading, that of the state before the chunk and dstates."""
     key_head = tl.program_id(0)
@@ -392,49 +400,64 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     VALUES: tl.constexpr = HEADS * VALUE_DIM
+    PARTS: tl.constexpr = VALUE_DIM // WIDTH
+    PIECE: tl.constexpr = CHUNK // PARTS
     keys = (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
     query += keys
     key += keys
     values = (batch * LENGTH * HEADS + key_head * GROUP) * VALUE_DIM
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
+    column = tl.arange(0, PIECE)[:, None] + tl.arange(0, CHUNK)[None, :] * CHUNK
     dk = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-    for member in range(GROUP):
+    into = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+    back = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+    both = tl.zeros([KEY_DIM, WIDTH], tl.float32)
+    for step in range(GROUP * PARTS):
+        member = step // PARTS
+        part = step % PARTS
         line = lines + member * CHUNKS
-        at = line * CHUNK + tl.arange(0, CHUNK)
-        offset = values + member * VALUE_DIM
-        fade = tl.zeros([WIDTH], tl.float32)
-        into = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-        back = tl.zeros([KEY_DIM, CHUNK], tl.float32)
-        for part in range(0, VALUE_DIM, WIDTH):
-            state = _turned(states + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
-            dstate = _turned(dstates + (line * VALUE_DIM + part) * KEY_DIM, WIDTH, KEY_DIM)
-            dv = _tokens_turned(dvalue + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-            e = _tokens_turned(error + offset + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-            fade += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-            back = tl.dot(state, dv, back)
-            into = tl.dot(dstate, e, into)
-        tl.store(fading + line, tl.sum(fade, 0))
-        k = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        tl.store(gained + at, tl.sum(into * k.to(tl.float32), 0))
-        tl.store(lost + at, tl.sum(back * k.to(tl.float32), 0))
-        dk += into * tl.load(written + at)[None, :]
-        dk -= back * tl.load(kept + at)[None, :]
-        matrix = _matrix(to_system + line * CHUNK * CHUNK, CHUNK, CHUNK)
-        dk = tl.dot(k, matrix, dk)
-        dk = tl.dot(k, tl.trans(matrix), dk)
-        q = _tokens_turned(query, first, KEYS, KEY_DIM, LENGTH, CHUNK)
-        dk = tl.dot(q, _matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), dk)
+        offset = values + member * VALUE_DIM + part * WIDTH
+        state = _turned(states + (line * VALUE_DIM + part * WIDTH) * KEY_DIM, WIDTH, KEY_DIM)
+        dstate = _turned(dstates + (line * VALUE_DIM + part * WIDTH) * KEY_DIM, WIDTH, KEY_DIM)
+        dv = _tokens_turned(dvalue + offset, first, VALUES, WIDTH, LENGTH, CHUNK)
+        e = _tokens_turned(error + offset, first, VALUES, WIDTH, LENGTH, CHUNK)
+        both += state.to(tl.float32) * dstate.to(tl.float32)
+        back = tl.dot(state, dv, back)
+        into = tl.dot(dstate, e, into)
+        begin = part * PIECE
+        k = _piece_turned(key, first, begin, KEYS, KEY_DIM, LENGTH, CHUNK, PIECE)
+        q = _piece_turned(query, first, begin, KEYS, KEY_DIM, LENGTH, CHUNK, PIECE)
+        square = line * CHUNK * CHUNK
+        dk = tl.dot(k, _matrix(to_system + square + begin * CHUNK, PIECE, CHUNK), dk)
+        dk = tl.dot(k, tl.load(to_system + square + begin + column), dk)
+        dk = tl.dot(q, _matrix(to_weights + square + begin * CHUNK, PIECE, CHUNK), dk)
+        if part == PARTS - 1:
+            at = line * CHUNK + tl.arange(0, CHUNK)
+            tl.store(fading + line, tl.sum(tl.sum(both, 0), 0))
+            whole = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
+            tl.store(gained + at, tl.sum(into * whole, 0))
+            tl.store(lost + at, tl.sum(back * whole, 0))
+            dk += into * tl.load(written + at)[None, :] - back * tl.load(kept + at)[None, :]
+            into = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+            back = tl.zeros([KEY_DIM, CHUNK], tl.float32)
+            both = tl.zeros([KEY_DIM, WIDTH], tl.float32)
     wide = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
     dk -= wide * (tl.sum(dk * wide, 0) / (tl.sum(wide * wide, 0) + _EPS))[None, :]
     _put_tokens_turned(dkey + keys, dk, first, KEYS, KEY_DIM, LENGTH, CHUNK)
 
 
 @triton.jit
-def rates_kernel(key, beta, starts, ends, total, flow, dbeta_of_pairs, asked, lost, gained, fading,
-                ddecay, dbeta,
-                LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
-                HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
-                WIDTH: tl.constexpr):  # fmt: skip
+def _sum_to_end(after, after_ends, token, ends):
+    """Of a scan from the last token back: the sum to the end of a token's document; it begins anew where one ends."""
+    return tl.where(ends != 0, token, token + after), after_ends | ends
+
+
+@triton.jit
+def rates_kernel(beta, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, asked, lost, gained, fading,
+                 ddecay, dbeta,
+                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
+                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
+                 WIDTH: tl.constexpr):  # fmt: skip
     """ddecay and dbeta of a chunk of a value head. Grid: (heads, chunks, B).
 
     A decay's gradient is a sum over the later tokens: what a query or a key that reads has of its own gradient along
@@ -444,21 +467,17 @@ def rates_kernel(key, beta, starts, ends, total, flow, dbeta_of_pairs, asked, lo
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
     places = first + tl.arange(0, CHUNK)
-    is_last = places == first + CHUNK - 1
     tokens = (batch * LENGTH + places) * HEADS + head
     line = (batch * HEADS + head) * CHUNKS + chunk
     at = line * CHUNK + tl.arange(0, CHUNK)
-    keys = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
-    sums = tl.load(total + at)
     b = tl.load(beta + tokens, mask=places < LENGTH, other=0.0)
-    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    unit = _inverse_length(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
-    since = tl.where(start < first, tl.exp(sums), 0.0)
+    _, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
     b = tl.where(real, b, 0.0)
-    through = tl.load(gained + at) * unit * _after(sums, start, places, is_last)
-    own = tl.load(flow + at) + tl.load(asked + at) - tl.load(lost + at) * unit * since - through * b
-    across = tl.sum(through * b, 0) + tl.load(fading + line) * tl.sum(tl.where(is_last, since, 0.0), 0)
-    own += tl.where(is_last, across, 0.0)
-    later = tl.sum(tl.where(_reads(start, places), own[:, None], 0.0), 0)
+    through = tl.load(gained + at) * tl.load(reach + at)
+    own = tl.load(flow + at) + tl.load(asked + at) - tl.load(lost + at) * tl.load(kept + at) - through * b
+    across = tl.sum(through * b, 0) + tl.load(fading + line) * tl.load(faded + line)
+    own += tl.where(places == first + CHUNK - 1, across, 0.0)
+    following, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first + 1, LENGTH, CHUNK)
+    later, _ = tl.associative_scan((own, (following > places).to(tl.int32)), 0, _sum_to_end, reverse=True)
     tl.store(ddecay + tokens, tl.where(real, later, 0.0), mask=places < LENGTH)
     tl.store(dbeta + tokens, tl.where(real, tl.load(dbeta_of_pairs + at) + through, 0.0), mask=places < LENGTH)

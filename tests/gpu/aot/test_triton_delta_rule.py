@@ -48,7 +48,7 @@ def test_kernels_fit(capability, tmp_path):
     ]  # fmt: skip
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
-        assert 0 < compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name
+        assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name
         products = compiled.name != "rates_kernel"
         assert ("wgmma" in compiled.ptx) == (products and capability == (9, 0)), compiled.name
         if capability == (9, 0):
