@@ -221,7 +221,7 @@ def must_show(record: dict) -> list[dict]:
     if "forward_ms, ours in turns" in theirs:
         ratio = round(theirs["forward_ms"] / theirs["forward_ms, ours in turns"], 3)
         what = "8 x 2,048, forward: times as fast as flash-linear-attention"
-        rows.append(dict(kernel="delta rule", what=what, value=ratio, floor=1.0, goal=1.3))
+        rows.append(dict(kernel="delta rule", what=what, value=ratio, floor=1.0, goal=1.3, at_most=False))
     return rows
 
 
