@@ -135,7 +135,7 @@ def test_a_checkpoint_is_loaded_in_parts(load_in, tmp_path):
         generate(got, [[1, 2]], 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_moe"])
 def test_each_part_of_a_checkpoint_is_read_by_itself_and_once(family, tmp_path, monkeypatch):
     """On two groups of two devices, which hold the same: no read is of more than a part, but samples for digests."""
     config = CONFIGS[family]

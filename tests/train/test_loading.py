@@ -182,7 +182,7 @@ def command_config(folder: Path, **changes):
 
 
 @pytest.mark.parametrize("load_in", [None, "nf4"])
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe", "qwen3_5_moe"])
 def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp_path):
     config = CONFIGS[family]
     write_checkpoint(tmp_path / "model", config, shapes_of(config))
