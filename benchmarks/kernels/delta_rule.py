@@ -105,11 +105,11 @@ def kernels(arrays, dout, layout) -> dict[str, float]:
     times = {"chunk": median_ms(chunks, query, key, decay, beta, value, layout)}
     for save in (False, True):
         states = jax.jit(lambda *a, save=save: triton._states(*a, save=save))
-        times["forward, saving states" if save else "forward"] = median_ms(states, query, key, value, *made)
-    _, error, kept = states(query, key, value, *made)
+        times["forward, saving states" if save else "forward"] = median_ms(states, query, key, value, made)
+    _, error, kept = states(query, key, value, made)
     back = jax.jit(triton._backward)
-    times["backward"] = median_ms(back, query, key, dout, beta, error, kept, layout, *made)
-    times["reverse"] = median_ms(jax.jit(triton._reverse), query, key, dout, *made)
+    times["backward"] = median_ms(back, query, key, dout, error, kept, layout, made)
+    times["reverse"] = median_ms(jax.jit(triton._reverse), query, key, dout, made)
     return times
 
 

@@ -4,9 +4,9 @@ Chunks of 64 tokens, as in chunked.py, with what a token has to add named withou
 by it: the error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and what is written is
 beta z. Queries and keys stay as they are: what makes them unit vectors goes into numbers of tokens.
 
-The forward is two kernels. Of every chunk at once: the inverse of 1 + B, the weights with which queries read the
-chunk's own tokens, both 16-bit, and what a token keeps, reads and writes of the state. Then the states walk along a
-row, a program for some columns of a head's state, which stays in its registers in float32 and is rounded to 16 bits
+The forward is three kernels. Of every chunk at once: what a token keeps, reads and writes of the state; then the
+inverse of 1 + B and the weights with which queries read the chunk's own tokens, both 16-bit. Then the states walk along
+a row, a program for some columns of a head's state, which stays in its registers in float32 and is rounded to 16 bits
 only on its way into products. For the backward it leaves the state before each chunk, and z.
 
 The backward is five kernels: the gradients of the states walk back, leaving that after each chunk and dvalue; then,
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ DIM = 128  # of keys and of values
 # Of a kernel: warps, columns that it takes at a time (of a state, the rows of a matrix product), and how many such
 # steps are on their way while it goes through them.
 _TILES = {
+    "numbers": (4, DIM, 1),
     "chunk": (4, DIM, 1),
     "forward": (4, 64, 2),
     "reverse": (4, 64, 2),
@@ -107,21 +108,20 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
-    return _by_rows(functools.partial(_states, save=False), 10)(query, key, value, *made)[0]
+    return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
-    out, error, states = _by_rows(functools.partial(_states, save=True), 10)(query, key, value, *made)
-    return out, (query, key, beta, layout, made, error, states)
+    out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, made)
+    return out, (query, key, layout, made, error, states)
 
 
 def _rule_bwd(residuals, dout):
-    query, key, beta, layout, made, error, states = residuals
+    query, key, layout, made, error, states = residuals
     if not layout.full:  # whatever a loss makes of padding
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
-    run = _by_rows(_backward, 7 + len(made))
-    return (*run(query, key, dout, beta, error, states, layout, *made), None)
+    return (*_by_rows(_backward, 7)(query, key, dout, error, states, layout, made), None)
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
@@ -157,25 +157,51 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
     )
 
 
-def _chunks(query, key, decay, beta, value, layout):
-    """(inverses, weights, sums of decays, what tokens keep, read and write, what fades of the states); of value, only
-    the shape counts."""
+class Made(NamedTuple):
+    """What of chunks depends on no state: two matrices of each, and numbers of tokens, float32[B, heads, tokens]."""
+
+    inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]
+    weights: jax.Array  # likewise: with which queries read the errors of the chunk's tokens
+    total: jax.Array  # decays, summed from the beginning of a token's document in the chunk
+    share: jax.Array  # beta, and 0 of padding
+    unit_q: jax.Array  # 1 over the query's length, divided by sqrt(K); 0 of padding
+    unit_k: jax.Array  # 1 over the key's length
+    kept: jax.Array  # what of the chunk's first state a token's key finds
+    read: jax.Array  # likewise its query
+    written: jax.Array  # what the chunk's last state has of a token's error
+    reach: jax.Array  # that before beta
+    faded: jax.Array  # [B, heads, chunks], what of a chunk's first state is left in its last
+
+
+def _chunks(query, key, decay, beta, value, layout) -> Made:
+    """Of value, only the shape counts."""
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
-    matrices = jax.ShapeDtypeStruct((rows, heads, chunks, CHUNK, CHUNK), key.dtype)
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
     faded = jax.ShapeDtypeStruct((rows, heads, chunks), jnp.float32)
-    return _call(
+    bounds = layout.doc_start, layout.doc_end
+    found = _call(
+        "numbers",
+        (query, key, decay, beta, *bounds),
+        (*(numbers,) * 8, faded),
+        (key.shape[2], chunks, rows),
+        key,
+        value,
+    )
+    total, share, unit_q, unit_k = found[:4]
+    matrices = jax.ShapeDtypeStruct((rows, heads, chunks, CHUNK, CHUNK), key.dtype)
+    inverse, weights = _call(
         "chunk",
-        (query, key, decay, beta, layout.doc_start, layout.doc_end),
-        (matrices, matrices, numbers, numbers, numbers, numbers, faded),
+        (query, key, *bounds, total, share, unit_q, unit_k),
+        (matrices, matrices),
         (heads, chunks, rows),
         key,
         value,
     )
+    return Made(inverse, weights, *found)
 
 
-def _states(query, key, value, inverse, weights, total, kept, read, written, faded, *, save: bool):
+def _states(query, key, value, made: Made, *, save: bool):
     """(out, errors, states); the latter two mean nothing unless they are to be saved."""
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
@@ -184,7 +210,7 @@ def _states(query, key, value, inverse, weights, total, kept, read, written, fad
     nothing = jax.ShapeDtypeStruct((rows,), key.dtype)
     return _call(
         "forward",
-        (query, key, value, inverse, weights, kept, read, written, faded),
+        (query, key, value, made.inverse, made.weights, made.kept, made.read, made.written, made.faded),
         (like_value, *((like_value, states) if save else (nothing, nothing))),
         (value_dim // _tile("forward")[1], heads, rows),
         key,
@@ -193,13 +219,13 @@ def _states(query, key, value, inverse, weights, total, kept, read, written, fad
     )
 
 
-def _reverse(query, key, dout, inverse, weights, total, kept, read, written, faded):
+def _reverse(query, key, dout, made: Made):
     """(dvalue, gradients of the states after the chunks)"""
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
         "reverse",
-        (query, key, dout, inverse, weights, kept, read, written, faded),
+        (query, key, dout, made.inverse, made.weights, made.kept, made.read, made.written, made.faded),
         (jax.ShapeDtypeStruct(dout.shape, dout.dtype), jax.ShapeDtypeStruct(states, key.dtype)),
         (value_dim // _tile("reverse")[1], heads, rows),
         key,
@@ -207,28 +233,28 @@ def _reverse(query, key, dout, inverse, weights, total, kept, read, written, fad
     )
 
 
-def _backward(query, key, dout, beta, error, states, layout, *made):
-    """(dquery, dkey, dvalue, ddecay, dbeta); made: what _chunks gives."""
-    dvalue, dstates = _reverse(query, key, dout, *made)
-    _, _, total, kept, read, written, faded = made
+def _backward(query, key, dout, error, states, layout, made: Made):
+    """(dquery, dkey, dvalue, ddecay, dbeta)"""
+    dvalue, dstates = _reverse(query, key, dout, made)
     bounds = layout.doc_start, layout.doc_end
-    matrices = jax.ShapeDtypeStruct(made[0].shape, made[0].dtype)
-    numbers = jax.ShapeDtypeStruct(total.shape, total.dtype)
-    fading = jax.ShapeDtypeStruct(faded.shape, faded.dtype)
-    like_query, like_beta = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (query, beta))
-    rows, length, heads = beta.shape
+    matrices = jax.ShapeDtypeStruct(made.inverse.shape, made.inverse.dtype)
+    numbers = jax.ShapeDtypeStruct(made.total.shape, made.total.dtype)
+    fading = jax.ShapeDtypeStruct(made.faded.shape, made.faded.dtype)
+    like_query = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    rows, length, heads = dout.shape[:3]
+    rates = jax.ShapeDtypeStruct((rows, length, heads), jnp.float32)
     chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
-    to_weights, to_system, flow, dbeta, reach = _call(
+    to_weights, to_system, flow, dbeta = _call(
         "pairs",
-        (query, key, beta, *bounds, error, dvalue, dout, total),
-        (matrices, matrices, numbers, numbers, numbers),
+        (query, key, *bounds, error, dvalue, dout, made.total, made.share, made.unit_q, made.unit_k),
+        (matrices, matrices, numbers, numbers),
         (heads, chunks, rows),
         key,
         dout,
     )
     dquery, asked = _call(
         "dquery",
-        (query, key, dout, states, read, to_weights),
+        (query, key, dout, states, made.read, to_weights),
         (like_query, numbers),
         (key_heads, chunks, rows),
         key,
@@ -236,7 +262,7 @@ def _backward(query, key, dout, beta, error, states, layout, *made):
     )
     dkey, *of_states = _call(
         "dkey",
-        (query, key, error, dvalue, states, dstates, kept, written, to_weights, to_system),
+        (query, key, error, dvalue, states, dstates, made.kept, made.written, to_weights, to_system),
         (like_query, numbers, numbers, fading),
         (key_heads, chunks, rows),
         key,
@@ -244,8 +270,8 @@ def _backward(query, key, dout, beta, error, states, layout, *made):
     )
     ddecay, dbeta = _call(
         "rates",
-        (beta, *bounds, kept, faded, reach, flow, dbeta, asked, *of_states),
-        (like_beta, like_beta),
+        (made.share, *bounds, made.kept, made.faded, made.reach, flow, dbeta, asked, *of_states),
+        (rates, rates),
         (heads, chunks, rows),
         key,
         dout,

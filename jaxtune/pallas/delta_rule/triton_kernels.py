@@ -135,6 +135,61 @@ def _after(sums, start, places, is_last):
 
 
 @triton.jit
+def _sum_from_begin(before, before_begins, token, begins):
+    """Of a scan: the sum from the beginning of a token's document, which begins anew where one does."""
+    return tl.where(begins != 0, token, before + token), before_begins | begins
+
+
+@triton.jit
+def _sum_to_end(after, after_ends, token, ends):
+    """Of a scan from the last token back: the sum to the end of a token's document; it begins anew where one ends."""
+    return tl.where(ends != 0, token, token + after), after_ends | ends
+
+
+@triton.jit
+def numbers_kernel(query, key, decay, beta, starts, ends,
+                   total, share, unit_q, unit_k, kept, read, written, reach, faded,
+                   LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
+                   HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
+                   WIDTH: tl.constexpr):  # fmt: skip
+    """The numbers of a chunk's tokens, of all value heads of a key head. Grid: (key_heads, chunks, B).
+
+    A kernel whose products have layouts of their own would make each of them 16 times over in a thread."""
+    key_head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    first = chunk * CHUNK
+    places = first + tl.arange(0, CHUNK)
+    inside = places < LENGTH
+    is_last = places == first + CHUNK - 1
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
+    offset = (batch * LENGTH * KEY_HEADS + key_head) * KEY_DIM
+    of_query = _inverse_length(query + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    of_query = tl.where(real, of_query * SCALE, 0.0)
+    of_key = _inverse_length(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        tokens = (batch * LENGTH + places) * HEADS + head
+        g = tl.maximum(tl.load(decay + tokens, mask=inside & real, other=0.0), _LEAST)
+        b = tl.load(beta + tokens, mask=inside & real, other=0.0)
+        sums, _ = tl.associative_scan((g, (places == start).to(tl.int32)), 0, _sum_from_begin)
+        since = tl.where(start < first, tl.exp(sums), 0.0)
+        after = _after(sums, start, places, is_last) * of_key
+        line = (batch * HEADS + head) * CHUNKS + chunk
+        at = line * CHUNK + tl.arange(0, CHUNK)
+        tl.store(total + at, sums)
+        tl.store(share + at, b)
+        tl.store(unit_q + at, of_query)
+        tl.store(unit_k + at, of_key)
+        tl.store(kept + at, since * of_key)
+        tl.store(read + at, since * of_query)
+        tl.store(written + at, after * b)
+        tl.store(reach + at, after)
+        tl.store(faded + line, tl.sum(tl.where(is_last, since, 0.0), 0))
+
+
+@triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):
     """The inverse of 1 + lower, float32[CHUNK, CHUNK] with nothing on and above the diagonal: blocks of 2 on the
     diagonal, and from them those twice as large. What enters products is float16: the inverse is what is left of errors
@@ -144,54 +199,37 @@ def _inverse(lower, CHUNK: tl.constexpr):
     column = tl.arange(0, CHUNK)[None, :]
     whole = tl.where(row == column, 1.0, tl.where(row >> 1 == column >> 1, -lower, 0.0))
     for level in tl.static_range(1, LEVELS):
-        corners = (row >> level == (column >> level) + 1) & ((row >> level) % 2 == 1)
         narrow = whole.to(tl.float16)
-        corner = tl.dot(narrow, tl.where(corners, lower, 0.0).to(tl.float16))
+        # Shifts before they meet: of most, the compiler knows the result for a whole warp.
+        corner = tl.dot(narrow, tl.where((row >> level) ^ (column >> level) == 1, lower, 0.0).to(tl.float16))
         whole -= tl.dot(corner.to(tl.float16), narrow)
     return whole
 
 
 @triton.jit
-def chunk_kernel(query, key, decay, beta, starts, ends, inverse, weights, total, kept, read, written, faded,
+def chunk_kernel(query, key, starts, ends, total, share, unit_q, unit_k,
+                 inverse, weights,
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """What of a chunk of a value head depends on no state. Grid: (heads, chunks, B)."""
+    """The two matrices of a chunk of a value head. Grid: (heads, chunks, B)."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     first = chunk * CHUNK
     places = first + tl.arange(0, CHUNK)
-    inside = places < LENGTH
-    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
     offset = (batch * LENGTH * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
-    q = _tokens(query + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
-    k = _tokens(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
-    wide_q = q.to(tl.float32)
-    wide_k = k.to(tl.float32)
-    unit_q = tl.where(real, tl.rsqrt(tl.sum(wide_q * wide_q, 1) + _EPS) * SCALE, 0.0)
-    unit_k = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + _EPS)
-
-    at = (batch * LENGTH + places) * HEADS + head
-    g = tl.maximum(tl.load(decay + at, mask=inside & real, other=0.0), _LEAST)
-    b = tl.load(beta + at, mask=inside & real, other=0.0)
-    reads = _reads(start, places)
-    sums = tl.sum(tl.where(reads, g[None, :], 0.0), 1)  # of the token's document up to the token, in the chunk
-    between = _left(sums, reads) * (b * unit_k)[None, :]
-    since = tl.where(start < first, tl.exp(sums), 0.0)
-    is_last = places == first + CHUNK - 1
-    after = _after(sums, start, places, is_last)
-
     line = (batch * HEADS + head) * CHUNKS + chunk
     at = line * CHUNK + tl.arange(0, CHUNK)
-    tl.store(total + at, sums)
-    tl.store(kept + at, since * unit_k)
-    tl.store(read + at, since * unit_q)
-    tl.store(written + at, after * b * unit_k)
-    tl.store(faded + line, tl.sum(tl.where(is_last, since, 0.0), 0))
-    attended = tl.dot(q, tl.trans(k)) * between * unit_q[:, None]
+    q = _tokens(query + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    k = _tokens(key + offset, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
+    sums = tl.load(total + at)
+    columns = tl.load(share + at) * tl.load(unit_k + at)
+    start, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
+    between = _left(sums, _reads(start, places)) * columns[None, :]
+    attended = tl.dot(q, tl.trans(k)) * between * tl.load(unit_q + at)[:, None]
     _put_matrix(weights + line * CHUNK * CHUNK, attended, CHUNK, CHUNK)
-    alike = tl.dot(k, tl.trans(k)) * between * unit_k[:, None]
+    alike = tl.dot(k, tl.trans(k)) * between * tl.load(unit_k + at)[:, None]
     below = places[:, None] > places[None, :]
     _put_matrix(inverse + line * CHUNK * CHUNK, _inverse(tl.where(below, alike, 0.0), CHUNK), CHUNK, CHUNK)
 
@@ -276,8 +314,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
 
 
 @triton.jit
-def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
-                 to_weights, to_system, flow, dbeta, reach,
+def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, unit_q, unit_k,
+                  to_weights, to_system, flow, dbeta,
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
@@ -299,8 +337,6 @@ def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
     dout += values
     line = (batch * HEADS + head) * CHUNKS + chunk
     at = line * CHUNK + tl.arange(0, CHUNK)
-
-    squares_q = tl.zeros([CHUNK], tl.float32)
     attended = tl.zeros([CHUNK, CHUNK], tl.float32)
     alike = tl.zeros([CHUNK, CHUNK], tl.float32)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -311,31 +347,22 @@ def pairs_kernel(query, key, beta, starts, ends, error, dvalue, dout, total,
         do = _tokens(dout + part, first, VALUES, WIDTH, LENGTH, CHUNK)
         e = _tokens(error + part, first, VALUES, WIDTH, LENGTH, CHUNK)
         dv = _tokens(dvalue + part, first, VALUES, WIDTH, LENGTH, CHUNK)
-        squares_q += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
         attended = tl.dot(q, tl.trans(k), attended)
         alike = tl.dot(k, tl.trans(k), alike)
         pairs = tl.dot(do, tl.trans(e), pairs)
         system = tl.dot(dv, tl.trans(e), system)
-
-    b = tl.load(beta + (batch * LENGTH + places) * HEADS + head, mask=places < LENGTH, other=0.0)
-    sums = tl.load(total + at)
-    start, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    # Squares of keys, along rows and along columns: a sum over the diagonal is in either without a change of layout.
-    diagonal = tl.where(places[:, None] == places[None, :], alike, 0.0)
-    unit_rows = tl.rsqrt(tl.sum(diagonal, 1) + _EPS)
-    unit_k = tl.rsqrt(tl.sum(diagonal, 0) + _EPS)
-    unit_q = tl.where(real, tl.rsqrt(squares_q + _EPS) * SCALE, 0.0)
-    left = _left(sums, _reads(start, places)) * unit_k[None, :]
-    pairs *= left * unit_q[:, None]
+    b = tl.load(share + at)
+    start, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
+    left = _left(tl.load(total + at), _reads(start, places)) * tl.load(unit_k + at)[None, :]
+    pairs *= left * tl.load(unit_q + at)[:, None]
     _put_matrix(to_weights + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
-    system *= tl.where(places[:, None] > places[None, :], left, 0.0) * -unit_rows[:, None]
+    system *= tl.where(places[:, None] > places[None, :], left, 0.0) * -tl.load(unit_k + at)[:, None]
     _put_matrix(to_system + line * CHUNK * CHUNK, system * b[None, :], CHUNK, CHUNK)
     # Of one float32 matrix: pairs on the same side of a decay cancel exactly.
     shares = pairs * attended + system * alike
     columns = tl.sum(shares, 0)
     tl.store(flow + at, tl.sum(shares * b[None, :], 1) - columns * b)
     tl.store(dbeta + at, columns)
-    tl.store(reach + at, unit_rows * _after(sums, start, places, places == first + CHUNK - 1))
 
 
 @triton.jit
@@ -447,13 +474,7 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
 
 
 @triton.jit
-def _sum_to_end(after, after_ends, token, ends):
-    """Of a scan from the last token back: the sum to the end of a token's document; it begins anew where one ends."""
-    return tl.where(ends != 0, token, token + after), after_ends | ends
-
-
-@triton.jit
-def rates_kernel(beta, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, asked, lost, gained, fading,
+def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, asked, lost, gained, fading,
                  ddecay, dbeta,
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
@@ -470,9 +491,8 @@ def rates_kernel(beta, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, a
     tokens = (batch * LENGTH + places) * HEADS + head
     line = (batch * HEADS + head) * CHUNKS + chunk
     at = line * CHUNK + tl.arange(0, CHUNK)
-    b = tl.load(beta + tokens, mask=places < LENGTH, other=0.0)
+    b = tl.load(share + at)
     _, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    b = tl.where(real, b, 0.0)
     through = tl.load(gained + at) * tl.load(reach + at)
     own = tl.load(flow + at) + tl.load(asked + at) - tl.load(lost + at) * tl.load(kept + at) - through * b
     across = tl.sum(through * b, 0) + tl.load(fading + line) * tl.load(faded + line)
