@@ -139,13 +139,6 @@ _ABLATION = "benchmarks/train/ablation.py --output {folder}/ablation.json --mode
 _MEMORY = "benchmarks/train/memory.py --output {folder}/memory.json --cases "
 PARTS = {
     "startup": Part("benchmarks/train/startup.py --output {folder}/startup_8b.json", 240),
-    # $JAXTUNE_TEST_DATA holds tokenizers and rows.
-    "trajectory": Part(
-        "benchmarks/train/trajectory.py bf16 --tokenizer {data}/tokenizers/qwen2.5 --pretrain "
-        "{data}/datasets/text/tinystories_first60.jsonl {data}/datasets/text/c4_demo.jsonl "
-        "{data}/datasets/gsm8k/train.jsonl --rows {data}/datasets/gsm8k/train.jsonl --output {folder}/trajectory.json",
-        280,
-    ),
     **{
         f"ablation_{model}": Part(_ABLATION + model, 300)
         for model in ("llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b", "gpt-oss-20b")
@@ -154,9 +147,6 @@ PARTS = {
     "quant_matmul": Part("benchmarks/kernels/quant_matmul.py --output {folder}/quant_matmul.json", 150),
     "moe": Part("benchmarks/kernels/moe.py --output {folder}/moe.json", 600),
     "fp8": Part("benchmarks/kernels/fp8.py --output {folder}/fp8.json", 300),
-    "generate": Part("benchmarks/generate.py --output {folder}/generate.json", 300),
-    "quality": Part("benchmarks/train/quality.py --output {folder}/quality.json", 500),
-    "hf_peft": Part("benchmarks/train/hf_peft.py --output {folder}/hf_peft.json", 240),  # needs bitsandbytes
     "mesh": Part("benchmarks/train/mesh.py --output {folder}/mesh_2.json", 580),  # needs two GPUs
     # Each adds its cases to one file.
     "memory": Part(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 
@@ -152,30 +151,6 @@ def ablation_table(record: dict) -> list[str]:
     return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
 
 
-def trajectory_table(record: dict) -> list[str]:
-    """The same fine-tuning by both sides: how far their losses are apart."""
-    lines = [
-        "![the same fine-tuning in jaxtune and in transformers + PEFT](images/trajectory.png)",
-        "",
-        "LoRA r=16 on GSM8K in jaxtune and in transformers + PEFT, over the same base (pretrained for the purpose), "
-        "adapter start and batches:",
-        "",
-        "| model | steps, precision | loss, first and mean of the last 50 | mean difference over the last 50 "
-        "| largest at any step | where |",
-        "|---|---|---|---|---|---|",
-    ]
-    for case in record["cases"].values():
-        losses, last = case["ours"], statistics.mean(case["ours"][-50:])
-        where = f"CPU, jax {case['versions']['jax']}, commit {case['commit'][:7]}"
-        where = where if case["device"] == "cpu" else _versions(case)
-        lines.append(
-            f"| {case['name']} | {case['steps']}, {case['precision']} | {losses[0]:.3f}, {last:.3f} "
-            f"| {case['mean_difference_last_50']:.1e} | {case['largest_difference']:.1e} | {where} |"
-        )
-    notes = [case["note"] for case in record["cases"].values() if "note" in case]
-    return [*lines, "", " ".join([*notes, "`python benchmarks/train/trajectory.py --help` says how."])]
-
-
 def rows_of(rows: list[dict], with_kernel: bool) -> list[str]:
     """Figures beside their floors and goals; a missed floor is said."""
     lines = []
@@ -210,38 +185,8 @@ def memory_table(record: dict) -> list[str]:
     return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
 
 
-def commits_table(record: dict) -> list[str]:
-    """One commit's steps over an older one's."""
-    lines = ["| step | older commit, tokens/s | newer commit, tokens/s | newer over older |", "|---|---|---|---|"]
-    for title, ratio in record["ratios"].items():
-        speeds = {"old": [], "new": []}
-        for run in record["cases"][title]:
-            if "failed" not in run:
-                speeds[run["side"]].append(run["tokens_per_second"])
-        old, new = (statistics.median(speeds[side]) for side in ("old", "new"))
-        lines.append(f"| {title} | {old:,.0f} | {new:,.0f} | **{ratio:.4f}** |")
-    note = f"{record['old_commit']} and {record['commit']} in turns on one machine, medians; {_versions(record)}."
-    lines += ["", f"{note} `python -m benchmarks.compare --help`."]
-    if "deterministic" in record:
-        sides = record["deterministic"]["sides"]
-        found = ("losses", "gradient_norms_sha256")
-        same = "the same" if len({str([side[name] for name in found]) for side in sides}) == 1 else "NOT the same"
-        commits = " and ".join(side["commit"] for side in sides)
-        lines += ["", f"Bits of {commits}, {same}: {record['deterministic']['what']}."]
-    return lines
-
-
-# What others have published of steps over several GPUs: what, tokens/s a GPU, and that over one GPU alone, if they say
-# it. Other machines, lengths and power limits: none of it was run here.
-PUBLISHED = (
-    ("AutoModel's performance summary: LoRA of Llama-3-70B in bf16, 8 H100", 1_092, None),
-    ("torchtitan, 2024-12: Llama-3.1-8B, all parameters, FSDP, compiled, length 8,192, 8 H100 of 500 W", 6_667, None),
-    ("KempnerForge's documentation: 7B, all parameters, FSDP, 4 H200", 9_746, 0.93),
-)
-
-
 def mesh_table(record: dict) -> list[str]:
-    """Steps over several GPUs, beside the same step on each alone, and what others have published."""
+    """Steps over several GPUs, beside the same step on each alone."""
     lines = [
         f"| step, on {record['devices']} GPUs | tokens/s a GPU | over the slower GPU alone | floor | peak GB a GPU |",
         "|---|---|---|---|---|",
@@ -263,140 +208,8 @@ def mesh_table(record: dict) -> list[str]:
         mesh += "" if runs[0]["micro_batches"] == 1 else f", {runs[0]['micro_batches']} micro-batches"
         floor = case.floor or (f"{case.least:,} tokens/s" if case.least else "-")
         lines.append(f"| {case.title}, {case.rows} x 2,048 a GPU, {mesh} | {speeds} | {beside} | {floor} | {peaks} |")
-    for what, speed, ratio in PUBLISHED:
-        lines.append(
-            f"| *published, not run here:* {what} | *{speed:,}* | {'-' if ratio is None else f'*{ratio}*'} | - | - |"
-        )
     said = "A ratio is of runs of one call, though another run of the step alone may stand here since."
     return [*lines, "", f"{_versions(record)}. {said} `python benchmarks/train/mesh.py --help`."]
-
-
-def quality_table(record: dict) -> list[str]:
-    """What frozen weights in few bits cost a fine-tuned model."""
-    options = record["options"]
-    lines = [
-        f"Fine-tuned for {options['steps']:,} steps over a base pretrained here ({options['layers']} layers of "
-        f"{options['hidden']}; {_versions(record)}). {record.get('note', '')}".rstrip(),
-        "",
-        "| base | frozen weights | seeds | held-out loss | beside bf16 | exact match | least cosine of a layer's "
-        "gradient at steps 1, 100, last |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, row in record["summary"].items():
-        base, arm = name.split(", ")
-        runs = [run for run in record["runs"] if (run["base"], run["arm"]) == (base, arm)]
-        steps = sorted(runs[0]["gradient_cosines"], key=int)
-        least = (min(min(run["gradient_cosines"][step]) for run in runs) for step in steps)
-        beside = "-" if row["loss_over_bf16"] is None else f"{row['loss_over_bf16']:+.2%}"
-        lines.append(
-            f"| {base} | {arm} | {len(runs)} | {row['loss']:.4f} | {beside} | "
-            f"{row['exact_match']:.1%} | {', '.join(f'{cosine:.3f}' for cosine in least)} |"
-        )
-    spreads = {name.split(", ")[0]: row["spread"] for name, row in record["summary"].items() if row["spread"]}
-    if spreads:
-        said = ", ".join(f"{base} {spread:.2%}" for base, spread in spreads.items())
-        lines += ["", f"Standard deviation of bf16's held-out loss over seeds: {said}."]
-    return lines
-
-
-def qwen35_table(record: dict) -> list[str]:
-    """A small Qwen3.5: packed rows beside single documents, and what four bits do to its matrices."""
-    options, before, arms = record["options"], record["before"], record["arms"]
-    lines = [
-        f"A Qwen3.5 of {record['parameters'] / 1e6:.1f} million parameters ({options['layers']} layers of "
-        f"{options['hidden']}), pretrained here on {record['pretraining']['tokens'] / 1e6:.1f} million tokens of real "
-        f"text, then {options['steps']} steps of LoRA r={record['rank']} in float32 on the same "
-        f"{record['documents_per_step']} documents a step in each arm (held-out loss before: {before:.4f}). "
-        f"{_versions(record)}. `git show 7d95c17:benchmarks/train/qwen35.py`.",
-        "",
-        "| rows of a step | held-out loss after | from documents alone | largest difference of a step's loss |",
-        "|---|---|---|---|",
-    ]
-    for name, arm in arms.items():
-        apart = record["differences"].get(name)
-        cells = ["-", "-"] if apart is None else [f"{apart['held_out']:+.1e}", f"{apart['step']:.1e}"]
-        lines.append(f"| {name}, {arm['rows']} x {arm['length']} | {arm['held_out']:.6f} | {' | '.join(cells)} |")
-    found = record["four_bits"]
-    lines += [
-        "",
-        f"Each kind of matrix of that model alone in NF4 (held-out loss {found['loss']:.4f}; all of them: "
-        f"{found['all_rises']:+.4f}):",
-        "",
-        "| matrices | share of weights | error of a weight | of what the layer adds, mean / largest | held-out loss |",
-        "|---|---|---|---|---|",
-    ]
-    for name, kind in sorted(found["kinds"].items(), key=lambda item: -item[1]["loss_rises"]):
-        lines.append(
-            f"| `{name}` | {kind['share']:.1%} | {kind['weight_error']:.1%} | {kind['output_error']:.2%} / "
-            f"{kind['largest_output_error']:.2%} | {kind['loss_rises']:+.4f} |"
-        )
-    return lines
-
-
-def generate_table(record: dict) -> list[str]:
-    """Speed of generation, and what was to be shown of it."""
-    rows = record["rows"]
-    titles = {
-        "decode_bf16": "one row in bf16", "decode_nf4": "one row, layers in NF4", "decode_batch": "32 rows in bf16",
-        "prefill": "prompts of 8 x 2,048",
-    }  # fmt: skip
-    speeds = [f"{title} {rows[name]['tokens_per_second']:,.0f}" for name, title in titles.items() if name in rows]
-    lines = [f"| generation, {record['shape']} | measured | floor | goal |", "|---|---|---|---|"]
-    lines += rows_of(record["must_show"], with_kernel=False)
-    return [*lines, "", f"Tokens/s: {', '.join(speeds)}. {_versions(record)}. `python benchmarks/generate.py --help`."]
-
-
-def hf_peft_table(record: dict) -> list[str]:
-    """Steps of Hugging Face + PEFT beside ours, all of one call."""
-    lines = [
-        f"| step of {record['rows']} x {record['length']:,} tokens, LoRA r={record['adapter_rank']} | tokens/s "
-        "| peak GB | computed again in the backward | rows at once |",
-        "|---|---|---|---|---|",
-    ]
-    left = []
-    for name, case in record["cases"].items():
-        if "failed" in case:
-            left.append(f"{name} ({case['failed'].splitlines()[0][:120]})")
-            continue
-        four_bit = case["load_in"] == "nf4"
-        ours = "rows_at_once" not in case
-        who = "jaxtune" if ours else "Hugging Face + PEFT + bitsandbytes" if four_bit else "Hugging Face + PEFT"
-        budget = f", memory.budget_gb={case['budget_gb']:g}" if case.get("budget_gb") else ""
-        at_once = record["rows"] // case["micro_batches"] if ours else case["rows_at_once"]
-        lines.append(
-            f"| {case['shape']} {case['load_in'] or 'bf16'}, {who}{budget} | **{case['tokens_per_second']:,.0f}** "
-            f"| {case['peak_memory_gb']:.1f} | {case['recomputes']} | {at_once} |"
-        )
-    versions = record["versions"]
-    names = ("torch", "transformers", "peft", "bitsandbytes")
-    note = (
-        f"{_versions(record)}, {', '.join(f'{name} {versions[name]}' for name in names)}; random weights. "
-        "`python benchmarks/train/hf_peft.py --help` says how."
-    )
-    return [*lines, "", note + (f" Without a result: {', '.join(left)}." if left else "")]
-
-
-def plot_trajectory(record: dict, path: Path) -> None:
-    """The curves of both sides, and below them their difference; a column for each case."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    cases = list(record["cases"].values())
-    figure = Figure(figsize=(4.2 * len(cases), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, len(cases), sharex="col", height_ratios=(3, 1), squeeze=False)
-    for (top, bottom), case in zip(axes.T, cases, strict=True):
-        steps = range(1, len(case["ours"]) + 1)
-        top.plot(steps, case["torch_peft"], linewidth=2.2, color="#d08770", label="transformers + PEFT")
-        top.plot(steps, case["ours"], linewidth=0.9, color="#2e5e8c", label="jaxtune")
-        top.set_title(f"{case['name']}, {case['precision']}", fontsize=10)
-        apart = [a - b for a, b in zip(case["ours"], case["torch_peft"], strict=True)]
-        bottom.plot(steps, apart, linewidth=0.9, color="#444444")
-        bottom.set_xlabel("step")
-    axes[0][0].legend(frameon=False)
-    axes[0][0].set_ylabel("loss")
-    axes[1][0].set_ylabel("difference")
-    figure.savefig(path, dpi=110)
 
 
 def measured(records: list[dict]) -> str:
@@ -412,15 +225,9 @@ def measured(records: list[dict]) -> str:
     for r in profiled:
         parts += ["", *parts_table(r)]
     texts = {
-        "train/hf_peft": hf_peft_table,
-        "train/commits": commits_table,
         "train/mesh": mesh_table,
         "train/startup": startup_table,
-        "train/trajectory": trajectory_table,
         "train/memory": memory_table,
-        "train/quality": quality_table,
-        "train/qwen35": qwen35_table,
-        "generate": generate_table,
     }
     for kind, text in texts.items():
         for r in records:
@@ -500,9 +307,6 @@ def main() -> int:
         return int(bool(stale))
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-    for record in records:
-        if record.get("benchmark") == "train/trajectory":
-            plot_trajectory(record, ROOT / "docs/images/trajectory.png")
     return 0
 
 

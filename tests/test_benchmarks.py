@@ -25,7 +25,7 @@ from benchmarks.kernels import quant_matmul as quant_benchmark
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, ablation_table, hf_peft_table, load, rows_of, startup_table, trajectory_table
+from benchmarks.table import Rejected, ablation_table, load, rows_of, startup_table
 from benchmarks.train import ablation, compile_ahead, memory, mesh, startup, step
 from jaxtune.models.config import MoEConfig
 from jaxtune.models.hf import model_from_config, save_pretrained
@@ -305,22 +305,6 @@ def test_what_is_worse_than_its_floor_or_than_the_stored_record_is_named(tmp_pat
     assert "fine" not in said
 
 
-def test_theirs_and_ours_stand_in_one_table():
-    shared = dict(shape="llama-3.1-8b", load_in="nf4", tokens_per_second=8725.4, peak_memory_gb=40.04)
-    theirs = shared | dict(recomputes="every layer", rows_at_once=8)
-    ours = shared | dict(recomputes="nothing", micro_batches=4, budget_gb=24.0)
-    versions = dict.fromkeys(("jax", "torch", "transformers", "peft", "bitsandbytes"), "1.0")
-    cases = {"hf_8b_nf4": theirs, "8b_24gb": ours, "hf_gpt_oss": {"failed": "its time ran out"}}
-    record = dict(device="an H200", commit="abcdef1", versions=versions, rows=8, length=2048, adapter_rank=16,
-                  cases=cases)  # fmt: skip
-    lines = hf_peft_table(record)
-    assert lines[2:4] == [
-        "| llama-3.1-8b nf4, Hugging Face + PEFT + bitsandbytes | **8,725** | 40.0 | every layer | 8 |",
-        "| llama-3.1-8b nf4, jaxtune, memory.budget_gb=24 | **8,725** | 40.0 | nothing | 2 |",
-    ]
-    assert lines[-1].endswith("Without a result: hf_gpt_oss (its time ran out).")
-
-
 def test_a_figure_that_misses_its_floor_is_marked_in_the_table():
     row = dict(what="gain", value=1.05, floor=1.0, goal=1.2, at_most=False)
     assert rows_of([row], with_kernel=False) == ["| gain | 1.05 | 1 | 1.2 |"]
@@ -370,13 +354,3 @@ def test_the_picture_takes_both_sides_of_one_call():
     assert svg(found).count(">7,000<") == 2 and ">17,000<" in svg(found)
     with pytest.raises(ValueError, match="train/hf_peft: not 8 rows of 2,048 tokens"):
         sides([*others, record | {"length": 1024}])
-
-
-def test_trajectories_stand_in_one_table():
-    curve = dict(steps=2, precision="fp32", ours=[3.0, 1.0], mean_difference_last_50=2e-6, largest_difference=1e-5)
-    case = curve | dict(
-        device="cpu", versions={"jax": "1.0"}, commit="abcdef1", name="a small model", note="They part late."
-    )
-    lines = trajectory_table({"cases": {"nf4": case}})
-    shown = "| a small model | 2, fp32 | 3.000, 2.000 | 2.0e-06 | 1.0e-05 | CPU, jax 1.0, commit abcdef1 |"
-    assert shown in lines and lines[-1].startswith("They part late. `python benchmarks")
