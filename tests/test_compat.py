@@ -219,6 +219,12 @@ def test_gradient_checkpointing_is_what_becomes_of_residuals(folder, tmp_path):
 
 
 PROMPTED = [{"prompt": "Who are you?", "completion": " I am a bot."}] * 4
+CONVERSED = [
+    {
+        "prompt": [{"role": "user", "content": "Who are you?"}],
+        "completion": [{"role": "assistant", "content": "I am a bot."}],
+    }
+] * 4
 
 
 @pytest.mark.parametrize(
@@ -234,6 +240,8 @@ PROMPTED = [{"prompt": "Who are you?", "completion": " I am a bot."}] * 4
         ),
         (rows(1), dict(assistant_only_loss=True), "messages", "I am a bot.<|im_end|>"),
         (PROMPTED, {}, "prompt_completion", " I am a bot.<|im_end|>"),
+        (CONVERSED, {}, "prompt_completion", "I am a bot.<|im_end|>"),
+        (CONVERSED, dict(assistant_only_loss=True), "prompt_completion", "I am a bot.<|im_end|>"),
         (PROMPTED, dict(completion_only_loss=False), "prompt_completion", "Who are you? I am a bot.<|im_end|>"),
     ],
 )

@@ -133,8 +133,13 @@ def plain_value(setting: Any) -> Any:
 def trained_tokens(args: SFTConfig, form: str) -> str:
     """Which tokens TRL trains on: completions alone, everything of text and messages, unless told otherwise."""
     if args.assistant_only_loss:
-        if form not in ("messages", "sharegpt"):
+        if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
+        if form == "prompt_completion" and args.completion_only_loss is False:
+            raise ValueError(
+                "SFTConfig: assistant_only_loss = True with completion_only_loss = False would train on responses in "
+                "prompts. Instead: rows of one list `messages`"
+            )
         return "responses"
     if args.completion_only_loss and form not in ("prompt_completion", "alpaca"):
         raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")

@@ -86,7 +86,8 @@ class Example:
     """A row in the shape the templates know. Set are `text`; or `messages` (and `tools`); or all but `text`:
     a prompt with its completion can be trained on as it stands or as a conversation.
 
-    messages: role and content, content a string; perhaps tool_calls and reasoning_content.
+    messages: role and content, content a string; perhaps tool_calls and reasoning_content. asked: so many of them are
+    the prompt, whose responses are not trained on.
     """
 
     text: str | None = None
@@ -94,6 +95,7 @@ class Example:
     completion: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    asked: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +158,9 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
             messages=_exchange(system, asked, output),
         )
     if format == "prompt_completion":
+        asked, answer = (_column(value, group) for group in COLUMNS["prompt_completion"])
+        if any(isinstance(part, Iterable) and not isinstance(part, str) for part in (asked, answer)):
+            return _prompted(value, asked, answer)
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
         _not_empty(completion, "response")
         messages = _exchange("", prompt, completion)
@@ -183,10 +188,24 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
             check_unicode(asked)
             return Example(prompt=asked, completion=answer, messages=_exchange("", asked, answer))
         answer = [{"role": "assistant", "content": answer}]
-    if isinstance(answer, Mapping):
-        answer = [answer]
-    if isinstance(asked, str):
-        asked = [{"role": "user", "content": asked}]
+    return _asked_and_answered(value, asked, answer, side)
+
+
+def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
+    """A prompt and a completion of which one is turns, or both (TRL's conversational form): one conversation, of which
+    the completion's responses alone are trained on."""
+    if isinstance(answer, str):
+        _not_empty(answer, "response")
+        answer = {"role": "assistant", "content": answer}
+    answer = _turns(answer)
+    if not answer or not _turns(asked):
+        raise RowError(f"the {'prompt' if answer else 'completion'} is an empty list of turns")
+    example = _asked_and_answered(value, asked, answer, "completion")
+    return dataclasses.replace(example, asked=len(example.messages or ()) - len(answer))
+
+
+def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side: str) -> Example:
+    """The conversation of a prompt, which may be text, and the turns after it. side: the column of these."""
     example = _conversation(value, [*_turns(asked), *_turns(answer)], _sharegpt_message)
     last = example.messages[-1] if example.messages else {}
     if last.get("role") != "assistant":
@@ -195,7 +214,12 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
 
 
 def _turns(turns: Any) -> list[Any]:
-    if isinstance(turns, str) or not isinstance(turns, Iterable | None):
+    """A list of turns; of one turn; of a text, which a user asks."""
+    if isinstance(turns, str):
+        return [{"role": "user", "content": turns}]
+    if isinstance(turns, Mapping):
+        return [turns]
+    if not isinstance(turns, Iterable | None):
         raise RowError(f"the conversation is not a list of turns but {_kind(turns)}")
     return [] if turns is None else list(turns)
 

@@ -55,11 +55,13 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """One row as text. ranges: of its responses, in characters; None where markers find them in the tokens."""
+    """One row as text. ranges: of its responses, in characters; None where markers find them in the tokens, after the
+    character `begin`."""
 
     text: str
     ranges: list[tuple[int, int]] | None
     special: str = ""
+    begin: int = 0
 
 
 def resolve_template(tokenizer: Any, template: str | None) -> str:
@@ -205,19 +207,21 @@ class RowEncoder:
     def render(self, example: Example) -> Rendered:
         """The text of an example, and where its responses are. Raises `RowError` where it has none."""
         if example.text is not None:
-            text, ranges, special = example.text, [(0, len(example.text))], ""
+            text, ranges, special, begin = example.text, [(0, len(example.text))], "", 0
         elif self._is_raw(example):
             text = (example.prompt or "") + (example.completion or "")
-            ranges, special = [(len(example.prompt or ""), len(text))], ""
+            ranges, special, begin = [(len(example.prompt or ""), len(text))], "", 0
         else:
             special = self._special_in(example)
             text, ranges = self._render_conversation(example, special)
+            begin = self._end_of_prompt(example, text)
+            ranges = [(low, high) for low, high in ranges if high > begin]
         check_unicode(text)
         if len(text) > 2 * MAX_ROW_SIZE:
             raise RowError(
                 f"its text has {len(text):,} characters once the template is applied; divide it into several rows"
             )
-        return Rendered(text, None if self.markers is not None and not special else ranges, special)
+        return Rendered(text, None if self.markers is not None and not special else ranges, special, begin)
 
     def _special_in(self, example: Example) -> str:
         """The first special token or marker that stands in the text of a conversation, or ""."""
@@ -233,7 +237,7 @@ class RowEncoder:
         try:
             if _GENERATION_MARK.search(self._template_text()):
                 return self._render_marked(messages, example.tools)
-            return self._render_prefixes(messages, example.tools)
+            return self._render_prefixes(messages, example.tools, example.asked)
         except RowError as error:
             if self.markers is None:
                 raise
@@ -241,6 +245,20 @@ class RowEncoder:
                 f"its text holds {special!r}, a special token or marker, so markers cannot tell its responses, and "
                 f"neither can the template: {error}"
             ) from None
+
+    def _end_of_prompt(self, example: Example, text: str) -> int:
+        """Where in the text of an example the turns end in which nothing is trained on."""
+        if not example.asked or self.train_on == "all":
+            return 0
+        asked = (example.messages or [])[: example.asked]
+        for asking in (False, True):  # some templates write an end after the last turn, unless they ask
+            prompt = self._render(asked, example.tools, add_generation_prompt=asking)
+            if text.startswith(prompt):
+                return len(prompt)
+        raise RowError(
+            "the chat template writes the turns of the prompt differently once the completion follows, so the two "
+            "cannot be told apart; make one list `messages` of them, and set data.last_response_only=true"
+        )
 
     def _is_raw(self, example: Example) -> bool:
         return example.prompt is not None and self.template is None
@@ -265,7 +283,11 @@ class RowEncoder:
         if not len(ids):
             return RowError("no token")
         if rendered.ranges is None and self.markers is not None:
-            spans = self.markers.spans(ids)[-1 if self.last_response_only else 0 :]
+            spans = self.markers.spans(ids)
+            spans = [
+                (first, last) for first, last in spans if not rendered.begin or rendered.begin < tokens.ends[last - 1]
+            ]
+            spans = spans[-1 if self.last_response_only else 0 :]
         mask = np.zeros(len(ids), bool)
         if self.train_on == "all":
             mask[:] = True
@@ -357,12 +379,15 @@ class RowEncoder:
         (text,), (ranges,) = rendered
         return text, [(low, high) for low, high in ranges if low < high]
 
-    def _render_prefixes(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
+    def _render_prefixes(
+        self, messages: list[dict], tools: list[dict] | None, asked: int
+    ) -> tuple[str, list[tuple[int, int]]]:
         """For a template without marks: a response lies between the prompt that asks for it and its turn's end.
 
-        A response that opens a conversation has no prompt and is not trained on.
+        A response that opens a conversation has no prompt and is not trained on. asked: so many of the messages are
+        not looked at.
         """
-        responses = sum(message["role"] == "assistant" for message in messages)
+        responses = sum(message["role"] == "assistant" for message in messages[asked:])
         if responses > MOST_RESPONSES:
             raise RowError(
                 f"{responses:,} responses; a template without {{% generation %}} marks is rendered anew for each, so a "
@@ -371,7 +396,7 @@ class RowEncoder:
         text = self._render(messages, tools)
         ranges = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index == 0:
+            if message["role"] != "assistant" or index < max(asked, 1):
                 continue
             prompt = self._render(messages[:index], tools, add_generation_prompt=True)
             if not text.startswith(prompt):

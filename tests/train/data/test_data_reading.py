@@ -210,6 +210,23 @@ def test_a_question_is_a_conversation_and_a_prompt_is_both():
     assert (both.prompt, both.completion, both.messages[1]["content"]) == ("q", "a", "a")
 
 
+def test_prompts_and_completions_may_be_turns():
+    """TRL's conversational form: what is known of the prompt is how many turns it has."""
+    asked, answer = [turn("user", "q")], [turn("assistant", "a")]
+    for row in (
+        {"prompt": asked, "completion": answer},
+        {"prompt": "q", "completion": answer},
+        {"prompt": asked, "completion": "a"},
+        {"question": asked[0], "answer": answer[0]},
+        {"prompt": [{"from": "human", "value": "q"}], "completion": [{"from": "gpt", "value": "a"}]},
+    ):
+        example = normalize(row, "prompt_completion")
+        assert (example.prompt, example.messages, example.asked) == (None, asked + answer, 1)
+    row = {"system": "Be kind.", "prompt": asked + answer + asked, "completion": answer, "tools": '[{"name": "add"}]'}
+    example = normalize(row, "prompt_completion")
+    assert example.asked == 4 and example.messages[0]["role"] == "system" and len(example.tools) == 1
+
+
 def test_sharegpt_roles_and_tools():
     row = {
         "system": "Be kind.",
@@ -250,6 +267,12 @@ def turn(role, content):
         ({"text": "a\ud83d"}, "text", "not valid Unicode"),
         ({"instruction": "a", "output": " "}, "alpaca", "empty response"),
         ({"prompt": "a", "completion": None}, "prompt_completion", "no column completion or response or answer"),
+        ({"prompt": [], "completion": [turn("assistant", "x")]}, "prompt_completion", "the prompt is an empty list"),
+        ({"prompt": [turn("user", "x")], "completion": []}, "prompt_completion", "the completion is an empty list"),
+        ({"prompt": [turn("user", "x")], "completion": " "}, "prompt_completion", "empty response"),
+        ({"prompt": [turn("user", "x")], "completion": 4}, "prompt_completion", "not a list of turns but int"),
+        ({"prompt": "x", "completion": ["a", "b"]}, "prompt_completion", "a turn is not an object but str"),
+        ({"prompt": "x", "completion": [turn("user", "y")]}, "prompt_completion", "completion does not end with an"),
         ({"messages": "hi"}, "messages", "the conversation is not a list of turns but str"),
         ({"messages": []}, "messages", "empty conversation"),
         ({"messages": ["hi"]}, "messages", "a turn is not an object but str"),

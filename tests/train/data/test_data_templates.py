@@ -181,6 +181,37 @@ def test_a_completion_is_trained_with_eos_and_its_prompt_is_not(tokenizer):
     assert spans(tokenizer, as_chat.tokens, as_chat.mask) == ["It is 4.<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED, TWO_ENDS], ids=["prefixes", "marks", "two ends"])
+@pytest.mark.parametrize("markers", [False, True])
+def test_of_a_conversation_with_a_completion_the_prompts_answers_are_not_trained(template, markers):
+    tokenizer = make_tokenizer(template)
+    parts = ("<|im_start|>user\n", "<|im_start|>assistant\n")
+    options = dict(zip(("instruction_part", "response_part"), parts, strict=True)) if markers else {}
+    example = normalize({"prompt": CHAT[:4], "completion": CHAT[4:]}, "prompt_completion")
+    encoder = RowEncoder(tokenizer, **options)
+    (encoded,) = encoder.encode([example])
+    end = "<|eos|>" if template == TWO_ENDS and not markers else "<|im_end|>"
+    if not (template == TWO_ENDS and markers):  # whose markers know one end alone
+        assert spans(tokenizer, encoded.tokens, encoded.mask) == [f"It is 4.{end}"]
+    assert encoded.responses == 1
+    assert encoded.tokens.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=False)
+    prompt = encoder.encode_prompt(example)
+    assert encoded.tokens[: len(prompt)].tolist() == prompt.tolist() and not encoded.mask[: len(prompt)].any()
+    # Of several answers of a completion all are trained; with train_on=all, the prompt is, too.
+    both = normalize({"prompt": CHAT[:2], "completion": CHAT[2:]}, "prompt_completion")
+    assert RowEncoder(tokenizer, **options).encode([both])[0].responses == 2
+    assert encode(tokenizer, example, train_on="all").mask.all()
+
+
+def test_a_prompt_that_its_completion_changes_is_refused_with_the_way_out():
+    rewritten = "{% if messages|length > 4 %}long{% endif %}" + MARKED
+    example = normalize({"prompt": CHAT[:4], "completion": CHAT[4:]}, "prompt_completion")
+    with pytest.raises(RowError, match=r"turns of the prompt differently .* set data.last_response_only=true"):
+        encode(make_tokenizer(rewritten), example)
+    whole = Example(messages=CHAT)
+    assert trained(make_tokenizer(rewritten), whole, last_response_only=True) == ["It is 4.<|im_end|>"]
+
+
 def test_prompts_are_tokenised_as_they_will_be_asked(tokenizer):
     """A token across the border would teach what no prompt can ask for."""
     text = "Name a colour: green"
