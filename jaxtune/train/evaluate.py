@@ -22,7 +22,8 @@ def exact_match(
     """Asks the model for the last assistant message of each row.
 
     Prompts are tokenised as in training, up to where the answer begins. An answer ends at the first special token of
-    the tokenizer or end token of the model; white space around it does not count.
+    the tokenizer or end token of the model; white space around it does not count, nor what comes before the mark that
+    the template writes before an answer, and that mark: the end of a thought (</think>), the name of a channel.
 
     Args:
       rows: {"messages": [..., {"role": "assistant", "content": expected}]}, perhaps with "tools"; or what
@@ -39,10 +40,12 @@ def exact_match(
         raise ValueError("exact_match: there are no rows")
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
-    prompts, questions, expected = asked(
+    prompts, questions, expected, marks = asked(
         tokenizer, rows, max_new_tokens, template, model.config.max_position_embeddings
     )
-    ends = sorted(RowEncoder(tokenizer).end_ids | set(end_token_ids(model)))
+    encoder = RowEncoder(tokenizer)
+    within = {int(token) for mark in set(marks) for token in tokenizer(mark, add_special_tokens=False)["input_ids"]}
+    ends = sorted((encoder.end_ids - within) | set(end_token_ids(model)))
     answers = [""] * len(rows)
     order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
     for first in range(0, len(order), batch_size):
@@ -51,6 +54,7 @@ def exact_match(
         batch = chosen + [chosen[-1]] * (batch_size - len(chosen)) if first else chosen
         new = generate(model, [prompts[index] for index in batch], max_new_tokens, eos_token_ids=ends)
         for index, ids in zip(chosen, new, strict=False):
+            ids = _after(tokenizer, ids, marks[index])
             answers[index] = tokenizer.decode(ids, skip_special_tokens=True).strip()
     right = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
     return right / len(rows), list(zip(questions, expected, answers, strict=True))
@@ -62,14 +66,15 @@ def asked(
     max_new_tokens: int,
     template: str | None,
     positions: int,
-) -> tuple[list[list[int]], list[str], list[str]]:
-    """(prompts, questions, right answers) of rows, as of exact_match, for a model of so many positions.
+) -> tuple[list[list[int]], list[str], list[str], list[str]]:
+    """(prompts, questions, right answers, marks before them or "") of rows, as of exact_match, for a model of so many
+    positions.
 
     Raises:
       ValueError: a row that cannot be asked.
     """
     encoder = RowEncoder(tokenizer, template=template)
-    prompts, questions, expected = [], [], []
+    prompts, questions, expected, marks = [], [], [], []
     for index, row in enumerate(rows):
         example = row if isinstance(row, Example) else normalize(row, "messages")
         messages = example.messages or []
@@ -82,5 +87,15 @@ def asked(
                 f"are more than the model's {positions} positions: shorten one of them"
             )
         questions.append(messages[-2]["content"])
-        expected.append(messages[-1]["content"].strip())
-    return prompts, questions, expected
+        marks.append("".join(encoder.before_answer(example).split()[-1:]))
+        answer = messages[-1]["content"]
+        expected.append((answer.rpartition(marks[-1])[2] if marks[-1] else answer).strip())
+    return prompts, questions, expected, marks
+
+
+def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
+    """The tokens after the last place where their text has the mark; all of them where it has none."""
+    for first in range(len(ids), 0, -1) if mark and mark in tokenizer.decode(ids) else ():
+        if mark in tokenizer.decode(ids[:first]) and mark not in tokenizer.decode(ids[: first - 1]):
+            return ids[first:]
+    return ids

@@ -115,6 +115,39 @@ def test_an_answer_that_is_only_a_call_is_not_asked_for(tmp_path):
     assert asked.messages[-1]["content"] == "x"
 
 
+THOUGHT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}OPEN"
+    "{{ m.reasoning_content or '' }}CLOSE{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\nPROMPT{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("opens", "closes", "prompt", "says"),
+    [
+        ("<think>\n", "\n</think>\n\n", "<think>\n", "\n</think>\n\nblue"),  # Qwen3.5
+        ("<think>\n", "\n</think>\n\n", "<think>\n", "hm: red\n</think>\n\nblue"),
+        ("<think>\n", "\n</think>\n\n", "", "<think>\n\n</think>\n\nblue"),  # Qwen3
+        ("<think>\n", "\n</think>\n\n", "<think>\n", "blue"),
+        ("<|eos|>", "final<|bos|>", "", "<|eos|>final<|bos|>blue"),  # gpt-oss: a channel between special tokens
+        ("", "", "", "blue"),
+    ],
+)
+def test_what_was_thought_is_no_part_of_an_answer(model, monkeypatch, opens, closes, prompt, says):
+    template = THOUGHT.replace("OPEN", opens).replace("CLOSE", closes).replace("PROMPT", prompt)
+    tokenizer = make_tokenizer(template)
+
+    def generated(model, prompts, *_, eos_token_ids, **__):
+        ids = tokenizer(says + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        return [ids[: next(i for i, token in enumerate(ids) if token in eos_token_ids)] for _ in prompts]
+
+    monkeypatch.setattr(evaluate, "generate", generated)
+    right = conversation("Name a colour.", "blue")
+    thought = {"messages": [right["messages"][0], right["messages"][1] | {"reasoning_content": "hm"}]}
+    score, answers = exact_match(model, tokenizer, [right, thought, conversation("Name a colour.", "red")])
+    assert score == 2 / 3 and [answer for _, _, answer in answers] == ["blue"] * 3
+
+
 def test_errors(model, tokenizer):
     with pytest.raises(ValueError, match="there are no rows"):
         exact_match(model, tokenizer, [])

@@ -34,6 +34,11 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
+def has_thought(turn: Mapping[str, Any]) -> bool:
+    """Whether a message says what was thought before it."""
+    return bool(turn.get("reasoning_content") or turn.get("thinking")) or "</think>" in turn["content"]
+
+
 def masked_spans(
     text: str, tokens: Tokens, responses: Sequence[tuple[int, int]], pairs: Sequence[tuple[str, str]]
 ) -> np.ndarray:

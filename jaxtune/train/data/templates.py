@@ -25,7 +25,7 @@ from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, c
 from jaxtune.train.data.markers import Markers, special_ids
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
 from jaxtune.train.data.reading import MAX_ROW_SIZE
-from jaxtune.train.data.spans import masked_spans, special_texts, strings
+from jaxtune.train.data.spans import has_thought, masked_spans, special_texts, strings
 from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 
 TRAIN_ON = ("responses", "all")
@@ -204,6 +204,16 @@ class RowEncoder:
             text = self._render(messages, example.tools, add_generation_prompt=True)
         return self._one_bos(tokenize(self.tokenizer, [text])[0].ids)
 
+    def before_answer(self, example: Example) -> str:
+        """What the template writes between a prompt and an answer that ends the conversation, and which nobody gave it:
+        an empty thought, the name of a channel."""
+        if self._is_raw(example) or not example.messages:
+            return ""
+        asked, answer = example.messages[:-1], {"role": "assistant", "content": _SENTINEL}
+        prompt = self._render(asked, example.tools, add_generation_prompt=True)
+        text = self._render([*asked, answer], example.tools)
+        return text[len(prompt) : text.index(_SENTINEL)] if text.startswith(prompt) and _SENTINEL in text else ""
+
     def render(self, example: Example) -> Rendered:
         """The text of an example, and where its responses are. Raises `RowError` where it has none."""
         if example.text is not None:
@@ -237,7 +247,11 @@ class RowEncoder:
         try:
             if _GENERATION_MARK.search(self._template_text()):
                 return self._render_marked(messages, example.tools)
-            return self._render_prefixes(messages, example.tools, example.asked)
+            # Of the responses that are not trained on, nothing need be told from the template.
+            first = max(example.asked, 1)
+            if self.last_response_only:
+                first = max([first, *(i for i, turn in enumerate(messages) if turn["role"] == "assistant")])
+            return self._render_prefixes(messages, example.tools, first)
         except RowError as error:
             if self.markers is None:
                 raise
@@ -380,46 +394,56 @@ class RowEncoder:
         return text, [(low, high) for low, high in ranges if low < high]
 
     def _render_prefixes(
-        self, messages: list[dict], tools: list[dict] | None, asked: int
+        self, messages: list[dict], tools: list[dict] | None, first: int
     ) -> tuple[str, list[tuple[int, int]]]:
         """For a template without marks: a response lies between the prompt that asks for it and its turn's end.
 
-        A response that opens a conversation has no prompt and is not trained on. asked: so many of the messages are
-        not looked at.
+        A response that opens a conversation has no prompt and is not trained on. first: the first message that may be a
+        response.
         """
-        responses = sum(message["role"] == "assistant" for message in messages[asked:])
-        if responses > MOST_RESPONSES:
+        responses = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        if len(responses) > MOST_RESPONSES:
             raise RowError(
-                f"{responses:,} responses; a template without {{% generation %}} marks is rendered anew for each, so a "
-                f"conversation may have {MOST_RESPONSES:,}; divide it"
+                f"{len(responses):,} responses; a template without {{% generation %}} marks is rendered anew for each, "
+                f"so a conversation may have {MOST_RESPONSES:,}; divide it"
             )
         text = self._render(messages, tools)
         ranges = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < max(asked, 1):
-                continue
+        for index in responses:
             prompt = self._render(messages[:index], tools, add_generation_prompt=True)
-            if not text.startswith(prompt):
-                raise RowError(
-                    f"the chat template writes the turns before response {index} differently once later turns "
-                    "follow, so responses cannot be told from its structure; set data.instruction_part and "
-                    "data.response_part, or use a template with {% generation %} marks"
-                )
+            start = len(prompt) if text.startswith(prompt) else self._start_of_content(messages, tools, text, index)
             turn = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
-            if text.startswith(turn):
-                end = len(turn)
-            else:
-                end = self._end_of_content(messages, tools, text, index)
-            ranges.append((len(prompt), end))
+            end = len(turn) if text.startswith(turn) else self._end_of_content(messages, tools, text, index)
+            ranges.append((start, end))
         return text, ranges
+
+    def _start_of_content(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
+        """Where response `index` begins in `text`, for templates that write the turns before it otherwise once later
+        ones follow, or whose prompt opens a thought that earlier turns have not (Qwen3.5's): at its content, where what
+        a prompt asks with stands before it, up to the thought. No thought that a row gives may get lost."""
+        before, asking = (self._render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
+        opening = asking.removeprefix(before)
+        at = max(self._with_content(messages, tools, index, _SENTINEL).find(_SENTINEL), 0)
+        sizes = (size for size in range(len(opening), 0, -1) if text.endswith(opening[:size], 0, at))
+        told = opening != asking and not any(map(has_thought, messages[: index + 1]))
+        shared = opening[: next(sizes, 0)] if told else ""
+        if not shared or (shared != opening and not (self._special_texts and self._special_texts.search(shared))):
+            raise RowError(
+                f"the chat template writes the turns before response {index} differently once later turns follow, so it "
+                "cannot tell the responses; set data.last_response_only=true, or data.instruction_part and "
+                "data.response_part, or use a template with {% generation %} marks"
+            )
+        return at
+
+    def _with_content(self, messages: list[dict], tools: list[dict] | None, index: int, content: str) -> str:
+        """The text of a conversation of which message `index` says something else."""
+        return self._render([*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]], tools)
 
     def _end_of_content(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
         """Where response `index` ends in `text`, for templates that write a turn otherwise while it is the last
         one (they keep its reasoning, or end it with another token): after the first special token that follows
         its content. Where the content lies shows when it is replaced."""
-        replaced = [*messages]
-        replaced[index] = {**messages[index], "content": _SENTINEL}
-        other = self._render(replaced, tools)
+        other = self._with_content(messages, tools, index, _SENTINEL)
         at = other.find(_SENTINEL)
         tail = other[at + len(_SENTINEL) :]
         if at < 0 or not text.endswith(tail):

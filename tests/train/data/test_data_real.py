@@ -147,7 +147,9 @@ def test_a_template_that_hides_earlier_thoughts_is_refused_for_rows_that_have_th
     results = RowEncoder(tokenizer).encode([normalize(row, "messages") for row in rows])
     errors = [str(result) for result in results if isinstance(result, RowError)]
     assert 0 < len(errors) < len(rows)
-    assert all("set data.instruction_part and data.response_part" in error for error in errors)
+    assert all("set data.last_response_only=true, or data.instruction_part and data.resp" in error for error in errors)
+    last = RowEncoder(tokenizer, last_response_only=True).encode([normalize(row, "messages") for row in rows])
+    assert not any(isinstance(result, RowError) for result in last)
 
 
 def test_dolly_packs_to_97_percent_with_nothing_cut_or_dropped(test_data, tmp_path):

@@ -108,19 +108,52 @@ def test_train_on_all(tokenizer):
         RowEncoder(tokenizer, train_on="answers")
 
 
-def test_a_template_that_rewrites_prompts_is_refused_with_the_way_out():
+PAST = "{{ m.role if loop.last or m.role == 'user' else 'past' }}"
+
+
+def test_a_template_that_rewrites_earlier_turns():
+    """Their responses are found at their content, behind what asks for one; if it is not there, the row is bad."""
     template = "{% if messages|length > 3 %}long{% endif %}" + PLAIN_TEMPLATE
-    with pytest.raises(RowError, match=r"before response 2 differently.*set data.instruction_part and data.response"):
+    assert trained(make_tokenizer(template), Example(messages=CHAT)) == ANSWERS
+    template = PLAIN_TEMPLATE.replace("{{ m.role }}", PAST)
+    with pytest.raises(
+        RowError, match=r"before response 2 differently.*only=true, or data.instruction_part and"
+    ):
         trained(make_tokenizer(template), Example(messages=CHAT))
-    assert (
-        trained(
-            make_tokenizer(template),
-            Example(messages=CHAT),
-            instruction_part="<|im_start|>user\n",
-            response_part="<|im_start|>assistant\n",
-        )
-        == ANSWERS
-    )
+    assert trained(make_tokenizer(template), Example(messages=CHAT), last_response_only=True) == ANSWERS[1:]
+    parts = dict(instruction_part="<|im_start|>user\n", response_part="<|im_start|>assistant\n")
+    assert trained(make_tokenizer(template), Example(messages=CHAT), **parts) == ANSWERS[1:]
+
+
+# Like Qwen3.5: a prompt opens a thought, which turns before the last question have lost, tools between them or not.
+OPENED = (
+    "{% set asked = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > asked.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+    "{% endif %}{{ m.content | trim }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_a_prompt_that_opens_a_thought():
+    tokenizer = make_tokenizer(OPENED)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    tool, end = {"role": "tool", "content": "4"}, "<|im_end|>"
+    assert trained(tokenizer, Example(messages=CHAT)) == [ANSWERS[0], f"\n</think>\n\n{ANSWERS[1]}"]
+    used = [CHAT[3], call, tool, CHAT[4]]
+    found = trained(tokenizer, Example(messages=[*used, CHAT[1], CHAT[2] | {"reasoning_content": "hm"}]))
+    assert found == [f"<call>add{end}", ANSWERS[1], f"hm\n</think>\n\n{ANSWERS[0]}"]
+    within = [f"\n</think>\n\n<call>add{end}", f"\n</think>\n\n{ANSWERS[1]}"]
+    assert trained(tokenizer, Example(messages=[*CHAT[1:3], *used])) == [ANSWERS[0], *within]
+    asked = Example(messages=[*CHAT[:3], *used], asked=4)
+    assert trained(tokenizer, asked) == within
+    assert trained(tokenizer, asked, last_response_only=True) == within[1:]
+    for thought in ({"reasoning_content": "hm"}, {"content": "<think>hm</think>I am a bot."}):  # which would get lost
+        chat = [*CHAT[:2], CHAT[2] | thought, *CHAT[3:]]
+        with pytest.raises(RowError, match=r"before response 2 differently.*set data.last_response_only=true"):
+            trained(tokenizer, Example(messages=chat))
+        assert trained(tokenizer, Example(messages=chat), last_response_only=True) == within[1:]
 
 
 def test_a_template_that_raises_is_the_rows_problem():
@@ -381,7 +414,7 @@ def test_markers_typed_into_a_response_do_not_end_it():
 
 
 def test_where_neither_markers_nor_the_template_can_tell_the_row_is_lost():
-    rewriting = make_tokenizer("{% if messages|length > 3 %}long{% endif %}" + PLAIN_TEMPLATE)
+    rewriting = make_tokenizer(PLAIN_TEMPLATE.replace("{{ m.role }}", PAST))
     message = r"its text holds '<\|im_end\|>', a special token or marker, .* neither can the template: .* differently"
     with pytest.raises(RowError, match=message):
         trained(rewriting, Example(messages=[*ATTACK, *CHAT[3:]]), **PARTS)
