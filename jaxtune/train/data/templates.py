@@ -429,7 +429,7 @@ class RowEncoder:
         shared = opening[: next(sizes, 0)] if told else ""
         if not shared or (shared != opening and not (self._special_texts and self._special_texts.search(shared))):
             raise RowError(
-                f"the chat template writes the turns before response {index} differently once later turns follow, so it "
+                f"the chat template writes the turns before response {index} differently once later turns follow: it "
                 "cannot tell the responses; set data.last_response_only=true, or data.instruction_part and "
                 "data.response_part, or use a template with {% generation %} marks"
             )

@@ -116,9 +116,7 @@ def test_a_template_that_rewrites_earlier_turns():
     template = "{% if messages|length > 3 %}long{% endif %}" + PLAIN_TEMPLATE
     assert trained(make_tokenizer(template), Example(messages=CHAT)) == ANSWERS
     template = PLAIN_TEMPLATE.replace("{{ m.role }}", PAST)
-    with pytest.raises(
-        RowError, match=r"before response 2 differently.*only=true, or data.instruction_part and"
-    ):
+    with pytest.raises(RowError, match=r"before response 2 differently.*only=true, or data.instruction_part and"):
         trained(make_tokenizer(template), Example(messages=CHAT))
     assert trained(make_tokenizer(template), Example(messages=CHAT), last_response_only=True) == ANSWERS[1:]
     parts = dict(instruction_part="<|im_start|>user\n", response_part="<|im_start|>assistant\n")
