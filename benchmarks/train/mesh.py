@@ -62,8 +62,8 @@ _EXPERTS = (
     "--shape qwen3-30b-a3b --optim adamw_8bit --plan auto --steps 6",
 )
 # Weights that a step gathers, where there is memory for them to lie whole on each GPU.
-_LORA_GATHERED = (_LORA[0], "--plan 'keep; whole=32' --steps 8")
-_EXPERTS_GATHERED = (_EXPERTS[0], _EXPERTS[1].replace("--plan auto", "--plan 'keep; whole=36'"))
+_LORA_GATHERED = (_LORA[0] + ", weights gathered", "--plan 'keep; whole=32' --steps 8")
+_EXPERTS_GATHERED = (_EXPERTS[0] + ", weights gathered", _EXPERTS[1].replace("--plan auto", "--plan 'keep; whole=36'"))
 _70B = ("llama-3.3-70b nf4 LoRA r=16", "--shape llama-3.3-70b --load-in nf4 --plan auto --steps 5")
 CASES = {  # what matters most, first
     "70b_nf4_fsdp": Case(*_70B, 3, "fsdp", least=1600, limit=330),

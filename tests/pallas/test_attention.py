@@ -142,9 +142,11 @@ def check(segments, features, tensors, tolerance=TOLERANCE):
         if name != "sinks":
             assert got.dtype == query.dtype
             assert not np.asarray(got)[~real].any(), f"padding has a gradient in {name}"
-    for one, other in zip((out, *gradients), (same, *pulled), strict=True):
+    # XLA, where it serves, may on a GPU sum the sinks' gradient in another order in another program.
+    by_xla = jax.default_backend() == "gpu" and dispatch.record["attention"][0] == "reference"
+    for one, other, exact in zip((out, *gradients), (same, *pulled), (*[True] * 4, not by_xla), strict=True):
         if one is not None:
-            np.testing.assert_array_equal(one, other)
+            np.testing.assert_allclose(one, other, rtol=0 if exact else 1e-6)
 
 
 @pytest.mark.gpu

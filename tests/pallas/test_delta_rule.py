@@ -160,7 +160,8 @@ def test_sixteen_bits(name, dtype, dims, case):
     for one, other, like in zip((got[0][1], *got[1]), (want[0][1], *want[1]), (arrays[2], *arrays), strict=True):
         assert one.dtype == like.dtype
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        assert np.linalg.norm(one - other) <= 2 * jnp.finfo(dtype).eps * np.linalg.norm(other)
+        # 1e-8: the decay of a document's only token has no effect, and its gradient is a difference of equal sums.
+        assert np.linalg.norm(one - other) <= 2 * jnp.finfo(dtype).eps * np.linalg.norm(other) + 1e-8
         assert not one[ids == 0].any()
     again = value_and_gradients(name, arrays, ids)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):

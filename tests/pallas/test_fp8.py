@@ -153,8 +153,13 @@ def test_both_products_are_those_of_rounded_operands(block):
         scales = [np.broadcast_to(np.asarray(w.scales), (w.shape[0], 1))[:, 0] for w in (first, second)]
         expected = _in_fp8(dy * np.concatenate(scales)) @ codes
     got = np.concatenate(outs, axis=1)
-    np.testing.assert_allclose(got, _in_fp8(x, 128 if block == TILE else None) @ wide.T, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-5)
+    # Tensor cores of Hopper add products of e4m3 up with 14 bits: of the sum of their magnitudes, 2^-13 may be lost.
+    lost = 2**-13 if jax.default_backend() == "gpu" else 0
+    for found, want, terms in (
+        (got, _in_fp8(x, 128 if block == TILE else None) @ wide.T, np.abs(x) @ np.abs(wide).T),
+        (dx, expected, np.abs(dy) @ np.abs(wide)),
+    ):
+        assert (np.abs(found - want) <= 1e-4 * np.abs(want) + 1e-5 + lost * terms).all()
     # The error that the rounding makes: 2^-4 of a number at most, which averages out to under 4 % of the product.
     for found, exact in ((got, x @ wide.T), (dx, dy @ wide)):
         assert np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)

@@ -62,9 +62,10 @@ def test_dequantising_is_decoding(shape, double_quant, dtype):
 @pytest.mark.gpu
 def test_dequantising_mxfp4_is_decoding(shape):
     draw = np.random.default_rng(0)
+    smallest = 2 if jax.default_backend() == "gpu" else 1  # XLA's decoding makes 0 there of what is below 2^-126
     codes, scales = (
         draw.integers(0, 256, (*shape[:-1], shape[-1] // 2)),
-        draw.integers(1, 255, (*shape[:-1], shape[-1] // 32)),
+        draw.integers(smallest, 255, (*shape[:-1], shape[-1] // 32)),
     )
     weight = MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
     with gpu_kernel.interpreted():
