@@ -252,6 +252,25 @@ def smallest(value: float | None) -> float | None:
     return min(found, default=None)
 
 
+def require_same(what: dict[str, Any], fix: str) -> None:
+    """Raises ValueError, in all processes, where one of them has another value than the first: each would make its own
+    run, and none would see it. All must ask, as for all_of.
+
+    Args:
+      what: {name: JSON-able value}. fix: what to do, said after the names and the values.
+    """
+    if count() == 1:
+        return
+    ours = json.loads(json.dumps(what))
+    theirs = of_first(lambda: ours)
+    names = (name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
+    other = next(([name, ours.get(name), theirs.get(name)] for name in names), None)
+    for number, found in enumerate(all_of(other)):
+        if found is not None:
+            name, here, there = found
+            raise ValueError(f"{name}: process {number} has {here!r}, the first process {there!r}; {fix}")
+
+
 def hosts() -> int:
     """Machines of the run, by their names. All must ask, as for all_of."""
     return len(set(all_of(socket.gethostname())))

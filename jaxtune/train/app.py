@@ -42,7 +42,7 @@ from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.program_cache import use_program_cache
-from jaxtune.train.record import digest
+from jaxtune.train.record import digest, require_same_settings
 from jaxtune.train.results import read_result, require_own, write_result
 from jaxtune.train.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED, RESULTS
 from jaxtune.train.saving import TrainingInterrupted
@@ -172,7 +172,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     on from what is saved)."""
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
-    _require_one_process(config)
+    _require_fit_for_processes(config)
     require_makeable("output", config.output)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
@@ -196,14 +196,12 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
             return EXIT_SAVED
 
 
-def _require_one_process(config: TrainConfig) -> None:
-    """Refuses what several processes cannot do yet.
-
-    Raises:
-      ValueError: the config asks for it.
-    """
+def _require_fit_for_processes(config: TrainConfig) -> None:
+    """Raises ValueError where a run of several processes has not one config, or one that asks for what they cannot do
+    yet."""
     if (count := processes.count()) == 1:
         return
+    require_same_settings(config)
     if config.evaluation.exact_match_rows:
         raise ValueError(
             f"evaluation.exact_match_rows = {config.evaluation.exact_match_rows}: {count} processes cannot generate "
@@ -479,7 +477,7 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     `weights_to_score` says."""
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
-    _require_one_process(config)
+    _require_fit_for_processes(config)
     scored = weights_to_score(config, recipe, overrides)
     console.print(f"weights: {scored.text}")
     config = scored.config

@@ -7,12 +7,13 @@ import hashlib
 import json
 import types
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from jaxtune import processes
+from jaxtune import __version__, processes
 from jaxtune.files import atomic_write
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
@@ -20,6 +21,7 @@ from jaxtune.models.quant import computes_in_fp8, stored_in
 from jaxtune.train.checkpoint import CheckpointError
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.config_file import config_to_dict, config_to_yaml, flat_keys
+from jaxtune.train.data import TokenDataset
 from jaxtune.train.run_folder import CONFIG
 
 # Keys of a record whose change makes it another run; everything else is only pointed out. Where model and rows lie may
@@ -132,6 +134,36 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 def digest(run: dict[str, Any]) -> str:
     """SHA-256, as hexadecimal digits, of what makes a run this one."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+# ---- several processes
+
+
+# Where things lie, which may be another place on each host. What lies there is compared: require_same_rows, and the
+# fingerprint of the weights.
+_PLACES = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.cache_dir", "output")
+
+
+def require_same_settings(config: TrainConfig) -> None:
+    """Raises ValueError where processes of a run have different configs or different versions of what computes."""
+    settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    processes.require_same({"jaxtune": __version__, **versions}, "install the same version for all of them")
+    processes.require_same(settings, "start all of them with the same recipe and the same overrides")
+
+
+def require_same_rows(sets: Mapping[str, TokenDataset | None]) -> None:
+    """Raises ValueError where processes of a run have different rows of tokens. sets: by the keys that name them."""
+    if processes.count() == 1:
+        return  # to read every token takes time
+    found = {
+        key: None
+        if data is None
+        else f"{len(data.documents):,} documents, {int(data.documents.trained.sum()):,} trained tokens, CRC-32 of all "
+        f"tokens {data.documents.tokens_crc32:08x}"
+        for key, data in sets.items()
+    }
+    processes.require_same(found, "all of them need the same rows, the same tokenizer and the same template")
 
 
 # ---- comparing records

@@ -79,7 +79,9 @@ class TrainedModel:
         """What does not train, on the mesh, as the plan in force says.
 
         Of a model that nobody else holds, an array that is moved is let go before the next one is: a device never has
-        both the parts that a plan declares whole and the whole arrays."""
+        both the parts that a plan declares whole and the whole arrays. All processes begin together: what is gathered
+        waits for all of them, and must not wait for one that loads."""
+        processes.require_same({"the base model": self.given.base_fingerprint}, "give all of them the same weights")
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if engine.mesh.shape[partition.FSDP] == 1:
@@ -121,8 +123,6 @@ class TrainedModel:
         """first_state, or that of a resumed run."""
         if resumed is not None:
             return resumed, engine.zero_sums(resumed), self.placed_frozen(engine)
-        self.take_weights()
-        processes.all_of(None)  # what is whole on each device may be gathered: nobody waits there for others to load
         begun = self.first_state(engine)
         self.let_go()
         return begun

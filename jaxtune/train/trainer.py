@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jaxtune import processes
@@ -48,6 +45,7 @@ from jaxtune.train.record import (
     record_of,
     recorded_config,
     require_same_config,
+    require_same_rows,
     require_same_run,
     same_run,
     write_config,
@@ -232,6 +230,7 @@ class Trainer:
         with processes.one_a_host():
             train = load(data.train if train_rows is None else train_rows, data.max_rows)
             held_out = None if held_out is None else load(held_out, None)
+        require_same_rows({"data.train": train, "data.eval": held_out})
         if held_out is not None:
             return train, held_out
         if data.eval_rows:
@@ -437,10 +436,6 @@ class Trainer:
 
     # ---- checkpoints
 
-    @functools.cached_property
-    def _tokens_crc32(self) -> int:
-        return zlib.crc32(np.ascontiguousarray(self.train_data.documents.tokens))  # once: it reads every token
-
     def record(self) -> dict[str, Any]:
         """What a checkpoint records beside its arrays."""
         return record_of(
@@ -450,7 +445,7 @@ class Trainer:
             base_fingerprint=self.model.given.base_fingerprint,
             data={
                 "rows": len(self.train_data.rows),
-                "tokens_crc32": self._tokens_crc32,
+                "tokens_crc32": self.train_data.documents.tokens_crc32,
                 "trained_tokens": self.train_data.report.trained_tokens,
             },
             total_steps=self.total_steps,

@@ -347,6 +347,21 @@ def test_a_run_goes_on_on_other_meshes(model, meshes, tmp_path, capsys):
                 np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_checkpoints_plan_is_of_its_mesh(tmp_path):
+    """Eight micro-batches of a row each, that one device had room for, are nothing that four devices can share."""
+
+    def trainer(*mesh):
+        config = make_config(tmp_path, rows_per_step=8, mesh=MeshConfig(*mesh))
+        return Trainer(lora_model(), None, config, dataset(documents(40)))
+
+    alone = trainer(1, 1)
+    saved = alone.record()["numerics"] | {"micro_batches": 8}
+    for mesh, adopted in (((1, 1), 8), ((4, 1), 1), ((1, 2), 1)):
+        planner = trainer(*mesh).planner
+        planner.adopt(saved)
+        assert planner.plan.micro_batches == adopted, mesh
+
+
 def test_all_devices_by_minus_one(tmp_path, monkeypatch):
     def trainer(**changes):
         config = make_config(tmp_path, mesh=MeshConfig(data=-1), steps=1, **changes)

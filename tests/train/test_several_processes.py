@@ -21,7 +21,11 @@ import yaml
 from safetensors.numpy import load_file
 
 from jaxtune import cli, processes
+from jaxtune.train import record
+from jaxtune.train.config import MeshConfig
+from jaxtune.train.trainer import Trainer
 from tests.faults.command import make_folder
+from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples" / "launch"
@@ -167,6 +171,53 @@ def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(reci
     assert cli.main(["train", str(recipe), f"output={output}", *wanted]) == 0
     assert steps(output) == steps(whole)
     same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
+
+
+def test_processes_that_are_started_differently_are_refused(recipe, tmp_path):
+    """Each would train its own weights, and nobody would see it."""
+    run = ["-m", "jaxtune.cli", "train", str(recipe), f"output={tmp_path}", "mesh.data=2"]
+    ended = run_together([run, [*run, "optim.learning_rate=0.02"]])
+    for code, words in ended:
+        assert code == 2, words
+        assert "optim.learning_rate: process 1 has 0.02, the first process 0.01; start all of them with" in words
+
+
+def test_what_must_be_the_same_is_named(monkeypatch):
+    """Of the third process, which sees it itself; all of them say it."""
+    monkeypatch.setattr(processes, "count", lambda: 3)
+    monkeypatch.setattr(processes, "of_first", lambda value: {"jax": "1", "rows": ["a", 2]})
+    monkeypatch.setattr(processes, "all_of", lambda value: [None, None, value])
+    processes.require_same({"jax": "1", "rows": ("a", 2)}, "unused")
+    with pytest.raises(ValueError, match=r"rows: process 2 has \['b', 2\], the first process \['a', 2\]; share them"):
+        processes.require_same({"jax": "1", "rows": ("b", 2)}, "share them")
+
+
+def test_rows_and_weights_that_differ_are_refused(tmp_path, monkeypatch):
+    """A folder of each host's own may hold others. Here the first process is another run."""
+    said = []
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "of_first", lambda value: said[0])
+    monkeypatch.setattr(processes, "all_of", lambda value: [None, value])
+
+    def rows(seed):
+        return {"data.train": dataset(documents(9, seed=seed)), "data.eval": None}
+
+    def first_saw(what, fix):
+        said[:] = [json.loads(json.dumps(what))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "require_same", first_saw)
+        record.require_same_rows(rows(0))
+    record.require_same_rows(rows(0))
+    with pytest.raises(ValueError, match="data.train: process 1 has '9 documents, .* all of them need the same rows"):
+        record.require_same_rows(rows(1))
+    given, said[:] = lora_model(), [{"the base model": "abc"}]
+    given.base_fingerprint = "abd"
+    monkeypatch.setattr(processes, "count", lambda: 1)
+    trainer = Trainer(given, None, make_config(tmp_path, mesh=MeshConfig(1, 1)), dataset(documents(9)))
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(ValueError, match="the base model: process 1 has 'abd', the first process 'abc'; give all"):
+        trainer.model.placed_frozen(trainer.engine)
 
 
 def test_four_processes_divide_a_base_and_rows_and_go_on_when_one_was_killed(recipe, tmp_path):

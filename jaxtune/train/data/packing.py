@@ -9,7 +9,9 @@ each other: that is the business of `Batch.segment_ids`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -48,6 +50,11 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @functools.cached_property
+    def tokens_crc32(self) -> int:
+        """Of the flat tokens, which a selection shares; read once, all of them."""
+        return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     def __getitem__(self, index: int) -> Document:
         start, length = self.starts[index], self.lengths[index]

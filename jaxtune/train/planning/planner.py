@@ -9,8 +9,9 @@ from typing import Any
 import optax
 
 from jaxtune import processes
+from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose, fitting_settings
 from jaxtune.train.planning.cost import step_cost
@@ -74,7 +75,12 @@ class Planner:
         return lines if self._note is None else [self._note, *lines]
 
     def adopt(self, record: dict[str, Any]) -> None:
-        """Takes a checkpoint's plan, unless the config asks for another: one chosen anew might not be the same."""
+        """Takes a checkpoint's plan: one chosen anew might not be the same. Not where the config asks for another, nor
+        on another mesh, whose bits are others in any case: its devices may have no room for it, more room than it uses,
+        or not as many rows in each of its micro-batches."""
+        mesh = self.config.mesh or MeshConfig()
+        if (record["mesh_data"], record["mesh_fsdp"]) != partition.mesh_shape(mesh.data, mesh.fsdp):
+            return
         stored = self._recorded(record)
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
