@@ -249,6 +249,34 @@ def test_frozen_weights_that_lie_whole(resident, keeps_model, tmp_path):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "mesh"),
+    [
+        (lambda: get_peft_model(quantize(tiny_model(**WIDE), "nf4"), r=4), "adamw", (2, 2)),
+        (lambda: tiny_model(**WIDE), "adamw_8bit", (2, 4)),
+    ],
+    ids=["adapters", "all, in 8 bits"],
+)
+def test_usual_optimizers_lead_where_they_lead_on_one_device(model, optimizer, mesh, tmp_path):
+    """After five steps, to within a thousandth of the way: what rounds differently may change a direction's sign."""
+    model = model()
+
+    def trained(*mesh):
+        config = make_config(
+            tmp_path / str(mesh), mesh=MeshConfig(*mesh), steps=5, rows_per_step=8, optim=OptimConfig(optimizer)
+        )
+        result = Trainer(model, None, config, dataset(documents(60))).train()
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(result, nnx.Param))]
+
+    begun = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    one, several = trained(1, 1), trained(*mesh)
+
+    def distance(ours, theirs):
+        return np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(ours, theirs, strict=True)))
+
+    assert 0 < distance(one, several) < 1e-3 * distance(one, begun)
+
+
 def test_devices_connect_at_the_start_and_it_is_said(tmp_path):
     """In each group that a step's collectives have; not by the first step, which would be said to be slow."""
 
