@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import __main__ as command
+from benchmarks import processes
+from benchmarks.cases import STEPS
 
 STEP = """
 import argparse, json, os, pathlib, sys
@@ -35,10 +37,11 @@ def trees(tmp_path, monkeypatch):
     """A function of both sides' speeds, run by run (None: it fails), to (call the command, the calls of step.py)."""
     calls = tmp_path / "calls.txt"
     facts = {"device": "a GPU", "versions": {"jax": "1"}, "commit": "0123456789"}
-    monkeypatch.setattr(compare, "ROOT", tmp_path / "new")
-    monkeypatch.setattr(compare, "device_facts", lambda: dict(facts))
+    monkeypatch.setattr(command, "ROOT", tmp_path / "new")
+    monkeypatch.setattr(processes, "ROOT", tmp_path / "new")
+    monkeypatch.setattr(command, "device_facts", lambda: dict(facts))
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(compare.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(command.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
 
     def make(**speeds):
         for side, values in speeds.items():
@@ -50,7 +53,7 @@ def trees(tmp_path, monkeypatch):
 
         def call(*options):
             calls.write_text("")
-            status = compare.main([*options, "--output", str(tmp_path / "out.json")])
+            status = command.main([str(tmp_path / "out"), *options])
             return status, [json.loads(line) for line in calls.read_text().splitlines()]
 
         return call
@@ -65,13 +68,13 @@ def test_two_commits_take_turns_and_the_medians_are_compared(trees, tmp_path, mo
     assert status == 0
     assert [side for side, *_ in calls] == ["old", "new", "old", "new"]
     for side, arguments, cache, paths in calls:
-        assert arguments == compare.step_arguments(compare.STEPS["8b_24gb"], "")
-        assert cache.endswith(f"/{side}") and (tmp_path / "temporary/jaxtune_compare" / side / "x").exists()
+        assert arguments == processes.step_arguments(STEPS["8b_24gb"], "")
+        assert cache.endswith(f"/{side}") and (tmp_path / "temporary/jaxtune_benchmarks" / side / "x").exists()
         assert paths == [str(tmp_path / side), "/elsewhere"]  # never the other side's files
-    record = json.loads((tmp_path / "out.json").read_text())
+    record = json.loads((tmp_path / "out/commits.json").read_text())
     assert (record["commit"], record["old_commit"]) == ("0123456", "old")
-    ((title, runs),) = record["cases"].items()
-    assert record["ratios"] == {title: 106.0 / 105.0}
+    assert record["ratios"] == {"8b_24gb": 106.0 / 105.0}
+    runs = record["cases"]["8b_24gb"]
     assert [(run["side"], run["round"]) for run in runs] == [("old", 1), ("new", 1), ("old", 2), ("new", 2)]
 
 
@@ -80,18 +83,17 @@ def test_the_older_commit_may_run_another_case(trees, tmp_path):
     status, calls = call("8b_fp8", "--old", str(tmp_path / "old"), "--against", "8b")
     assert status == 0
     wanted = {
-        "old": compare.step_arguments(compare.STEPS["8b"], ""),
-        "new": compare.step_arguments(compare.STEPS["8b_fp8"], ""),
+        "old": processes.step_arguments(STEPS["8b"], ""),
+        "new": processes.step_arguments(STEPS["8b_fp8"], ""),
     }
     assert all(arguments == wanted[side] for side, arguments, *_ in calls) and len(calls) == 4
-    title = f"{compare.STEPS['8b_fp8'].title} / {compare.STEPS['8b'].title}"
-    assert json.loads((tmp_path / "out.json").read_text())["ratios"] == {title: 1.5}
+    assert json.loads((tmp_path / "out/commits.json").read_text())["ratios"] == {"8b_fp8 / 8b": 1.5}
 
 
 def test_a_slower_commit_fails(trees, tmp_path):
     call = trees(old=[100.0, 100.0], new=[99.0, 99.0])
     assert call("8b", "--old", str(tmp_path / "old"), "--cold")[0] == 1
-    assert not (tmp_path / "temporary/jaxtune_compare").exists()  # nothing was compiled beforehand
+    assert not (tmp_path / "temporary/jaxtune_benchmarks").exists()  # nothing was compiled beforehand
 
 
 def test_a_call_goes_on_where_the_last_one_stopped(trees, tmp_path, capsys):
@@ -113,14 +115,15 @@ def test_a_call_goes_on_where_the_last_one_stopped(trees, tmp_path, capsys):
 @pytest.mark.parametrize(("speed", "status"), [(97.5, 0), (96.0, 1)])
 def test_a_stored_record_is_held_against(trees, tmp_path, monkeypatch, speed, status):
     stored = tmp_path / "steps.json"
-    monkeypatch.setattr(compare, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
     record = {"device": "a GPU", "tokens_per_second": 100.0}
     stored.write_text(json.dumps({"8b": record, "8b_nf4": record}))
-    (tmp_path / "out.json").write_text(json.dumps({"8b_nf4": record}))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/steps.json").write_text(json.dumps({"8b_nf4": record}))
     call = trees(new=[speed, 50.0, None])
     assert call("8b")[0] == status
     assert call("8b_long")[0] == 0  # which has no stored record yet
-    records = json.loads((tmp_path / "out.json").read_text())
+    records = json.loads((tmp_path / "out/steps.json").read_text())
     assert records["8b_nf4"] == record and records["8b"]["tokens_per_second"] == speed  # it can take the store's place
     assert records["8b_long"]["tokens_per_second"] == 50 and call("8b_long")[0] == 1
     stored.write_text(json.dumps({"8b": record | {"device": "another GPU"}}))
@@ -129,8 +132,14 @@ def test_a_stored_record_is_held_against(trees, tmp_path, monkeypatch, speed, st
 
 
 def test_what_is_not_there_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        compare.main(["9b", "--output", "x.json"])
-    assert "no case 9b: known are 8b, " in capsys.readouterr().err
+    for words, said in (
+        (["x", "9b"], "no 9b: known are steps, kernels, "),
+        (["x"], "at least one NAME"),
+        (["x", "8b", "--against", "8b"], "it goes with --old FOLDER"),
+        (["x", "8b", "moe", "--old", "y"], "--old compares steps, and moe is none"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(words)
+        assert said in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"no benchmarks/train/step\.py"):
-        compare.commit_of(tmp_path)
+        processes.commit_of(tmp_path)

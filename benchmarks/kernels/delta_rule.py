@@ -11,14 +11,13 @@ said where they cannot. The file is written after every measurement.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import contextlib
 import functools
 import os
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # the rest is torch's
@@ -28,8 +27,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.timing import in_turns, median_ms, queued_ms
-from benchmarks.record import environment, write
+from benchmarks.kernels.timing import (
+    arguments,
+    distance,
+    figure,
+    in_turns,
+    median_ms,
+    normal,
+    queued_ms,
+    record_parts,
+    same_bits,
+)
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.attention.shapes import log_normal_segments
 from jaxtune.pallas.delta_rule import api, gated_delta_rule, triton
@@ -41,12 +49,11 @@ RESULTS = ("out", "dquery", "dkey", "dvalue", "ddecay", "dbeta")
 
 def operands(rows: int, length: int):
     """(query, key, value, decay, beta), gradient of out; decays as a model begins with (Mamba's)."""
-    keys = jax.random.split(jax.random.key(0), 7)
-    shapes = [(rows, length, heads, DIM) for heads in (KEY_HEADS, KEY_HEADS, HEADS, HEADS)]
-    query, key, value, dout = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=False))
-    speed = jax.random.uniform(keys[4], (HEADS,), minval=0.01, maxval=16.0)
-    decay = -speed * jax.nn.softplus(jax.random.normal(keys[5], (rows, length, HEADS)) - 4.0)
-    beta = jax.nn.sigmoid(jax.random.normal(keys[6], (rows, length, HEADS)))
+    heads = (KEY_HEADS, KEY_HEADS, HEADS, HEADS)
+    query, key, value, dout = (normal(seed, rows, length, count, DIM) for seed, count in enumerate(heads))
+    speed = jax.random.uniform(jax.random.key(4), (HEADS,), minval=0.01, maxval=16.0)
+    decay = -speed * jax.nn.softplus(normal(5, rows, length, HEADS, dtype=jnp.float32) - 4.0)
+    beta = jax.nn.sigmoid(normal(6, rows, length, HEADS, dtype=jnp.float32))
     return (query, key, value, decay, beta), dout
 
 
@@ -77,24 +84,15 @@ def exact(packed: bool):
     layout = layout_of(1, 1000, packed)
     wide = [x.astype(jnp.float32) for x in arrays]
     results = programs("reference", layout)[1](wide, dout.astype(jnp.float32))
-    return arrays, dout, layout, [np.asarray(x, np.float64) for x in results]
+    return arrays, dout, layout, results
 
 
 def check(name: str, packed: bool) -> dict:
     """Errors relative to the definition, and whether 20 runs give equal bits."""
     arrays, dout, layout, want = exact(packed)
     run = programs(name, layout)[1]
-    first = [np.asarray(x) for x in run(arrays, dout)]
-    return {
-        "errors": {
-            key: round(float(np.linalg.norm(g.astype(np.float64) - w) / np.linalg.norm(w)), 5)
-            for key, g, w in zip(RESULTS, first, want, strict=True)
-        },
-        "bitwise_over_20_runs": all(
-            all(np.array_equal(a, np.asarray(b)) for a, b in zip(first, run(arrays, dout), strict=True))
-            for _ in range(20)
-        ),
-    }
+    errors = {key: distance(got, true) for key, got, true in zip(RESULTS, run(arrays, dout), want, strict=True)}
+    return {"errors": errors, "bitwise_over_20_runs": same_bits(lambda: run(arrays, dout))}
 
 
 def kernels(arrays, dout, layout) -> dict[str, float]:
@@ -138,10 +136,9 @@ def candidates_compiled_together():
             Autotuner.prune_configs = original
 
 
-def flash_linear_attention(rows: int, length: int, ours: dict, note) -> dict:
-    """The same call through flash-linear-attention, in turns with `ours` (functions to be timed, by name), or why there
-    is none; `note` is called after each figure. Its kernels run as one CUDA graph: what Python takes to launch them is
-    not counted."""
+def flash_linear_attention(rows: int, length: int) -> dict:
+    """Whole rows through flash-linear-attention, in turns with our Triton kernels, or why there is nothing to time.
+    Its kernels run as one CUDA graph: what Python takes to launch them is not counted."""
     # It keeps its files in the home folder, which some machines do not have.
     folder = tempfile.mkdtemp()
     for name in ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
@@ -153,21 +150,21 @@ def flash_linear_attention(rows: int, length: int, ours: dict, note) -> dict:
         return {"missing": str(error)}
 
     arrays, dout = operands(rows, length)
+    ours = dict(zip(("forward_ms", "both_ms"), programs("triton", layout_of(rows, length, False)), strict=True))
 
     def to_torch(x):
-        return torch.from_numpy(np.array(x.astype(jnp.float32))).cuda()
+        wide = torch.from_numpy(np.array(x.astype(jnp.float32))).cuda()
+        return wide.bfloat16() if x.dtype == jnp.bfloat16 else wide
 
-    query, key, value = (to_torch(x).bfloat16().requires_grad_() for x in arrays[:3])
-    decay, beta = (to_torch(x).requires_grad_() for x in arrays[3:])
-    gradient = to_torch(dout).bfloat16()
+    tensors, gradient = [to_torch(x).requires_grad_() for x in arrays], to_torch(dout)
+
+    def both():
+        out = chunk_gated_delta_rule(*tensors, use_qk_l2norm_in_kernel=True)[0]
+        return out, *torch.autograd.grad(out, tensors, gradient)
 
     def forward():
         with torch.no_grad():
-            return chunk_gated_delta_rule(query, key, value, decay, beta, use_qk_l2norm_in_kernel=True)[0]
-
-    def both():
-        out = chunk_gated_delta_rule(query, key, value, decay, beta, use_qk_l2norm_in_kernel=True)[0]
-        return out, *torch.autograd.grad(out, (query, key, value, decay, beta), gradient)
+            return chunk_gated_delta_rule(*tensors, use_qk_l2norm_in_kernel=True)[0]
 
     def wait(_):
         torch.cuda.synchronize()
@@ -175,10 +172,8 @@ def flash_linear_attention(rows: int, length: int, ours: dict, note) -> dict:
     found: dict = {}
     for name, function in (("forward_ms", forward), ("both_ms", both)):
         try:
-            begun = time.perf_counter()
             with candidates_compiled_together():
                 wait(function())
-            found[f"{name}, seconds of tuning"] = round(time.perf_counter() - begun, 1)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 results = function()
@@ -189,82 +184,54 @@ def flash_linear_attention(rows: int, length: int, ours: dict, note) -> dict:
                 }
             )
             found[name], found[f"{name}, ours in turns"] = round(times["theirs"], 4), round(times["ours"], 4)
-            found[f"{name}, launched by Python"] = median_ms(function, wait=wait)
             if name == "both_ms":
-                found["apart from ours"] = {
-                    key: round(float(np.linalg.norm(a - b) / np.linalg.norm(b)), 5)
-                    for key, a, b in zip(
-                        RESULTS,
-                        (x.detach().float().cpu().numpy() for x in results),
-                        (np.asarray(x, np.float32) for x in ours[name](arrays, dout)),
-                        strict=True,
-                    )
-                }
+                theirs = (jnp.asarray(x.detach().float().cpu().numpy()) for x in results)
+                pairs = zip(RESULTS, theirs, ours[name](arrays, dout), strict=True)
+                found["apart from ours"] = {key: distance(got, want) for key, got, want in pairs}
         except Exception as error:  # it refuses some GPUs with some releases of Triton
             found[name] = f"{type(error).__name__}: {str(error)[:200]}"
-        note(found)
+        print("  flash-linear-attention", found, flush=True)
     return found
 
 
-def must_show(record: dict) -> list[dict]:
-    """The figures that are asked for, of what was measured."""
-    found = record["times"].get("8 x 2,048", {})
-    ours, theirs = (found.get(name, {}) for name in ("triton", "flash-linear-attention"))
-    rows = [
-        dict(kernel="delta rule", what=what, value=ours[key], floor=floor, goal=goal, at_most=True)
-        for key, what, floor, goal in (
-            ("forward_ms", "8 x 2,048, forward: ms", 0.7, 0.45),
-            ("both_ms", "8 x 2,048, forward and backward: ms", 1.9, 1.3),
-        )
-        if key in ours
-    ]
-    if "forward_ms, ours in turns" in theirs:
-        ratio = round(theirs["forward_ms"] / theirs["forward_ms, ours in turns"], 3)
-        what = "8 x 2,048, forward: times as fast as flash-linear-attention"
-        rows.append(dict(kernel="delta rule", what=what, value=ratio, floor=1.0, goal=1.3, at_most=False))
-    return rows
+def measure(name: str, rows: int, length: int, packed: bool) -> dict:
+    """Milliseconds of an implementation; of the Triton kernels each alone, too."""
+    arrays, dout = operands(rows, length)
+    layout = layout_of(rows, length, packed)
+    both = zip(("forward_ms", "both_ms"), programs(name, layout), strict=True)
+    found: dict = {key: median_ms(function, arrays, dout) for key, function in both}
+    return found | ({"kernels": kernels(arrays, dout, layout)} if name == "triton" else {})
+
+
+def must_show(record: dict) -> Iterator[dict]:
+    ours, theirs = (record.get(f"8 x 2,048, {name}", {}) for name in ("triton", "flash-linear-attention"))
+    keys = (("forward_ms", "forward", (0.7, 0.45), (1.0, 1.3)), ("both_ms", "forward and backward", (1.9, 1.3), ()))
+    for key, words, bounds, _ in keys:
+        if ours:
+            yield figure("delta rule", f"8 x 2,048, {words}: ms", ours[key], *bounds, at_most=True)
+    for key, words, _, bounds in keys:
+        if f"{key}, ours in turns" in theirs:
+            what = f"8 x 2,048, {words}: times as fast as flash-linear-attention"
+            yield figure("delta rule", what, theirs[key] / theirs[f"{key}, ours in turns"], *bounds)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True)
-    options = parser.parse_args()
-    record: dict = {"benchmark": "kernels/delta_rule", **environment(), "checks": {}, "times": {}}
-
-    def say(*parts):
-        print(*parts, flush=True)
-        write(options.output, record | {"must_show": must_show(record)})
-
+    options = arguments(__doc__).parse_args()
     names = [name for name in api.IMPLEMENTATIONS if name != "reference"]
-    refused = triton.refusal(jax.ShapeDtypeStruct((1, 64, KEY_HEADS, DIM), jnp.bfloat16),
-                             jax.ShapeDtypeStruct((1, 64, HEADS, DIM), jnp.bfloat16))  # fmt: skip
-    if refused is not None:
+    shapes = (jax.ShapeDtypeStruct((1, 64, heads, DIM), jnp.bfloat16) for heads in (KEY_HEADS, HEADS))
+    if (refused := triton.refusal(*shapes)) is not None:
         names.remove("triton")
-        record["triton_refused"] = refused
-        say("triton:", refused)
+        print("triton:", refused)
+    parts = {}
     for name in names:  # the kernels first: what is asked for is measured before time runs out
         for packed in (False, True):
-            of = "packed" if packed else "whole"
-            record["checks"].setdefault(of, {})[name] = check(name, packed)
-            say("checks,", of, name, record["checks"][of][name])
-        for case, (rows, length, packed) in CASES.items():
-            arrays, dout = operands(rows, length)
-            layout = layout_of(rows, length, packed)
-            found = record["times"].setdefault(case, {})
-            ours = dict(zip(("forward_ms", "both_ms"), programs(name, layout), strict=True))
-            found[name] = {key: median_ms(function, arrays, dout) for key, function in ours.items()}
-            say(case, name, found[name])
-            if name == "triton":
-                found["triton kernels"] = kernels(arrays, dout, layout)
-                say(case, "kernels", found["triton kernels"])
-                if not packed:
-
-                    def note(theirs, found=found, case=case):
-                        found["flash-linear-attention"] = theirs
-                        say(case, "flash-linear-attention", theirs)
-
-                    note(flash_linear_attention(rows, length, ours, note))
-    return 0
+            words = "packed" if packed else "whole"
+            parts[f"checks, {words}, {name}"] = functools.partial(check, name, packed)
+        parts |= {f"{case}, {name}": functools.partial(measure, name, *sizes) for case, sizes in CASES.items()}
+    for case, (rows, length, packed) in CASES.items():
+        if not packed and "triton" in names:
+            parts[f"{case}, flash-linear-attention"] = functools.partial(flash_linear_attention, rows, length)
+    return record_parts("delta_rule", options, parts, must_show)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """NF4 weights against bf16 weights of the same shape, in one run on one GPU.
 
-    python benchmarks/kernels/quant_matmul.py --output FILE.json [--parts bandwidth,many,few,lines] [--table FILE]
+    python benchmarks/kernels/quant_matmul.py --output FILE.json [--only TEXT] [--lines TABLE.json]
 
 Both sides are jaxtune's quant_matmul: over an array it is the vendor's GEMM, with the same LoRA (rank 16) through XLA.
 "ratio" is bf16 time over NF4 time. Many tokens: forward and backward to x (and to A and B), wall clock over several
@@ -8,55 +8,37 @@ queued calls, the two sides in turns. Few tokens: forward, time of the kernels o
 weight that together are at least four times the L2. Dequantising and 8-bit Adam: bytes that must move over device
 time, as a share of the fastest copy of the run. Every case is checked first.
 
-A part that is no record but a decision, by name only: "lines" (few tokens) measures every tile of line_matmul.py beside
-what is chosen today. --table writes the GPU's table of measured
-blocks (jaxtune/pallas/tuned) with what was fastest; there it becomes the choice. What was measured is written after
-each part: a kernel that hangs costs only its own.
+--lines measures every tile of line_matmul.py (few tokens) beside what is chosen without a table, and adds the fastest
+to that table of measured blocks; as the GPU's of jaxtune/pallas/tuned it becomes the choice.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from importlib import resources
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.timing import queued_ms
-from benchmarks.record import environment, write
-from jaxtune.pallas import dispatch, tuning
+from benchmarks.kernels.timing import arguments, compiled, distance, figure, normal, queued_ms, record_parts
+from jaxtune.pallas import tuning
 from jaxtune.pallas.formats import NF4, blockwise8
 from jaxtune.pallas.formats.blockwise8 import dynamic_map
 from jaxtune.pallas.quant_matmul import LoraWeights, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 from jaxtune.train.adam8 import scale_by_adam_8bit
 
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every product goes to cuBLASLt
 L2_BYTES = 60_000_000
 RANK = 16
-COMPILERS = 8
 QUEUED = 4  # runs of what is timed by the clock
-WORST = 0.01  # relative error of a 16-bit product: more is a wrong kernel
-RECORD, DECISIONS = ("bandwidth", "many", "few"), ("lines",)
-
-
-def compiled(function, *arguments, **options):
-    # A function of its own for each trace: the blocks in force are no part of what jit knows it by.
-    lowered = jax.jit(lambda *a: function(*a), **options).lower(*arguments)
-    return lowered.compile(compiler_options=OPTIONS if jax.default_backend() == "gpu" else None)
 
 
 def device_ms(program, argument_sets, rounds: int = 3) -> float:
@@ -92,9 +74,9 @@ def random_nf4(rows: int, columns: int, seed) -> NF4:
     )
 
 
-def distance(got, want) -> float:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+def copies(rows: int, columns: int) -> list[NF4]:
+    """Weights that together are at least four times the L2."""
+    return [random_nf4(rows, columns, seed) for seed in range(max(2, -(-8 * L2_BYTES // (rows * columns))))]
 
 
 def copy_gb_per_s(count: int) -> float:
@@ -107,95 +89,53 @@ def copy_gb_per_s(count: int) -> float:
 
 
 def dequantising(rows: int, columns: int, copy: float) -> dict:
-    weights = [random_nf4(rows, columns, seed) for seed in range(max(2, -(-4 * L2_BYTES // (rows * columns // 2))))]
-    program = compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weights[0])
-    plain = compiled(lambda w: w.decode(jnp.bfloat16), weights[0])
-    moved = weights[0].nbytes + 2 * rows * columns
-    same = bool((program(weights[0]) == plain(weights[0])).all())
-    times = {"kernel": device_ms(program, [(w,) for w in weights]), "xla": device_ms(plain, [(w,) for w in weights])}
-    rates = {name: moved / ms / 1e6 for name, ms in times.items()}
-    return {
-        "shape": [rows, columns],
-        "equal_to_decode": same,
-        "ms": times,
-        "gb_per_s": rates,
-        "share_of_copy": rates["kernel"] / copy,
+    weights = copies(rows, columns)
+    sides = {
+        "kernel": compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weights[0]),
+        "xla": compiled(lambda w: w.decode(jnp.bfloat16), weights[0]),
     }
+    kernel, xla = (program(weights[0]) for program in sides.values())
+    ms = {name: device_ms(program, [(w,) for w in weights]) for name, program in sides.items()}
+    share = (weights[0].nbytes + 2 * rows * columns) / ms["kernel"] / 1e6 / copy
+    return {"shape": [rows, columns], "equal": bool((kernel == xla).all()), "ms": ms, "share_of_copy": share}
 
 
-def variants(tiles: Sequence, run: Callable, arguments: Sequence[tuple], want) -> list[dict]:
-    """Each tile's error and device time over all of `arguments`; why not, where it does not run or is wrong.
-
-    run: (tile, *arguments) -> the product; want: that of the first arguments.
-    """
-    found = []
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        programs = [pool.submit(compiled, functools.partial(run, tile), *arguments[0]) for tile in tiles]
-        wait(programs)  # nothing compiles while another one is timed
-    for tile, waiting in zip(tiles, programs, strict=True):
-        row: dict[str, Any] = {"tile": dataclasses.asdict(tile)}
-        print("   ", tile, flush=True)
-        try:
-            program = waiting.result()
-            row["error"] = distance(program(*arguments[0]), want)
-            row |= {"ms": device_ms(program, arguments)} if row["error"] <= WORST else {"refused": "wrong"}
-        except Exception as error:  # what does not fit this GPU is a finding
-            row["refused"] = f"{type(error).__name__}: {str(error)[:200]}"
-        found.append(row)
-    return found
-
-
-def fastest(untuned_ms: float, found: list[dict]) -> dict:
-    """The table's entry: the blocks of the fastest variant, or {} where what is chosen without a table is faster."""
-    tried = [[{}, untuned_ms], *([row["tile"], row.get("ms", row.get("refused"))] for row in found)]
-    blocks, ms = min((pair for pair in tried if isinstance(pair[1], float)), key=lambda pair: pair[1])
-    return {"blocks": blocks, "milliseconds": ms, "tried": tried}
-
-
-def few_tokens(rows: int, columns: int, tokens: int, with_tiles: bool) -> dict:
+def few_tokens(rows: int, columns: int, tokens: int) -> dict:
     def product(x, weight):
         return quant_matmul(x, [weight])[0]
 
-    def by_lines(tile, x, weight):
-        return mosaic.small_matmul(x, weight, tile)
-
-    size = rows * columns
-    arrays = [
-        jax.random.normal(jax.random.key(i), (rows, columns), jnp.bfloat16)
-        for i in range(-(-4 * L2_BYTES // (2 * size)))
-    ]
-    packed = [random_nf4(rows, columns, i) for i in range(-(-4 * L2_BYTES * 2 // size))]
-    x = jax.random.normal(jax.random.key(7), (tokens, columns), jnp.bfloat16)
+    packed, x = copies(rows, columns), normal(7, tokens, columns)
+    arrays = [normal(seed, rows, columns) for seed in range(-(-2 * L2_BYTES // (rows * columns)))]
     over_array, over_packed = compiled(product, x, arrays[0]), compiled(product, x, packed[0])
     with jax.default_matmul_precision("highest"):
         want = x.astype(jnp.float32) @ packed[0].decode(jnp.float32).T
-    errors = {
-        "kernel": distance(over_packed(x, packed[0]), want),
-        "xla": distance(x @ packed[0].decode(jnp.bfloat16).T, want),
-    }
     times = {
         "bf16": device_ms(over_array, [(x, w) for w in arrays]),
         "nf4": device_ms(over_packed, [(x, w) for w in packed]),
     }
-    row = {
+    return {
         "shape": [rows, columns],
-        "tokens": tokens,
-        "errors": errors,
+        "error": distance(over_packed(x, packed[0]), want),
         "ms": times,
         "nf4_gb_per_s": packed[0].nbytes / times["nf4"] / 1e6,
         "ratio": times["bf16"] / times["nf4"],
     }
-    if not with_tiles:
-        return row
-    with tuning.forced("small_matmul", {}):  # whatever a table says
-        untuned = device_ms(compiled(product, x, packed[0]), [(x, w) for w in packed])
-    found = variants(line_matmul.tiles(rows, columns, tokens), by_lines, [(x, w) for w in packed], want)
-    entry = fastest(untuned, found)
-    return row | {
-        "variants": found,
-        "best_ratio": times["bf16"] / entry["milliseconds"],
-        "table": {tuning._key("small_matmul", mosaic.small_bucket(packed[0], tokens), x.dtype): entry},
-    }
+
+
+def tune_lines(rows: int, columns: int, tokens: int, table: Path) -> dict:
+    """Adds the fastest tile of a product by lines to the table; {} stands for what is chosen without one."""
+    packed, x = copies(rows, columns), normal(7, tokens, columns)
+
+    def prepare():  # one program over all copies; a function of its own each time: jit knows nothing of the tiles
+        program = compiled(lambda x, packed: [quant_matmul(x, [w])[0] for w in packed], x, packed)
+        return lambda: program(x, packed)
+
+    tiles = [{}, *map(dataclasses.asdict, line_matmul.tiles(rows, columns, tokens))]
+    say = functools.partial(print, end="", flush=True)
+    return tuning.measure(
+        "small_matmul", mosaic.small_bucket(packed[0], tokens), x.dtype, tiles, prepare,
+        wrong=tuning.as_the_first(), say=say, path=table,
+    )  # fmt: skip
 
 
 def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
@@ -203,32 +143,25 @@ def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
         output, pullback = jax.vjp(lambda x, lora: quant_matmul(x, [weight], [lora])[0], x, lora)
         return output, pullback(dout)
 
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = jax.random.normal(keys[0], (tokens, columns), jnp.bfloat16)
-    dout = jax.random.normal(keys[1], (tokens, rows), jnp.bfloat16)
-    packed = random_nf4(rows, columns, 0)
-    lora = None
+    x, dout, packed, lora = normal(0, tokens, columns), normal(1, tokens, rows), random_nf4(rows, columns, 0), None
     if with_lora:
-        a, b = (jax.random.normal(k, s, jnp.float32) for k, s in zip(keys[2:], ((RANK, columns), (rows, RANK))))
-        lora = LoraWeights(a * columns**-0.5, b, None, 2.0)
+        a = normal(2, RANK, columns, size=columns**-0.5, dtype=jnp.float32)
+        lora = LoraWeights(a, normal(3, rows, RANK, dtype=jnp.float32), None, 2.0)
     sides = {"bf16": (x, dout, packed.decode(jnp.bfloat16), lora), "nf4": (x, dout, packed, lora)}
-    programs = {name: compiled(both_directions, *arguments) for name, arguments in sides.items()}
-    results = [jax.tree.leaves(programs[name](*arguments)) for name, arguments in sides.items()]
+    programs = {name: compiled(both_directions, *given) for name, given in sides.items()}
+    results = [jax.tree.leaves(programs[name](*given)) for name, given in sides.items()]
     errors = [distance(got, want) for want, got in zip(*results, strict=True)]
     del results
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(7):
-        for name, arguments in sides.items():
-            times[name].append(queued_ms(programs[name], *arguments, count=QUEUED))
+        for name, given in sides.items():
+            times[name].append(queued_ms(programs[name], *given, count=QUEUED))
     ratios = [sixteen / four for sixteen, four in zip(times["bf16"], times["nf4"], strict=True)]
     return {
         "shape": [rows, columns],
-        "tokens": tokens,
-        "lora": with_lora,
         "differences": errors,
         "ms": {name: statistics.median(each) for name, each in times.items()},
         "ratio": statistics.median(ratios),
-        "ratios": ratios,
     }
 
 
@@ -272,12 +205,7 @@ def adam(count: int, copy: float) -> dict:
     }
 
 
-def summary(rows: list[dict], which: str = "ratio") -> dict:
-    ratios = [row[which] for row in rows]
-    return {"geometric_mean": math.exp(statistics.mean(map(math.log, ratios))), "worst": min(ratios)}
-
-
-# Tokens and adapters: floor and goal of the geometric mean over the shapes.
+# Parts: floor and goal of the geometric mean over the shapes.
 BOUNDS = {
     "1 tokens": (2.5, 3.3), "16 tokens": (2.0, 3.0), "4096 tokens, without LoRA": (0.88, 0.95),
     "4096 tokens, with LoRA": (0.85, 0.95), "16384 tokens, without LoRA": (0.95, 0.98),
@@ -285,81 +213,43 @@ BOUNDS = {
 }  # fmt: skip
 
 
-def must_show(record: dict) -> list[dict]:
-    """What the kernels are held to: [{kernel, what, value, floor, goal, at_most}] of what was measured."""
-    rows = [
-        ("NF4 product", f"{case}: speed over bf16 weights", record["summary"][case]["geometric_mean"], floor, goal)
-        for case, (floor, goal) in BOUNDS.items()
-        if case in record["summary"]
-    ]
+def must_show(record: dict) -> Iterator[dict]:
+    for name, bounds in BOUNDS.items():
+        if name in record:
+            mean = math.exp(statistics.mean(math.log(row["ratio"]) for row in record[name]))
+            yield figure("NF4 product", f"{name}: speed over bf16 weights", mean, *bounds)
+    if "dequantise" in record:
+        worst = min(row["share_of_copy"] for row in record["dequantise"])
+        yield figure("NF4 dequantise", "share of copy bandwidth, worst shape", worst, 0.8, 0.9)
     if "adam_8bit" in record:
-        worst = min(entry["share_of_copy"] for entry in record["dequantise"])
-        rows += [
-            ("NF4 dequantise", "share of copy bandwidth, worst shape", worst, 0.8, 0.9),
-            ("8-bit AdamW", "share of copy bandwidth", record["adam_8bit"]["share_of_copy"], 0.75, 0.9),
-        ]
-    return [dict(zip(("kernel", "what", "value", "floor", "goal"), row)) | {"at_most": False} for row in rows]
-
-
-def write_table(path: str, entries: dict) -> None:
-    """The packaged table of this GPU with these entries in it."""
-    name = tuning._file_name(jax.devices()[0].device_kind)
-    packaged = resources.files("jaxtune.pallas") / "tuned" / name
-    table = json.loads(packaged.read_text(encoding="utf-8")) if packaged.is_file() else {"entries": {}}
-    write(path, table | {"entries": table["entries"] | entries})
+        yield figure("8-bit AdamW", "share of copy bandwidth", record["adam_8bit"]["share_of_copy"], 0.75, 0.9)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--parts", default=",".join(RECORD), help="of the run, by commas")
-    parser.add_argument("--table", help="file for the table of measured blocks with what was fastest in this run")
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--lines", type=Path, metavar="TABLE", help="tiles of the product by lines alone, into this file"
+    )
     parser.add_argument("--scale", type=int, default=1, help="divide every size by this, to try the script elsewhere")
     options = parser.parse_args()
-    parts = options.parts.split(",")
-    if set(parts) - {*RECORD, *DECISIONS}:
-        parser.error(f"--parts {options.parts}: there are {', '.join((*RECORD, *DECISIONS))}")
     scale = options.scale
     shapes = [(rows // scale, columns // scale) for rows, columns in WEIGHTS]
+
+    def over_shapes(measure: Callable, *rest) -> Callable[[], list[dict]]:
+        return lambda: [measure(*shape, *rest) for shape in shapes]
+
+    if options.lines:
+        parts = {
+            f"{tokens} tokens, each tile": over_shapes(tune_lines, tokens, options.lines) for tokens in (1, 16, 4, 8)
+        }
+        return record_parts("quant_matmul", options, parts, lambda record: ())
     copy = copy_gb_per_s(2**29 // scale**2)
-    record = {"benchmark": "kernels/quant_matmul", **environment(), "copy_gb_per_s": copy}
-    record |= {"products": [], "summary": {}}
-    print(f"copy {copy:.0f} GB/s", flush=True)
-
-    def keep(name: str, rows: list[dict]) -> None:
-        record["products"] += rows
-        record["summary"][name] = summary(rows)
-        if "best_ratio" in rows[0]:
-            record["summary"][f"{name}, fastest tiles"] = summary(rows, "best_ratio")
-        shown = {key: value for key, value in record["summary"].items() if key.startswith(name)}
-        print(name, [round(row["ratio"], 3) for row in rows], shown, flush=True)
-        record["must_show"] = must_show(record)
-        record["implementation"] = dispatch.record["quant_matmul"]
-        write(options.output, record)
-        if options.table:
-            write_table(options.table, {k: v for row in record["products"] for k, v in row.get("table", {}).items()})
-
-    if "bandwidth" in parts:
-        record["dequantise"] = [dequantising(*shape, copy) for shape in shapes]
-        for row in record["dequantise"]:
-            print(row["shape"], row["equal_to_decode"], f"{row['share_of_copy']:.3f} of copy", row["ms"], flush=True)
-        record["adam_8bit"] = adam(2**28 // scale**2, copy)
-        print("8-bit Adam", record["adam_8bit"], flush=True)
-        record["must_show"] = must_show(record)
-        write(options.output, record)
-    if "many" in parts:
-        for tokens in (4096, 16384):
-            for with_lora in (False, True):
-                rows = [many_tokens(*shape, tokens // scale, with_lora) for shape in shapes]
-                keep(f"{tokens} tokens, {'with' if with_lora else 'without'} LoRA", rows)
-    if "few" in parts:
-        for tokens in (1, 16):
-            keep(f"{tokens} tokens", [few_tokens(*shape, tokens, False) for shape in shapes])
-    if "lines" in parts:
-        for tokens in (1, 16, 4, 8):
-            keep(f"{tokens} tokens, each tile", [few_tokens(*shape, tokens, True) for shape in shapes])
-    print(json.dumps(record["summary"]))
-    return 0
+    parts = {"dequantise": over_shapes(dequantising, copy), "adam_8bit": lambda: adam(2**28 // scale**2, copy)}
+    for tokens in (4096, 16384):
+        for words, with_lora in (("without", False), ("with", True)):
+            parts[f"{tokens} tokens, {words} LoRA"] = over_shapes(many_tokens, tokens // scale, with_lora)
+    parts |= {f"{tokens} tokens": over_shapes(few_tokens, tokens) for tokens in (1, 16)}
+    return record_parts("quant_matmul", options, parts, must_show)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,23 @@
-"""Times of functions that are called one after the other, with nothing between them but the queue."""
+"""What the benchmarks of kernels share: operands, times, and a record that is written after every part of it."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from benchmarks.record import environment, write
+
+COMPILERS = 8
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every product goes to cuBLASLt
 
 
 def queued_ms(function: Callable, *arguments, count: int, wait: Callable = jax.block_until_ready) -> float:
@@ -31,3 +42,101 @@ def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int = 5) -> dict[s
         for name, measured in ways.items():
             times[name].append(measured())
     return {name: statistics.median(took) for name, took in times.items()}
+
+
+def normal(seed: int, *shape: int, size: float = 1.0, dtype=jnp.bfloat16) -> jax.Array:
+    return (size * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
+
+
+def distance(got: jax.Array, want: jax.Array) -> float:
+    """Relative error by the Frobenius norm."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+@jax.jit
+def _checksums(tree) -> list[jax.Array]:
+    """uint32 of each array: of all bits, each weighed by its place."""
+
+    def checksum(array):
+        width = {2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+        bits = jax.lax.bitcast_convert_type(array, width).reshape(-1).astype(jnp.uint32)
+        return (bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1)).sum(dtype=jnp.uint32)
+
+    return [checksum(array) for array in jax.tree.leaves(tree)]
+
+
+def same_bits(function: Callable[[], Any], runs: int = 20) -> bool:
+    """Whether all runs give the same arrays, bit for bit."""
+    found = [_checksums(function()) for _ in range(runs)]
+    return len({tuple(map(int, run)) for run in jax.device_get(found)}) == 1
+
+
+def compiled(function: Callable, *arguments, options: Mapping[str, Any] | None = None, **jit):
+    """The program of a function for these arguments. options: the compiler's, on a GPU; default: the train step's."""
+    given = OPTIONS if options is None else options
+    lowered = jax.jit(function, **jit).lower(*arguments)
+    return lowered.compile(compiler_options=dict(given) if jax.default_backend() == "gpu" else None)
+
+
+def compiled_together(
+    calls: Mapping[str, tuple[Callable, tuple]], options: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """({name: program}, {name: why there is none}) of {name: (function, arguments)}. What does not run on a GPU is a
+    finding; nothing compiles any more when this returns, so that what follows can be timed."""
+    programs, refused = {}, {}
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        waiting = {name: pool.submit(compiled, call, *given, options=options) for name, (call, given) in calls.items()}
+    for name, future in waiting.items():
+        try:
+            programs[name] = future.result()
+        except Exception as error:
+            refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    return programs, refused
+
+
+def torch_on_gpu():
+    """torch, where it is installed and sees a GPU; else None."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch if torch.cuda.is_available() else None
+
+
+def figure(
+    kernel: str, what: str, value: float, floor: float | None = None, goal: float | None = None, at_most: bool = False
+) -> dict:
+    """What a kernel is held to, as `must_show` of a record has it; at_most: less is better."""
+    return dict(kernel=kernel, what=what, value=round(value, 4), floor=floor, goal=goal, at_most=at_most)
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--only", default="", metavar="TEXT", help="parts that have this in their name")
+    return parser
+
+
+def record_parts(
+    name: str,
+    options: argparse.Namespace,
+    parts: Mapping[str, Callable[[], Any]],
+    must_show: Callable[[dict], Iterable[dict]],
+) -> int:
+    """Runs the parts one after the other. The record {name of a part: what it returned} is written after each, with
+    what must be shown of those that ran: a kernel that hangs costs only its own part.
+
+    must_show: of a record that may lack parts, its `figure`s.
+    """
+    record: dict = {"benchmark": f"kernels/{name}", **environment()}
+    begun = time.perf_counter()
+    for key, measure in parts.items():
+        if options.only in key:
+            record[key] = measure()
+            record["must_show"] = list(must_show(record))
+            write(options.output, record)
+            print(f"{time.perf_counter() - begun:6.1f} s  {key}: {json.dumps(record[key], default=str)}", flush=True)
+    for row in record.get("must_show", ()):
+        print(json.dumps(row), flush=True)
+    return 0

@@ -12,7 +12,6 @@ own, so that one slow compile does not take the time of the rest.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import compare
+from benchmarks.processes import ROOT, Call, Side
 from benchmarks.record import commit_here, write
 
 LEAST_SECONDS = 60  # less is not worth a start
@@ -83,11 +82,11 @@ KEPT = (
     *ENVIRONMENT, "commit", "time",
     "tokens_per_second_per_gpu", "step_seconds", "step_seconds_all", "peak_memory_gb_of_each", "residuals",
     "micro_batches", "mfu", "init_seconds", "compile_seconds_cold", "compile_seconds_cached", "predicted_peak_gb",
-    "predicted_tokens_per_second", "losses",
+    "predicted_tokens_per_second", "losses", "parts", "failed",
 )  # fmt: skip
 
 
-def run(name: str, devices: int, side: compare.Side, folder: Path, seconds: float) -> list[dict]:
+def run(name: str, devices: int, side: Side, folder: Path, seconds: float) -> list[dict]:
     """The record of each process: one of a mesh, one of each card alone. folder: what they print goes there, too."""
     case = CASES[name]
     until = time.monotonic() + min(case.limit, seconds)
@@ -98,15 +97,11 @@ def run(name: str, devices: int, side: compare.Side, folder: Path, seconds: floa
         arguments += ["--profile", str(output.with_suffix(""))] if case.profiled else []
         variables = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
         started.append(side.start(arguments, output, output.with_suffix(".log"), variables))
-    found = []
-    for one in started:
-        record = one.record(until - time.monotonic())
+    found = [one.record(until - time.monotonic()) for one in started]
+    for one, record in zip(started, found, strict=True):
         if "failed" in record:
             print(*one.log.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True)
-            found.append({"failed": record["failed"][:300]})
-        else:
-            found.append({key: record[key] for key in (*KEPT, *(["parts"] if case.profiled else []))})
-    return found
+    return [{key: record[key] for key in KEPT if key in record} for record in found]
 
 
 def speed(runs: list[dict] | None) -> float | None:
@@ -164,20 +159,16 @@ def main(words: list[str] | None = None) -> int:
     wanted = options.cases or list(CASES)
     if unknown := set(wanted) - set(CASES):
         parser.error(f"no case of this name: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    record = {"benchmark": "train/mesh", "devices": options.devices}
-    if options.output.exists():
-        record = json.loads(options.output.read_text(encoding="utf-8"))
-    cases = record.get("cases", {})
-    end, folder = time.monotonic() + options.seconds, Path(tempfile.mkdtemp())
-    side = compare.Side("new", compare.ROOT, commit_here(), folder / "cache")
-    for name in wanted:
-        if speed(cases.get(name)) is not None:
-            continue
-        if end - time.monotonic() < LEAST_SECONDS:
+    call = Call(options.output, options.seconds)
+    record = call.begun({"benchmark": "train/mesh", "devices": options.devices})
+    cases, folder = record.get("cases", {}), Path(tempfile.mkdtemp())
+    side = Side("new", ROOT, commit_here(), folder / "cache")
+    for name in (name for name in wanted if speed(cases.get(name)) is None):
+        if call.left < LEAST_SECONDS:
             print(f"{name}: no time is left", flush=True)
             continue
         began = time.monotonic()
-        cases[name] = run(name, options.devices, side, folder, end - began)
+        cases[name] = run(name, options.devices, side, folder, call.left)
         record |= {key: run.pop(key) for run in cases[name] for key in ENVIRONMENT if key in run}
         write(options.output, {**record, "commit": commits(cases), "cases": cases, "ratios": ratios(cases)})
         said = [run.get("failed") or round(run["tokens_per_second_per_gpu"]) for run in cases[name]]
