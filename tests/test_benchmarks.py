@@ -101,12 +101,11 @@ def test_a_start_says_where_its_time_went(tmp_path):
     recipe = startup.write_recipe(tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run", 2, 32)
     marks = startup.run_child(recipe, os.environ | {"JAX_PLATFORMS": "cpu", "JAXTUNE_CACHE": str(tmp_path / "tokens")})
     for order in (
-        ("python", "imports", "device", "loaded", "state", "first_step", "done"),
+        ("python", "imports", "loaded", "state", "first_step", "done"),
         ("imports", "tokenizer", "prepared", "compiled", "state"),
     ):
         times = [marks[name] for name in order]
         assert times == sorted(times) and times[0] > 0
-    assert marks["programs"]["programs"] > 2 and marks["programs"]["compile_seconds"] > 0
     record = {"shape": "tiny", "bytes": 1e6, "plain_read_gb_per_second": 1.0, "runs": dict(cold=marks, cached=marks)}
     record |= {"device": "cpu", "versions": {"jax": "0"}, "commit": "0000000"}
     assert f"| **{marks['first_step']:.1f}** |" in startup_table(record)[2]
