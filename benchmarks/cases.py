@@ -56,6 +56,7 @@ STEPS = {
     "qwen35_35b": Step(f"{_35}35b-a3b --plan auto --budget-gb 100 --optim adamw_8bit"),
     "qwen35_35b_nf4": Step(f"{_35}35b-a3b --load-in nf4 --plan auto --budget-gb 36 --optim adamw_8bit"),
     "gpt_oss_kept": Step("--shape gpt-oss-20b --plan keep --micro-batches 2", steps=5),
+    "qwen3_moe_kept": Step("--shape qwen3-30b-a3b --plan keep --optim adamw_8bit", steps=5),
     # Their peaks are held against bf16's. Of 30 GB of codes the allocator may lose more than the planner counts.
     "gpt_oss_fp8": Step(f"--shape gpt-oss-20b --budget-gb 50.9 {_IN_FP8} --plan auto"),
     "qwen3_moe_fp8": Step(f"--shape qwen3-30b-a3b --budget-gb 73.5 --optim adamw_8bit {_IN_FP8} --plan auto"),
