@@ -8,7 +8,7 @@ A name is a train step, a part with a script of its own, or a set of either. Rec
 benchmarks/results, and so does what is printed, in files that end with .log; the exit status is 1 where a figure is
 missing, falls below its floor, or is worse than the stored record of this device: parts at 0.97 of it, steps too.
 A part is a process with a time limit, and one that fails costs only itself. Where there is no git checkout,
-JAXTUNE_COMMIT names the commit.
+JAXTUNE_COMMIT names the commit. `ablation` is of steps that are each without something, and says what that gains.
 
 With --old, that folder holds an older commit's files (`git worktree add FOLDER COMMIT`, or `git archive COMMIT`
 unpacked into a folder that is named COMMIT). Each step runs benchmarks/train/step.py of either side in turn, old, new,
@@ -142,6 +142,9 @@ def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: 
             ratios[name] = found["tokens_per_second"] / stored[name]["tokens_per_second"]
         else:
             del ratios[name]
+        if (other := STEPS[name].beside) in records:
+            gain = records[other]["tokens_per_second"] / found["tokens_per_second"] - 1
+            print(f"{name}: what it is without gains {gain:+.1%}", flush=True)
     return ratios
 
 

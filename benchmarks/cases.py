@@ -10,12 +10,13 @@ class Step:
     """arguments: of step.py; {folder} in them is an empty folder of the run's own.
 
     steps: of which all but the first and the last are timed, after three that are not. cold: with an empty cache of
-    compiled programs.
+    compiled programs. beside: of an ablation, the step that has what this one is without.
     """
 
     arguments: str
     steps: int = 8
     cold: bool = False
+    beside: str | None = None
 
 
 _8B, _35 = "--shape llama-3.1-8b", "--shape qwen3.5-"
@@ -27,6 +28,8 @@ _EXPERTS = {
     "qwen3_moe": "--shape qwen3-30b-a3b --budget-gb 75.1 --optim adamw_8bit",
     "qwen3_moe_nf4": "--shape qwen3-30b-a3b --budget-gb 30.7 --optim adamw_8bit --load-in nf4",
 }
+_RELOAD = "--plan 'recompute, layer_input=offload'"
+_14B = "--shape qwen3-14b --load-in nf4 --rows 4 --documents packed --micro-batches 1"
 # 8 x 2,048 tokens; packed, 4,096 and 65,536.
 _TOKENS = {"": "--rows 8", "_packed_4k": "--rows 2 --documents packed", "_packed_65k": "--rows 32 --documents packed"}
 STEPS = {
@@ -64,6 +67,13 @@ STEPS = {
         for name, arguments in _EXPERTS.items()
         for end, tokens in _TOKENS.items()
     },
+    "8b_without_layout": Step(f"{_8B} --documents packed --without layout", beside="8b_packed"),
+    "8b_reload": Step(f"{_8B} --documents packed {_RELOAD}"),
+    "8b_reload_without_overlap": Step(f"{_8B} --documents packed {_RELOAD} --without overlap", beside="8b_reload"),
+    "8b_reload_without_both": Step(f"{_8B} --documents packed {_RELOAD} --without overlap layout", beside="8b_reload"),
+    "14b_reload": Step(f"{_14B} {_RELOAD}"),
+    "14b_reload_without_overlap": Step(f"{_14B} {_RELOAD} --without overlap", beside="14b_reload"),
+    "14b_reload_without_both": Step(f"{_14B} {_RELOAD} --without overlap layout", beside="14b_reload"),
 }
 
 
@@ -76,14 +86,9 @@ class Part:
     seconds: float
 
 
-_MODELS = ("llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b", "qwen3-14b", "qwen3-32b", "gpt-oss-20b")
 _MEMORY = "benchmarks/train/memory.py --cases "
 PARTS = {
     "startup": Part("benchmarks/train/startup.py", "startup_8b.json", 240),
-    **{
-        f"ablation_{name}": Part(f"benchmarks/train/ablation.py --model {name}", "ablation.json", 300)
-        for name in _MODELS
-    },
     **{
         name: Part(f"benchmarks/kernels/{name}.py", f"{name}.json", seconds)
         for name, seconds in (
@@ -107,5 +112,5 @@ SETS = {
     "steps": ["8b", "8b_nf4", "8b_24gb", "8b_packed", "gpt_oss", "qwen3_moe"],  # what costs speed shows in one of them
     "kernels": ["attention", "delta_rule", "quant_matmul", "moe", "fp8"],
     "memory": [name for name in PARTS if name.startswith("memory_")],
-    "ablation": [name for name in PARTS if name.startswith("ablation_")],
+    "ablation": ["8b_packed", *(name for name in STEPS if "_reload" in name or "_without_" in name)],
 }

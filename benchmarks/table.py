@@ -1,4 +1,4 @@
-"""Writes docs/measured.md, the README's picture and its few figures from the JSON under benchmarks/results/.
+"""Writes the tables of docs/measured.md and the README's few figures from the JSON under benchmarks/results/.
 
     python benchmarks/table.py            # rewrites them, the texts between their markers
     python benchmarks/table.py --check    # fails if one differs
@@ -17,12 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.chart import caption, sides, svg  # noqa: E402
 from benchmarks.record import RESULTS, honest  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
 from benchmarks.train.mesh import CASES as MESH_CASES  # noqa: E402
 
-README, MEASURED, PICTURE = ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/images/speed_and_memory.svg"
+README, MEASURED = ROOT / "README.md", ROOT / "docs/measured.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"  # of what is written here
 
 
@@ -30,21 +29,16 @@ class Rejected(ValueError):
     """A record that must not stand in a table."""
 
 
-def load(folder: Path = RESULTS) -> list[dict]:
-    """The records of a folder, by file name; of steps.json, each step's.
+def load(folder: Path = RESULTS) -> dict[str, dict]:
+    """The records of a folder, by file name; those of `steps` are records by the steps' names.
 
     Raises:
       Rejected: a training record that proves nothing.
     """
-    records = []
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        steps = {} if "benchmark" in record else record
-        for name, step in steps.items():
-            problem = honest(step)
-            if problem is not None:
-                raise Rejected(f"{path.name}: {name}: {problem}")
-        records += steps.values() if steps else [record]
+    records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    for name, step in records.get("steps", {}).items():
+        if problem := honest(step):
+            raise Rejected(f"steps.json: {name}: {problem}")
     return records
 
 
@@ -125,32 +119,6 @@ def startup_table(record: dict) -> list[str]:
     return [*lines, "", note]
 
 
-def ablation_table(record: dict) -> list[str]:
-    """What the field's claims are worth; a row for each claim and model that was measured."""
-    lines = [
-        "| what the field claims | model | published, step | here, step | forward | range over 5 runs of the step |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in record["claims"]:
-        low, high = row["forward_backward_gain_range"]
-        lines.append(
-            f"| {row['claim']} | {row['model']} | {row['published'] or '-'} "
-            f"| **{100 * row['forward_backward_gain']:+.1f} %** | {100 * row['forward_gain']:+.1f} % "
-            f"| {100 * low:+.1f} to {100 * high:+.1f} % |"
-        )
-    entries = [entry for entry in record["entries"].values() if "error" not in entry]
-    commits = ", ".join(sorted({entry["commit"][:7] for entry in entries}))
-    where = _versions(entries[0]).rsplit(", commit", 1)[0]
-    note = (
-        "Time without it over time with it, less one; {layers} layers of each model, packed rows, {rows} x {length:,} "
-        "tokens, LoRA r=16. ".format(**record["settings"])
-        + f"{where}, commits {commits}. "
-        "`python benchmarks/train/ablation.py --help` says what is compared."
-    )
-    failed = [key for key, entry in record["entries"].items() if "error" in entry]
-    return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
-
-
 def rows_of(rows: list[dict], with_kernel: bool) -> list[str]:
     """Figures beside their floors and goals; a missed floor is said."""
     lines = []
@@ -212,68 +180,38 @@ def mesh_table(record: dict) -> list[str]:
     return [*lines, "", f"{_versions(record)}. {said} `python benchmarks/train/mesh.py --help`."]
 
 
-def measured(records: list[dict]) -> str:
+def measured(records: dict[str, dict]) -> str:
     """The tables of docs/measured.md."""
-    parts: list[str] = []
-    for r in records:
-        if r.get("benchmark") == "train/ablation":
-            parts += [*ablation_table(r), ""]
-    steps = [r for r in records if r.get("benchmark") == "train/step"]
-    profiled = [r for r in steps if "parts" in r]
-    if steps:
-        parts += step_table([r for r in steps if r not in profiled])
-    for r in profiled:
-        parts += ["", *parts_table(r)]
-    texts = {
-        "train/mesh": mesh_table,
-        "train/startup": startup_table,
-        "train/memory": memory_table,
-    }
-    for kind, text in texts.items():
-        for r in records:
-            if r.get("benchmark") == kind:
-                parts += ["", *text(r)]
-    kernels = [r for r in records if r.get("benchmark", "").startswith("kernels/") and "must_show" in r]
-    if kernels:
-        parts += ["", *kernel_table(kernels)]
-    return "\n".join(parts)
+    steps = list(records["steps"].values())
+    profiled = [step for step in steps if "parts" in step]
+    tables = [step_table([step for step in steps if step not in profiled]), *map(parts_table, profiled)]
+    tables += [mesh_table(records["mesh_2"]), startup_table(records["startup_8b"]), memory_table(records["memory"])]
+    tables += [kernel_table([r for r in records.values() if r.get("benchmark", "").startswith("kernels/")])]
+    return "\n\n".join("\n".join(lines) for lines in tables)
 
 
-def headlines(records: list[dict]) -> list[str]:
+def headlines(records: dict[str, dict]) -> str:
     """The README's few figures: speed, memory, start-up."""
-    by_kind = {record.get("benchmark"): record for record in records}
-    memory, startup = by_kind["train/memory"]["cases"], by_kind["train/startup"]["runs"]
-    steps = [r for r in records if r.get("benchmark") == "train/step"]
-
-    def step(shape: str, load_in: str | None, documents: str, length: int = 2048) -> dict:
-        return next(
-            r for r in steps
-            if (r["shape"], r["load_in"], r["documents"], r["length"], r["rows"])
-            == (shape, load_in, documents, length, 8)
-        )  # fmt: skip
+    steps, memory, startup = records["steps"], records["memory"]["cases"], records["startup_8b"]["runs"]
+    divided, longest = records["mesh_2"]["cases"]["70b_nf4_fsdp"][0], memory["longest"]
+    peak = max(divided["peak_memory_gb_of_each"])
 
     def speed(record: dict) -> str:
         return f"{record['tokens_per_second']:,.0f} tokens/s in {record['peak_memory_gb']:.1f} GB"
 
-    packed = next(r for r in steps if r["shape"] == "llama-3.1-8b" and r["documents"] == "packed")
-    divided = by_kind["train/mesh"]["cases"]["70b_nf4_fsdp"][0]
-    on_two = f"{divided['tokens_per_second_per_gpu']:,.0f} tokens/s in {max(divided['peak_memory_gb_of_each']):.1f} GB"
-    longest = memory["longest"]
-    rows = [
-        ("Llama-3.1-8B, LoRA in 16 bits, packed rows", speed(packed)),
-        ("Llama-3.1-8B, QLoRA within 16 GB", speed(memory["16gb"])),
-        ("gpt-oss-20b, QLoRA on attention and experts", speed(step("gpt-oss-20b", "nf4", "full"))),
-        ("Llama-3.3-70B, QLoRA over two H200s, each", on_two),
-        (
-            "longest single document, Llama-3.1-8B, QLoRA",
+    rows = {
+        "Llama-3.1-8B, LoRA in 16 bits, packed rows": speed(steps["8b_packed"]),
+        "Llama-3.1-8B, QLoRA within 16 GB": speed(memory["16gb"]),
+        "gpt-oss-20b, QLoRA on attention and experts": speed(steps["gpt_oss_nf4"]),
+        "Llama-3.3-70B, QLoRA over two H200s, each":
+            f"{divided['tokens_per_second_per_gpu']:,.0f} tokens/s in {peak:.1f} GB",
+        "longest single document, Llama-3.1-8B, QLoRA":
             f"{longest['length']:,} tokens in {longest['peak_memory_gb']:.1f} GB",
-        ),
-        (
-            "from the command to the first step done, 8B",
+        "from the command to the first step done, 8B":
             f"{startup['cached']['first_step']:.0f} s; {startup['cold']['first_step']:.0f} s the first time",
-        ),
-    ]
-    return ["| on one H200 | measured |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
+    }  # fmt: skip
+    lines = [f"| {what} | {value} |" for what, value in rows.items()]
+    return "\n".join(["| on one H200 | measured |", "|---|---|", *lines])
 
 
 def _between(text: str, new: str) -> str:
@@ -282,24 +220,17 @@ def _between(text: str, new: str) -> str:
     return f"{before}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
 
 
-def written(records: list[dict]) -> dict[Path, str]:
+def written(records: dict[str, dict]) -> dict[Path, str]:
     """Every file that is made from the records, and what it should hold."""
-    found = sides(records)
-    picture = f"![Speed and peak memory beside others]({PICTURE.relative_to(ROOT).as_posix()})"
-    figures = "\n".join([picture, "", caption(found, records), "", *headlines(records)])
-    return {
-        README: _between(README.read_text(encoding="utf-8"), figures),
-        MEASURED: _between(MEASURED.read_text(encoding="utf-8"), measured(records)),
-        PICTURE: svg(found),
-    }
+    texts = {README: headlines(records), MEASURED: measured(records)}
+    return {path: _between(path.read_text(encoding="utf-8"), text) for path, text in texts.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    records = load()
-    files = written(records)
+    files = written(load())
     if options.check:
         stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
         for path in stale:

@@ -6,27 +6,31 @@ import os
 import shlex
 import subprocess
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from tiny import CONFIGS
 
 from benchmarks import __main__ as command
-from benchmarks import cases
-from benchmarks.chart import caption, sides, svg
+from benchmarks import arms, cases
 from benchmarks.processes import step_arguments
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
-from benchmarks.table import Rejected, ablation_table, load, rows_of, startup_table
-from benchmarks.train import ablation, compile_ahead, memory, mesh, startup, step
+from benchmarks.table import Rejected, load, rows_of, startup_table
+from benchmarks.train import compile_ahead, memory, mesh, startup, step
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.quant import quantize
+from jaxtune.models.residual_plan import residuals_of
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.loss import loss_sums
+from jaxtune.train.planning.plan import parse_residuals
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {
@@ -63,7 +67,7 @@ def test_a_record_without_its_proof_is_rejected(key):
     assert honest({k: v for k, v in GOOD.items() if k != key}) == f"{key} is missing"
 
 
-def test_readme_tables_and_picture_show_the_stored_records():
+def test_readme_and_tables_show_the_stored_records():
     done = subprocess.run(
         [sys.executable, "benchmarks/table.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -97,66 +101,43 @@ def test_a_start_says_where_its_time_went(tmp_path):
     recipe = startup.write_recipe(tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run", 2, 32)
     marks = startup.run_child(recipe, os.environ | {"JAX_PLATFORMS": "cpu", "JAXTUNE_CACHE": str(tmp_path / "tokens")})
     for order in (
-        ("python", "imports", "device", "loaded", "state", "first_step", "done"),
+        ("python", "imports", "loaded", "state", "first_step", "done"),
         ("imports", "tokenizer", "prepared", "compiled", "state"),
     ):
         times = [marks[name] for name in order]
         assert times == sorted(times) and times[0] > 0
-    assert marks["programs"]["programs"] > 2 and marks["programs"]["compile_seconds"] > 0
     record = {"shape": "tiny", "bytes": 1e6, "plain_read_gb_per_second": 1.0, "runs": dict(cold=marks, cached=marks)}
     record |= {"device": "cpu", "versions": {"jax": "0"}, "commit": "0000000"}
     assert f"| **{marks['first_step']:.1f}** |" in startup_table(record)[2]
 
 
-def test_the_arms_of_the_ablation_train_one_model():
-    """On against everything off at once, of a tiny gpt-oss: one loss, one gradient."""
-    options = types.SimpleNamespace(layers=2, rows=2, length=64, steps=1, tiny=True)
-    found = dict(ablation.measure("gpt-oss-20b", ["on", "all_off"], options))
-    for key in ("loss", "gradient_norm"):
-        np.testing.assert_allclose(found["all_off"][key], found["on"][key], rtol=0.02, err_msg=key)  # in bfloat16
-    assert all(len(entry["forward_backward_ms"]) == ablation.RUNS for entry in found.values())
-    entries = {f"gpt-oss-20b {name.replace('on', 'offload')}": entry for name, entry in found.items()}
-    (row,) = ablation.gains(entries)
-    low, high = row["forward_backward_gain_range"]
-    assert row["claim"] == "all together" and low <= row["forward_backward_gain"] <= high
+def test_the_arms_of_an_ablation_train_one_model():
+    """Layouts from the host and transfers that are waited for: one loss, one gradient."""
+    model = random_model(SMALL, jax.random.key(0))
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    segments = np.array([[1] * 20 + [2] * 44, [1] * 60 + [0] * 4], np.int32)
+    positions = np.concatenate([np.r_[0:20, 0:44], np.r_[0:60, 0:4]]).reshape(2, 64).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 64), np.int32)
+    batch = Batch(tokens, np.roll(tokens, -1, 1), (segments > 0).astype(np.float32), segments, positions)
+    plan = parse_residuals("recompute, layer_input=offload", 2, residuals_of(model.layers))
+    asked, found = [], {}
 
+    def bounds(segment_ids):
+        asked.append(1)
+        return host_bounds(segment_ids)
 
-def test_the_ablation_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    """Every arm once; one that failed is written down."""
-    calls = []
+    def loss(trainable):
+        return loss_sums(nnx.merge(graph, trainable, frozen), batch, plan=plan)[0]
 
-    def measure(model, names, options):
-        calls.extend(names)
-        for name in names:
-            times = {"forward_ms": [1.0, 2.0], "forward_backward_ms": [4.0, 6.0 if name == "serial" else 5.0]}
-            failed = name == "layout_host" and len(calls) < 4
-            yield name, {"error": "out of memory"} if failed else times | {"loss": 1.0}
-
-    monkeypatch.setattr(ablation, "measure", measure)
-    output = tmp_path / "out.json"
-
-    def call(*options):
-        calls.clear()
-        argv = ["ablation.py", "--output", str(output), "--model", "llama-3.2-1b", *options]
-        monkeypatch.setattr(sys, "argv", argv)
-        assert ablation.main() == 0
-        return list(calls)
-
-    assert call("--arms", "on,layout_host,serial") == ["on", "layout_host", "serial"]
-    assert json.loads(output.read_text())["claims"] == []
-    assert call("--arms", "offload,all_off,on") == ["offload", "all_off"]
-    record = json.loads(output.read_text())
-    rows = {row["off"]: row["forward_backward_gain"] for row in record["claims"]}
-    assert rows == {"serial": pytest.approx(5.0 / 4.5 - 1), "all_off": 0.0}
-    where = dict(device="a GPU", versions={"jax": "1"}, commit="0123456789")
-    for entry in record["entries"].values():
-        entry.update(where if "error" not in entry else {})
-    table = ablation_table(record)
-    assert "| overlapped reload: not serial | llama-3.2-1b | - | **+11.1 %** | +0.0 % | -20.0 to +50.0 % |" in table
-    assert table[-1].endswith("Without a result: llama-3.2-1b layout_host.")
-    assert call() == ["layout_host"]
-    with pytest.raises(SystemExit):
-        call("--layers", "3")
+    host_bounds = arms._host_bounds
+    for names in ((), ("layout",), ("overlap", "layout")):
+        with arms.without(names), mock.patch.object(arms, "_host_bounds", bounds):
+            value, gradient = jax.jit(jax.value_and_grad(loss))(trainable)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradient)))
+        found[names] = [float(value), float(norm)]
+        assert bool(asked) == ("layout" in names)
+    for values in found.values():
+        np.testing.assert_allclose(values, found[()], rtol=0.02)  # in bfloat16
 
 
 def test_programs_are_compiled_ahead_whatever_becomes_of_one(monkeypatch, capsys):
@@ -178,7 +159,7 @@ def test_programs_are_compiled_ahead_whatever_becomes_of_one(monkeypatch, capsys
     monkeypatch.setattr(compile_ahead, "make_trainer", make_trainer)
     monkeypatch.setattr(jax.config, "update", lambda key, value: None)
     cases = {"small": ["--shape", "gpt-oss-20b", "--rows", "2"], "large": ["--shape", "qwen3-0.6b", "--rows", "32"]}
-    cases["large"] += ["--transfers", "serial"]
+    cases["large"] += ["--without", "overlap"]
     assert list(compile_ahead.compile_ahead(cases, "nowhere")) == ["small"]
     assert capsys.readouterr().out == "large: not compiled ahead: does not fit\n"
     assert sorted(made) == [("gpt-oss-20b", 2, {jax.ShapeDtypeStruct}), ("qwen3-0.6b", 32, {jax.ShapeDtypeStruct})]
@@ -203,7 +184,7 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
         return json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
 
     steps, kept = stored("steps.json"), stored("memory.json")["cases"]
-    unmeasured = {"qwen3_moe_fp8_blocks"}  # yet
+    unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["ablation"]} - {"8b_packed"}  # yet
     assert set(cases.STEPS) - unmeasured == set(steps) and not unmeasured & set(steps)
     assert set(memory.CASES) < set(kept)
     assert set(mesh.CASES) == set(stored("mesh_2.json")["cases"])
@@ -259,34 +240,3 @@ def test_a_figure_that_misses_its_floor_is_marked_in_the_table():
     assert rows_of([row | {"at_most": True}], with_kernel=False) == [
         "| gain | 1.05 (missed) | at most 1 | at most 1.2 |"
     ]
-
-
-def test_the_picture_takes_both_sides_of_one_call():
-    others = [record for record in load() if record.get("benchmark") != "train/hf_peft"]
-    case = dict(shape="llama-3.1-8b", load_in=None, tokens_per_second=7000.0, peak_memory_gb=40.0, recomputes="nothing")
-    cases = {
-        "hf_8b": case | {"recomputes": "every layer"},
-        "hf_8b_nf4": case | {"load_in": "nf4", "peak_memory_gb": 20.0},
-        "hf_8b_kept": {"failed": "OutOfMemoryError"},
-        "hf_gpt_oss": case | {"shape": "gpt-oss-20b"},
-        "8b": case | {"tokens_per_second": 17000.0},
-        "8b_24gb": case | {"load_in": "nf4", "tokens_per_second": 16000.0},
-    }
-    record = dict(benchmark="train/hf_peft", rows=8, length=2048, adapter_rank=16, cases=cases)
-    records = [*others, record]
-
-    found = sides(records)
-
-    by_name = {(side.name, side.load_in): side for side in found}
-    theirs, four_bit = (by_name["Hugging Face + PEFT", load_in] for load_in in (None, "nf4"))
-    assert (theirs.tokens_per_second, theirs.memory_gb, theirs.recomputes) == (7000.0, 40.0, "every layer")
-    assert (four_bit.memory_gb, four_bit.ours) == (20.0, False)
-    assert by_name["jaxtune, all memory", None].tokens_per_second == 17000.0
-    assert by_name["jaxtune, memory.budget_gb=24", "nf4"].tokens_per_second == 16000.0
-    assert by_name["jaxtune, memory.budget_gb=10.8", "nf4"].ours
-    assert len(by_name) == len(found) == 7  # with Unsloth's two
-    told = caption(found, records)
-    assert "PEFT in one call with jaxtune, all memory, jaxtune, memory.budget_gb=24 (NF4). Weights" in told
-    assert svg(found).count(">7,000<") == 2 and ">17,000<" in svg(found)
-    with pytest.raises(ValueError, match="train/hf_peft: not 8 rows of 2,048 tokens"):
-        sides([*others, record | {"length": 1024}])

@@ -5,8 +5,7 @@
 gpt-oss-20b (32 experts, 4 a token, 2,880 x 2,880) and Qwen3-30B-A3B (128 experts, 8 a token, 2,048 x 768) at 16,384
 tokens in bf16, with a balanced router and with one after Zipf (expert e is as likely as 1 / (e + 1)). A grouped
 product is measured beside a dense product of the vendor's with as many rows as there are pairs and
-`torch._grouped_mm` over rows without gaps; experts in four bits and in FP8 beside bf16 ones; routing's kernels beside
-XLA's.
+`torch._grouped_mm` over rows without gaps; experts in four bits and in FP8 beside bf16 ones.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
-from jaxtune.pallas.routing import choose_experts, permute, route
+from jaxtune.pallas.routing import choose_experts, route
 
 TOKENS = 16_384
 RANK = 16
@@ -205,38 +204,8 @@ def in_fp8(shape: Shape, name: str, tokens: int) -> dict:
     return result
 
 
-# ---- routing
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _route_each(many, experts, way):
-    return [route(choice, experts, implementation=way) for choice in many]
-
-
-_permute = jax.jit(permute, static_argnames="implementation")
-
-
-def routing_kernels(shape: Shape, zipf: bool, tokens: int) -> dict:
-    """Eight times sorting, and moving rows there, by each implementation; and whether the Mosaic kernels' results are
-    the reference's, bit for bit."""
-    routing = _route(choices(shape, zipf, tokens), shape.experts)
-    x = normal(1, tokens, shape.hidden)
-    many = jnp.stack([choices(shape, zipf, tokens, seed) for seed in range(8)])
-    calls = {
-        "sort": lambda way: _route_each(many, shape.experts, way),
-        "permute": lambda way: _permute(x, routing, implementation=way),
-    }
-    result: dict = {}
-    for name, call in calls.items():
-        pairs = zip(*(jax.tree.leaves(call(way)) for way in ("mosaic", "reference")), strict=True)
-        same = all(bool((mine == theirs).all()) for mine, theirs in pairs)
-        ways = {way: functools.partial(_queued, call, way) for way in ("reference", "mosaic")}
-        result[name] = {"bitwise_as_reference": same} | timed(ways)
-    return result
-
-
 def must_show(record: dict) -> Iterator[dict]:
-    """Of each model, the worse of its two products, and of its two routers."""
+    """Of each model, the worse of its two products."""
     for model in (shape.name for shape in SHAPES):
 
         def parts(kind: str, ends: Sequence[str], model=model) -> list[dict]:
@@ -268,9 +237,6 @@ def must_show(record: dict) -> Iterator[dict]:
                 value = sum(part["bf16_ms"] for part in found) / sum(part[f"{way}_ms"] for part in found)
                 what = f"{model}, experts in FP8, {way}: speed over bf16 experts, both products, forward and dx"
                 yield figure("grouped product", what, value)
-        for name in ("sort", "permute"):
-            if value := worse([part[name] for part in parts("routing", modes)], "reference", "mosaic"):
-                yield figure("routing", f"{model}, {name}: speed of our kernel over XLA's", value)
 
 
 def main() -> int:
@@ -283,7 +249,6 @@ def main() -> int:
             given = zipf, options.tokens
             for name in shape.products:
                 parts[f"products {shape.name} {name} {mode}"] = functools.partial(products, shape, name, *given)
-            parts[f"routing {shape.name} {mode}"] = functools.partial(routing_kernels, shape, *given)
         for name in shape.products:
             parts[f"four bits {shape.name} {name}"] = functools.partial(four_bits, shape, name, options.tokens)
             parts[f"fp8 {shape.name} {name}"] = functools.partial(in_fp8, shape, name, options.tokens)

@@ -23,10 +23,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from benchmarks.arms import without
 from benchmarks.random_model import in_blocks
 from benchmarks.shapes import SHAPES
 from benchmarks.train.step import arguments, make_trainer, train_config
-from benchmarks.transfers import transfers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory
@@ -52,11 +52,11 @@ def compile_ahead(cases: dict[str, list[str]], cache: str, threads: int = THREAD
     np.asarray(jax.device_put(0, jax.devices()[0]))  # the backend starts once, before the threads
     wanted = {name: arguments().parse_args(texts) for name, texts in cases.items()}
     found = {}
-    for how in ("overlapped", "serial"):
+    for arms in {tuple(options.without) for options in wanted.values()}:
         pending = {}
-        with transfers(how), ThreadPoolExecutor(threads) as pool:  # a patch of the process: not both at once
+        with without(arms), ThreadPoolExecutor(threads) as pool:  # patches of the process: not of two at once
             for name, options in wanted.items():
-                if options.transfers == how:
+                if tuple(options.without) == arms:
                     pending[name] = pool.submit(one, options)
         for name, future in pending.items():
             try:

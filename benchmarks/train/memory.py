@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{name}: {case}" for name, case in CASES.items()))
+        print("\n".join(f"{name}: {case.arguments}" for name, case in CASES.items()))
         return 0
     if options.output is None:
         parser.error("--output is missing")

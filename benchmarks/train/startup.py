@@ -6,10 +6,9 @@ Random weights of the shape are saved once as a Hugging Face folder, and `python
 step. "Cold" has no compiled programs and no token cache; the operating system may hold the file in its page cache,
 which the record states by a plain read's speed.
 
-The marks of a run are seconds since its process began, most of them reached side by side: imports; device (the first
-GPU is ready); tokenizer; prepared (rows are tokens); compiled; loaded (weights are on the device); state (and the
-optimizer's beside them); first_step (its loss is known); done (the command ends). `programs` counts what was compiled
-or taken from the cache, with the seconds that tracing, lowering, compiling (or taking) and taking alone added up to.
+The marks of a run are seconds since its process began, most of them reached side by side: imports; tokenizer; prepared
+(rows are tokens); compiled; loaded (weights are on the device); state (and the optimizer's beside them); first_step
+(its loss is known); done (the command ends).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,10 @@ def child(recipe: str) -> None:
     from jaxtune import cli
     from jaxtune.train.planning import devices
 
-    programs = dict.fromkeys(EVENTS.values(), 0.0) | {"programs": 0}
     before_imports = devices.allow_pinned_memory  # the command calls it, and then imports the rest
 
     def instrumented() -> None:
         before_imports()
-        import jax
-
         from jaxtune.models.hf import Pretrained
         from jaxtune.train import app
         from jaxtune.train.programs import Engine
@@ -68,17 +65,11 @@ def child(recipe: str) -> None:
 
         mark("imports")
 
-        def count(event: str, seconds: float, **_) -> None:
-            if event in EVENTS:
-                programs[EVENTS[event]] += seconds
-                programs["programs"] += event.endswith("backend_compile_duration")
-
-        jax.monitoring.register_event_duration_secs_listener(count)
-        marked(Pretrained, "load", lambda: jax.devices() and mark("device"), mark, "loaded")
-        marked(app, "load_tokenizer", None, mark, "tokenizer")
-        marked(Trainer, "__init__", None, mark, "prepared")
-        marked(Engine, "compile", None, mark, "compiled")
-        marked(TrainedModel, "first_state", None, mark, "state")
+        marked(Pretrained, "load", mark, "loaded")
+        marked(app, "load_tokenizer", mark, "tokenizer")
+        marked(Trainer, "__init__", mark, "prepared")
+        marked(Engine, "compile", mark, "compiled")
+        marked(TrainedModel, "first_state", mark, "state")
 
     devices.allow_pinned_memory = instrumented
     if cli.console(["train", recipe]) != 0:
@@ -88,25 +79,14 @@ def child(recipe: str) -> None:
     lines = map(json.loads, (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     first = next(line for line in lines if "loss" in line)  # before it: what compiling and loading took
     marks["first_step"] = first["time"] - started
-    print("MARKS " + json.dumps({**marks, "loss": first["loss"], "programs": programs}))
+    print("MARKS " + json.dumps({**marks, "loss": first["loss"]}))
 
 
-# JAX's events, and what their seconds are called in the record.
-EVENTS = {
-    "/jax/core/compile/jaxpr_trace_duration": "trace_seconds",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_seconds",
-    "/jax/core/compile/backend_compile_duration": "compile_seconds",
-    "/jax/compilation_cache/cache_retrieval_time_sec": "retrieval_seconds",
-}
-
-
-def marked(holder, name: str, before, mark, words: str) -> None:
-    """Replaces a function by one that calls `before`, then it, and then marks the moment."""
+def marked(holder, name: str, mark: Callable[[str], None], words: str) -> None:
+    """Replaces a function by one that marks the moment when it has returned."""
     function = getattr(holder, name)
 
     def timed(*arguments, **options):
-        if before is not None:
-            before()
         result = function(*arguments, **options)
         mark(words)
         return result
@@ -155,54 +135,38 @@ def main() -> int:
     if options.child:
         child(options.child)
         return 0
+    from benchmarks.record import environment, write
+
     work = Path(tempfile.mkdtemp())
-    folder = work / "model"
-    # The model is written in a process of its own, so that this one holds no GPU memory.
-    script = (
-        "import sys, jax; sys.path.insert(0, sys.argv[1]);"
-        "import jaxtune; from benchmarks.shapes import SHAPES; from jaxtune.models.hf import model_from_config;"
-        "jaxtune.save_pretrained(model_from_config(SHAPES[sys.argv[2]], jax.random.key(0), 'bfloat16'), sys.argv[3])"
-    )
-    begun = time.time()
-    subprocess.run([sys.executable, "-c", script, str(ROOT), options.shape, str(folder)], check=True)
-    save_seconds = time.time() - begun
-    tiny_tokenizer(folder)
-    with open(work / "rows.jsonl", "w", encoding="utf-8") as file:
-        for row in range(400):
-            text = " ".join(f"w{(row * 31 + i * 7) % 500}" for i in range(200))
-            file.write(json.dumps({"text": text}) + "\n")
-    shards = sorted(folder.glob("*.safetensors"))
-    begun = time.time()
-    for shard in shards:
-        with open(shard, "rb", buffering=0) as file:
-            while file.read(1 << 26):
-                pass
-    size = sum(shard.stat().st_size for shard in shards)
-    read_gb_per_second = size / 1e9 / (time.time() - begun)
-    environment_ = dict(
+    folder, rows = work / "model", work / "rows.jsonl"
+    variables = dict(
         os.environ,
         JAX_COMPILATION_CACHE_DIR=str(work / "xla"),
         JAXTUNE_CACHE=str(work / "tokens"),
         PYTHONPATH=str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""),
     )
+    # The model is written in a process of its own, so that this one holds no GPU memory.
+    script = (
+        "import sys, jax, jaxtune; from benchmarks.shapes import SHAPES;"
+        "from jaxtune.models.hf import model_from_config;"
+        "jaxtune.save_pretrained(model_from_config(SHAPES[sys.argv[1]], jax.random.key(0), 'bfloat16'), sys.argv[2])"
+    )
+    subprocess.run([sys.executable, "-c", script, options.shape, str(folder)], env=variables, check=True)
+    tiny_tokenizer(folder)
+    texts = (" ".join(f"w{(row * 31 + i * 7) % 500}" for i in range(200)) for row in range(400))
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    size, begun = 0, time.time()
+    for shard in sorted(folder.glob("*.safetensors")):
+        with open(shard, "rb", buffering=0) as file:
+            while block := file.read(1 << 26):
+                size += len(block)
+    read_gb_per_second = size / 1e9 / (time.time() - begun)
     runs = {}
     for name in ("cold", "cached"):
-        recipe = write_recipe(folder, work / "rows.jsonl", work / name)
-        runs[name] = run_child(recipe, environment_)
+        runs[name] = run_child(write_recipe(folder, rows, work / name), variables)
         print(name, runs[name], flush=True)
-
-    from benchmarks.record import environment, write
-
-    record = {
-        "benchmark": "train/startup",
-        **environment(),
-        "shape": options.shape,
-        "bytes": size,
-        "plain_read_gb_per_second": read_gb_per_second,
-        "save_seconds": save_seconds,
-        "runs": runs,
-    }
-    write(options.output, record)
+    record = {"shape": options.shape, "bytes": size, "plain_read_gb_per_second": read_gb_per_second, "runs": runs}
+    write(options.output, {"benchmark": "train/startup", **environment(), **record})
     return 0
 
 

@@ -33,10 +33,10 @@ from flax import nnx
 
 import jaxtune
 import jaxtune.profile
+from benchmarks.arms import ARMS, without
 from benchmarks.random_model import in_blocks, random_model
 from benchmarks.record import driver_bytes, environment, honest, write
 from benchmarks.shapes import SHAPES
-from benchmarks.transfers import transfers
 from jaxtune.models import partition
 from jaxtune.models.quant import LOAD_IN, compute_in_fp8
 from jaxtune.models.registry import config_from_hf
@@ -154,7 +154,7 @@ def measure(options) -> dict:
     trainer, model_bytes = build(options)
     init_seconds = time.perf_counter() - started
     had = cached_programs(options)
-    with transfers(options.transfers):
+    with without(options.without):
         programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, print)
     cold = cached_programs(options) != had
     if options.compile_only:
@@ -230,7 +230,7 @@ def measure(options) -> dict:
         "recomputing_seconds": planner.forecast.recompute_seconds,
         "optimizer": options.optim,
         "optimizer_offload": options.optim_offload,
-        "transfers": options.transfers,
+        "without": options.without,
         "host_gb": programs.accumulate.memory_analysis().host_temp_size_in_bytes / 1e9,  # of residuals
         "first_steps_seconds": [round(s, 4) for s in first_seconds],  # host memory is pinned in the first
         "steps_timed": len(arrivals) - 1,
@@ -278,7 +278,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, help="default: the planner's choice")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--optim-offload", action="store_true", help="optimizer states in host memory")
-    parser.add_argument("--transfers", choices=["overlapped", "serial"], default="overlapped", help="of residuals")
+    parser.add_argument("--without", nargs="+", choices=list(ARMS), default=[], help="what an ablation leaves out")
     parser.add_argument("--steps", type=int, default=12, help="but for the first and the last, they are timed")
     parser.add_argument(
         "--cache", help="folder of compiled programs; default: an empty one, filled by a process of its own"

@@ -20,6 +20,10 @@ from jaxtune.models.quant import dequantize, is_quantized, quantize, stored_in
 from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import MXFP4, dense
 
+# Linears that vLLM multiplies in 16 bits whatever a file says, or that have too few outputs for its kernels. Published
+# models in few bits leave them as they are.
+KEPT = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+
 
 def write_merged(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """The model in its own dtype, what is in four bits too."""
@@ -36,8 +40,9 @@ def write_bnb(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int
 
 
 def write_fp8(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Linears and experts in FP8 with a scale for each row, in compressed-tensors' layout, which vLLM loads."""
-    model = _stored_in(model, "fp8")
+    """Linears and experts in FP8 with a scale for each row, in compressed-tensors' layout, which vLLM loads; but for
+    KEPT."""
+    model = dequantize(_stored_in(model, "fp8"), KEPT)
     return write_planned(model, folder, tokenizer, max_shard_bytes, hf.checkpoint_tensors(model))
 
 

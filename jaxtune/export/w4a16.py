@@ -21,7 +21,7 @@ from jaxtune.export import folders
 from jaxtune.models import hf, shards
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import int4_codes, int4_scales
-from jaxtune.models.lora import experts, linears
+from jaxtune.models.lora import experts, linears, name_matches
 from jaxtune.models.model_folder import weight_entries
 from jaxtune.models.quant import dequantize, is_quantized
 
@@ -30,11 +30,12 @@ _PACKED = 8  # codes in an int32
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Linears and experts in int4; what does not fit whole groups stays in 16 bits, which a note says."""
+    """Linears and experts in int4; folders.KEPT stay in 16 bits, and what does not fit whole groups, as a note says."""
     group = GROUP if model.qat is None else model.qat.group_size
     model = dequantize(model) if is_quantized(model) else model
     planned, dtype = hf.checkpoint_tensors(model), model.dtype
-    names = [f"{name}.weight" for name, _ in linears(model)] + [name for name, _ in experts(model)]
+    dense = [name for name, _ in linears(model) if not any(name_matches(name, kept) for kept in folders.KEPT)]
+    names = [f"{name}.weight" for name in dense] + [name for name, _ in experts(model)]
     weights = {key: part for parts in planned.values() for key, part in parts.items()}
     packed, left = [], []
     for name in names:

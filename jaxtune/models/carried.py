@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtune.models import shards
 from jaxtune.models.config import Carried, DecoderConfig
 from jaxtune.models.registry import config_from_hf, is_carried, whole_tensor_name
 
-_SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # of quantisation: what has none
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # of quantisation: what has none
 
 
 def divide(
@@ -65,8 +65,10 @@ def whole_config(
     Args:
       hf: that of the text part, as it would be saved alone. own: the family's own. config: of the text part.
     """
-    if carried is None or carried.config is None:
+    if carried is None:
         return dict(hf)
+    if carried.config is None:
+        return _with_skipped(dict(hf), carried, str)
     whole = json.loads(carried.config)
     text = dict(whole["text_config"])
     if config_from_hf(whole) != config:
@@ -79,8 +81,24 @@ def whole_config(
         whole.pop(name, None)
         if name in hf:
             whole[name] = hf[name]
-    quantization = dict(whole.get("quantization_config", {}))
-    for key in set(_SKIPPED) & set(quantization):
-        quantization[key] = [*map(whole_tensor_name, quantization[key]), "model.visual"]
-        whole["quantization_config"] = quantization
-    return whole | {"text_config": text, dtype: hf[dtype], "tie_word_embeddings": config.tie_embeddings}
+    whole |= {"text_config": text, dtype: hf[dtype], "tie_word_embeddings": config.tie_embeddings}
+    return _with_skipped(whole, carried, whole_tensor_name)
+
+
+def _with_skipped(config: dict[str, Any], carried: Carried, name_of: Callable[[str], str]) -> dict[str, Any]:
+    """config.json, whose quantisation says that what is carried has none. name_of: what the config's own names become.
+
+    Readers differ: some go by whole names of linears, some by what names begin with, compressed-tensors by whole names
+    and regular expressions.
+    """
+    quantization = dict(config.get("quantization_config", {}))
+    linears = [entry for entry in carried.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]
+    plain = sorted(entry.name.removesuffix(".weight") for entry in linears if not entry.dtype.startswith("F8"))
+    parts = {entry.name: "mtp" if entry.name.startswith("mtp.") else "model.visual" for entry in carried.tensors}
+    stored = {parts[entry.name] for entry in carried.tensors if entry.dtype.startswith("F8")}
+    whole = sorted(set(parts.values()) - stored)  # of which no tensor is quantised
+    for key in set(SKIPPED) & set(quantization):
+        begins = [rf"re:.*\b{part.removeprefix('model.')}\..*" for part in whole] if key == "ignore" else whole
+        quantization[key] = [*map(name_of, quantization[key]), *begins, *plain]
+        config["quantization_config"] = quantization
+    return config

@@ -362,10 +362,11 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     quantization = quant.quantization_config(model)
     if quantization is not None:
         files = getattr(family(model.config.family), "EXPERT_FILES", None)
-        if files is not None and "llm_int8_skip_modules" in quantization:  # routers are linears in transformers 4
+        if files is not None:  # routers are linears in transformers 4 and in vLLM
             modules = dict.fromkeys((files.module, "mlp"))
-            layers = range(model.config.num_layers)
-            quantization["llm_int8_skip_modules"] += [f"model.layers.{i}.{m}.gate" for m in modules for i in layers]
+            gates = [f"model.layers.{i}.{m}.gate" for m in modules for i in range(model.config.num_layers)]
+            for key in set(carried.SKIPPED) & set(quantization):
+                quantization[key] = [*quantization[key], *gates]
         hf["quantization_config"] = quantization
     return carried.whole_config(hf, own, model.config, None if model.source is None else model.source.carried)
 

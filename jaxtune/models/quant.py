@@ -70,12 +70,13 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
     return model
 
 
-def dequantize(model: Decoder) -> Decoder:
-    """A new model without quantised weights: decoded to model.dtype."""
+def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
+    """A new model without quantised weights: decoded to model.dtype. modules: only those of these names, or last parts
+    of names."""
     model = copy_structure(model)
-    for _, linear in matrices(model):
+    for name, linear in matrices(model):
         weight = linear.stored_weight
-        if isinstance(weight, Stored):
+        if isinstance(weight, Stored) and (modules is None or any(name_matches(name, each) for each in modules)):
             linear.weight = linear.weight.replace(dense(weight, model.dtype))
     return model
 

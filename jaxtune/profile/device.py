@@ -21,8 +21,8 @@ class Ceilings:
     """Rates of one device; 0 where unknown.
 
     gemm_*: TFLOP/s of a large product. copy_tbps: bytes read plus bytes written. to_device_gbps, to_host_gbps: pinned
-    host memory. launch_us: between the starts of small programs launched back to back. power: what nvidia-smi said
-    under load. source: "measured" or "data sheet".
+    host memory, while all devices of the machine copy, as they do in a step over a mesh. launch_us: between the starts
+    of small programs launched back to back. power: what nvidia-smi said under load. source: "measured" or "data sheet".
     """
 
     device: str
@@ -87,7 +87,8 @@ def _measure(device) -> Ceilings:
     if not on_gpu or float(getattr(device, "compute_capability", "0")) >= 8.9:
         fp8, _ = _gemm_tflops(device, jnp.float8_e4m3fn, 8192 if on_gpu else 256)
     num_bytes = (1 << 30) if on_gpu else (1 << 24)
-    to_device, to_host = _host_link_gbps(device, num_bytes // 2)
+    alike = [other for other in jax.local_devices() if other.device_kind == device.device_kind]
+    to_device, to_host = _host_link_gbps(alike, num_bytes // 2)
     return Ceilings(
         device=device.device_kind,
         gemm_bf16_tflops=bf16,
@@ -154,18 +155,18 @@ def _copy_tbps(device, num_bytes: int) -> float:
     return 2 * num_bytes * count / seconds / 1e12
 
 
-def _host_link_gbps(device, num_bytes: int) -> tuple[float, float]:
-    """(to device, to host) of pinned memory; (0, 0) where the backend has none."""
+def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
+    """(to device, to host) of pinned memory, for each device while all copy; (0, 0) where the backend has none."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    kinds = {memory.kind for memory in device.addressable_memories()}
+    kinds = {memory.kind for memory in devices[0].addressable_memories()}
     if "pinned_host" not in kinds or "device" not in kinds:
         return 0.0, 0.0
-    near = SingleDeviceSharding(device, memory_kind="device")
-    far = SingleDeviceSharding(device, memory_kind="pinned_host")
-    here = jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), near)
+    near = [SingleDeviceSharding(device, memory_kind="device") for device in devices]
+    far = [SingleDeviceSharding(device, memory_kind="pinned_host") for device in devices]
+    here = [jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), place) for place in near]
     there = jax.device_put(here, far)
     down = _seconds(lambda: jax.device_put(there, near))
     up = _seconds(lambda: jax.device_put(here, far))

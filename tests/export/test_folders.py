@@ -20,7 +20,8 @@ from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import convert_qat, dequantize, prepare_qat, quantize
-from jaxtune.pallas.formats import MXFP4, FourBit
+from jaxtune.models.shards import read_header
+from jaxtune.pallas.formats import FP8, MXFP4, FourBit
 
 
 def assert_same(found, wanted):
@@ -101,6 +102,25 @@ def test_w4a16_of_experts_and_of_rows_that_fit_no_group(tmp_path):
         api.export_model(made("gpt_oss", "bfloat16"), tmp_path / "other", "w4a16")
     with pytest.raises(ValueError, match="w4a16: no linear has whole groups of 128"):
         api.export_model(made("qwen2"), tmp_path / "other", "w4a16")
+
+
+@pytest.mark.parametrize("to", ["fp8", "w4a16"])
+def test_what_vllm_multiplies_in_16_bits_stays_so(tmp_path, to):
+    """Gates of shared experts and the rates of delta nets; routers, too, and the file says so."""
+    model = made("qwen3_5_moe", "bfloat16", hidden_size=128)
+    model = quantize(model, "fp8") if to == "fp8" else model
+    done = api.export_model(model, tmp_path / "out", to)
+    stored = read_header(done.folder / "model.safetensors")
+    ignored = json.loads((done.folder / "config.json").read_text())["quantization_config"]["ignore"]
+    kept = ["0.mlp.gate", "0.mlp.shared_expert_gate", "1.linear_attn.in_proj_a", "1.linear_attn.in_proj_b"]
+    for name in (f"model.layers.{name}" for name in kept):
+        assert stored[f"{name}.weight"].dtype == "BF16" and name in ignored
+        assert not any(key.startswith(f"{name}.weight_") for key in stored)
+    assert "model.layers.1.linear_attn.in_proj_qkv" not in ignored
+    if to == "fp8":
+        loaded = dict(linears(from_pretrained(done.folder)[0]))
+        assert isinstance(loaded["model.layers.1.linear_attn.in_proj_qkv"].stored_weight, FP8)
+        assert not isinstance(loaded["model.layers.1.linear_attn.in_proj_a"].stored_weight, FP8)
 
 
 def test_mxfp4_is_read_as_gpt_oss_is_published(tmp_path):

@@ -41,7 +41,7 @@ CHANGES = {
 
 
 def config_of(name: str, **changes) -> dict:
-    return CONFIGS[name] | CHANGES[name] | changes
+    return CONFIGS[name] | CHANGES.get(name, {}) | changes
 
 
 def made(name: str, dtype="float32", **changes):

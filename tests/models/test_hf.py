@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -209,6 +210,7 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     write_checkpoint(tmp_path / "whole", text, shapes_of(text))
     rng = np.random.default_rng(0)
     beside = {"mtp.layers.0.mlp.gate.weight": rng.normal(size=(4, 6)).astype(np.float16)}
+    towers = {"mtp": ["mtp.layers.0.mlp.gate", "mtp.fc"]}
     outer = text
     if name == "qwen3_5":
         beside["model.visual.patch_embed.proj.bias"] = rng.normal(size=5).astype(ml_dtypes.bfloat16)
@@ -259,7 +261,17 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     again, _ = from_pretrained(tmp_path / "packed", dtype="float32")
     assert again.config == model.config and again.source.carried.tensors
     if name == "qwen3_5":
-        assert "model.visual" in config["quantization_config"]["llm_int8_skip_modules"]
+        towers["model.visual"] = ["model.visual.blocks.0.attn.qkv"]
+    save_pretrained(quantize(model, "fp8"), tmp_path / "eight")
+    eight = json.loads((tmp_path / "eight" / "config.json").read_text())
+    skipped = config["quantization_config"]["llm_int8_skip_modules"]
+    ignored = eight["quantization_config"]["ignore"]  # compressed-tensors': whole names and regular expressions
+    patterns = [re.compile(entry.removeprefix("re:")) for entry in ignored if entry.startswith("re:")]
+    for part, modules in towers.items():
+        assert part in skipped
+        assert all(any(pattern.match(module) for pattern in patterns) for module in modules)
+    assert "mtp.layers.0.mlp.gate" in ignored
+    assert not any(pattern.match("model.language_model.layers.0.mlp.up_proj") for pattern in patterns)
     model.config = dataclasses.replace(model.config, max_position_embeddings=32)
     _, config = saved(model, "changed")
     assert config.get("text_config", config)["max_position_embeddings"] == 32

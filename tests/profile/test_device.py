@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 
-from jaxtune.profile import ceilings
+from jaxtune.profile import ceilings, device
 from jaxtune.profile.device import Ceilings, cache_file, known_ceilings
 from jaxtune.profile.roofline import floor_ns, losses
 from jaxtune.profile.trace import KERNEL, TO_DEVICE, Event
@@ -28,6 +29,21 @@ def test_measured_once_then_cached():
     assert json.loads(cache_file("cpu").read_text())["measured_at"] == first.measured_at
     assert ceilings() == first
     assert known_ceilings("cpu") == first
+
+
+def test_the_host_link_is_measured_with_all_devices_copying(monkeypatch):
+    """Cards share what leads to the host; the rate is each one's."""
+    seen = []
+
+    def seconds(run):
+        seen.append({(array.device, array.sharding.memory_kind) for array in run()})
+        return 0.5
+
+    monkeypatch.setattr(device, "_seconds", seconds)
+    devices = jax.local_devices()
+    assert len(devices) > 1
+    assert device._host_link_gbps(devices, 1 << 20) == ((1 << 20) / 0.5e9,) * 2
+    assert seen == [{(one, kind) for one in devices} for kind in ("device", "pinned_host")]
 
 
 def test_a_damaged_cache_says_what_to_do():

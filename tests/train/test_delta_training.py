@@ -1,4 +1,4 @@
-"""Qwen3.5's layers under what a run may be: weights in four bits and in FP8, QAT, a mesh, a resume."""
+"""Qwen3.5's layers under what a run may be: weights in four bits and in FP8, QAT, preferences, a mesh, a resume."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from tiny import CONFIGS
 from tiny_models import adapted_model, golden_model
 
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
-from jaxtune.models.lora import linears
+from jaxtune.models.lora import linears, without_adapter
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import compute_in_fp8, dequantize, prepare_qat, quantize
 from jaxtune.train.config import CheckpointConfig, MeshConfig
+from jaxtune.train.loss import Forward
+from jaxtune.train.objectives.preference import DPO
 from jaxtune.train.trainer import Trainer
+from tests.train.test_preference import batch_of, pairs
 from tests.train.tiny_runs import dataset, documents, make_config
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -85,6 +88,37 @@ def test_rounded_weights_are_those_that_are_saved(tmp_path):
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * float(jnp.abs(want).max()), err_msg=name)
     with pytest.raises(ValueError, match="does not round experts; set qat=null for qwen3_5_moe_text"):
         prepare_qat(golden_model("qwen3_5_moe"), group_size=32)
+
+
+def test_preferences_over_packed_pairs_are_the_definition():
+    """DPO's loss and gradients, whose reference is the base: of documents in rows of their own."""
+    documents, model, objective = pairs(5), adapted_model(tiny("qwen3_5_moe"), r=2, target_parameters=EXPERTS), DPO(0.3)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    packed, each = batch_of(documents), [documents[index] for index in range(len(documents))]
+    assert packed.tokens.shape[0] < 5
+    tokens, mask, ids = (np.zeros((10, max(len(one.tokens) for one in each)), kind) for kind in (int, bool, np.int32))
+    for row, one in enumerate(each):
+        size = len(one.tokens)
+        tokens[row, :size], mask[row, :size], ids[row, :size] = one.tokens, one.mask, 1
+
+    def answers(model):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(model(tokens, ids))[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+        return (chosen * mask[:, 1:]).sum(1)
+
+    def ours(trainable):
+        return objective.loss(nnx.merge(graph, trainable, frozen), packed, Forward(chunk_tokens=7))[0]
+
+    def plain(trainable):
+        model = nnx.merge(graph, trainable, frozen)
+        moved = answers(model) - answers(without_adapter(model))
+        return jnp.log1p(jnp.exp(-objective.beta * (moved[0::2] - moved[1::2]))).sum()
+
+    (loss, got), (want_loss, want) = (jax.jit(jax.value_and_grad(each))(trainable) for each in (ours, plain))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(one, other, atol=1e-4 * float(jnp.abs(other).max()), err_msg=where)
+        assert np.asarray(one).any(), where
 
 
 def trained(folder, mesh: MeshConfig | None = None):

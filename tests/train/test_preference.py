@@ -405,6 +405,20 @@ def test_a_precomputed_reference_gives_the_same_run(run, tmp_path):
     assert files[0].read_bytes() == whole
 
 
+def test_a_reference_that_cannot_be_kept_is_used_all_the_same(run, tmp_path, capsys):
+    """A cache may be there to be read only."""
+    model = lora_model()
+    model.base_fingerprint = "weights"
+    (tmp_path / "cache").write_text("no folder")
+    settings = dict(
+        objective=ObjectiveConfig("dpo", precompute_ref_log_probs=True),
+        data=dataclasses.replace(run[0].config.data, cache_dir=str(tmp_path / "cache")),
+    )
+    found = trainer_of(tmp_path / "one", model=model, **settings).evaluate()
+    assert found["eval_loss"] == pytest.approx(np.log(2), rel=1e-6)  # of adapters that do nothing yet
+    assert f"data.cache_dir={tmp_path / 'cache'} cannot be written" in capsys.readouterr().out
+
+
 def test_a_split_keeps_each_pair_with_its_reference():
     documents = pairs(20)
     rows = dataclasses.replace(pair_set(documents), reference=np.arange(40, dtype=np.float32))

@@ -45,6 +45,9 @@ ROLES = {
     "function": "tool",
 }
 
+# Those of them that others write as `role`, too, whose turns are text.
+_SPEAKERS = {name: role for name, role in ROLES.items() if role != "tool" and not name.endswith("_call")}
+
 # The wording with which Stanford's Alpaca was trained (github.com/tatsu-lab/stanford_alpaca), which models
 # and data sets of that form expect.
 ALPACA_PREAMBLE = (
@@ -242,6 +245,8 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
         if value.get(name) is not None:
             return value[name]
     if required:
+        if empty := [name for name in names if name in value]:
+            raise RowError(f"column {empty[0]} is null")
         raise RowError(f"no column {' or '.join(names)}; it has {', '.join(map(str, value)) or 'none'}")
     return None
 
@@ -296,6 +301,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")
     # Tables (Parquet, datasets) fill the columns that a message does not have with None.
     message = {name: part for name, part in turn.items() if part is not None}
+    message["role"] = role = _SPEAKERS.get(role.lower(), role)
     content = message.pop("content", None)
     if content is None and not message.get("tool_calls"):
         raise RowError(f"a message of the role {role} has no content")
@@ -342,7 +348,9 @@ def _sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     check_unicode(content)
     if speaker.lower() in ("function_call", "tool_call"):
         return {"role": role, "content": "", "tool_calls": [_tool_call(content)]}
-    return {"role": role, "content": content}
+    return {"role": role, "content": content} | {
+        key: turn[key] for key in ("weight", "train", "training") if turn.get(key) is not None
+    }
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

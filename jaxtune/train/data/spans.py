@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.train.data.formats import RowError
 from jaxtune.train.data.markers import special_ids
 from jaxtune.train.data.tokenizing import Tokens
 
@@ -37,6 +38,20 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
 def has_thought(turn: Mapping[str, Any]) -> bool:
     """Whether a message says what was thought before it."""
     return bool(turn.get("reasoning_content") or turn.get("thinking")) or "</think>" in turn["content"]
+
+
+def refuse_left_out(turns: Sequence[Mapping[str, Any]], last_only: bool) -> None:
+    """Raises RowError where one of the answers in `turns`, or the last of them, is to be trained on, and the row itself
+    says that it is not to be."""
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    for answer in answers[-1 if last_only else 0 :]:
+        for key in ("weight", "train", "training"):  # OpenAI's, Axolotl's
+            if key in answer and not answer[key]:
+                raise RowError(
+                    f"an answer has {key} = {answer[key]!r}: single answers of a conversation cannot be left out; give "
+                    "the turns up to it as `prompt` and those after it as `completion`, or set "
+                    "data.last_response_only=true"
+                )
 
 
 def masked_spans(

@@ -25,7 +25,7 @@ from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, c
 from jaxtune.train.data.markers import Markers, special_ids
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
 from jaxtune.train.data.reading import MAX_ROW_SIZE
-from jaxtune.train.data.spans import has_thought, masked_spans, special_texts, strings
+from jaxtune.train.data.spans import has_thought, masked_spans, refuse_left_out, special_texts, strings
 from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 
 TRAIN_ON = ("responses", "all")
@@ -219,8 +219,8 @@ class RowEncoder:
         if example.text is not None:
             text, ranges, special, begin = example.text, [(0, len(example.text))], "", 0
         elif self._is_raw(example):
-            text = (example.prompt or "") + (example.completion or "")
-            ranges, special, begin = [(len(example.prompt or ""), len(text))], "", 0
+            text, special, begin = (example.prompt or "") + (example.completion or ""), "", 0
+            ranges = [(len(example.prompt or ""), len(text))]
         else:
             special = self._special_in(example)
             text, ranges = self._render_conversation(example, special)
@@ -242,14 +242,15 @@ class RowEncoder:
 
     def _render_conversation(self, example: Example, special: str) -> tuple[str, list[tuple[int, int]]]:
         messages = example.messages or []
+        if self.train_on != "all":
+            refuse_left_out(messages[example.asked :], self.last_response_only)
         if self.train_on == "all" or (self.markers is not None and not special):
             return self._render(messages, example.tools), []
         try:
             if _GENERATION_MARK.search(self._template_text()):
                 return self._render_marked(messages, example.tools)
-            # Of the responses that are not trained on, nothing need be told from the template.
             first = max(example.asked, 1)
-            if self.last_response_only:
+            if self.last_response_only:  # of those that are not trained on, nothing need be told from the template
                 first = max([first, *(i for i, turn in enumerate(messages) if turn["role"] == "assistant")])
             return self._render_prefixes(messages, example.tools, first)
         except RowError as error:
@@ -270,8 +271,8 @@ class RowEncoder:
             if text.startswith(prompt):
                 return len(prompt)
         raise RowError(
-            "the chat template writes the turns of the prompt differently once the completion follows, so the two "
-            "cannot be told apart; make one list `messages` of them, and set data.last_response_only=true"
+            "the chat template writes the turns of the prompt differently once the completion follows, so they cannot "
+            "be told apart; make one list `messages` of them, and set data.last_response_only=true"
         )
 
     def _is_raw(self, example: Example) -> bool:
@@ -436,7 +437,6 @@ class RowEncoder:
         return at
 
     def _with_content(self, messages: list[dict], tools: list[dict] | None, index: int, content: str) -> str:
-        """The text of a conversation of which message `index` says something else."""
         return self._render([*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]], tools)
 
     def _end_of_content(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:

@@ -49,10 +49,13 @@ def look_up(
         tell(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
         found = _computed(rows, objective, engine, state, frozen)
         if path is not None and processes.first():
-            path.parent.mkdir(parents=True, exist_ok=True)
             file = io.BytesIO()
             np.save(file, found)
-            atomic_write(path, file.getvalue())
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, file.getvalue())
+            except OSError as error:  # a cache that others filled may be theirs to write
+                tell(f"they are not kept for other runs: data.cache_dir={path.parent} cannot be written ({error})")
     else:
         tell(f"log-probabilities of the reference: {path}")
     rows.reference[:] = found

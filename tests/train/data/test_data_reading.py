@@ -227,6 +227,13 @@ def test_prompts_and_completions_may_be_turns():
     assert example.asked == 4 and example.messages[0]["role"] == "system" and len(example.tools) == 1
 
 
+def test_roles_by_other_names():
+    """Nobody's template knows them: their answers were not trained on."""
+    turns = [turn("System", "s"), turn("human", "q"), turn("gpt", "a"), turn("User", "q"), turn("model", "a")]
+    found = normalize({"messages": [*turns, turn("tool", "4"), turn("critic", "c")]}, "messages").messages
+    assert [m["role"] for m in found] == ["system", "user", "assistant", "user", "assistant", "tool", "critic"]
+
+
 def test_sharegpt_roles_and_tools():
     row = {
         "system": "Be kind.",
@@ -266,7 +273,8 @@ def turn(role, content):
         ({"text": "  \n"}, "text", "empty text"),
         ({"text": "a\ud83d"}, "text", "not valid Unicode"),
         ({"instruction": "a", "output": " "}, "alpaca", "empty response"),
-        ({"prompt": "a", "completion": None}, "prompt_completion", "no column completion or response or answer"),
+        ({"prompt": "a"}, "prompt_completion", "no column completion or response or answer; it has prompt"),
+        ({"prompt": "a", "completion": None}, "prompt_completion", "column completion is null"),
         ({"prompt": [], "completion": [turn("assistant", "x")]}, "prompt_completion", "the prompt is an empty list"),
         ({"prompt": [turn("user", "x")], "completion": []}, "prompt_completion", "the completion is an empty list"),
         ({"prompt": [turn("user", "x")], "completion": " "}, "prompt_completion", "empty response"),

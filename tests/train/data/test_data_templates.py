@@ -101,6 +101,23 @@ def test_an_answer_that_opens_the_conversation_is_not_trained(tokenizer):
     assert trained(tokenizer, Example(messages=chat)) == ANSWERS[:1]
 
 
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_an_answer_that_its_row_leaves_out_is_refused_where_it_would_be_trained(tokenizer, key):
+    """As OpenAI's and Axolotl's rows say it; it was trained on without a word."""
+    turns = [CHAT[1], CHAT[2] | key, CHAT[3], CHAT[4] | {"weight": 1, "train": True}]
+    heard = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} | t for t in turns]
+    heard = [{name: part for name, part in t.items() if name not in ("role", "content")} for t in heard]
+    for example in (normalize({"messages": turns}, "messages"), normalize({"conversations": heard}, "sharegpt")):
+        parts = dict(instruction_part="<|im_start|>user\n", response_part="<|im_start|>assistant\n")
+        for options in ({}, parts):
+            with pytest.raises(RowError, match=rf"an answer has {next(iter(key))} = .*last_response_only=true"):
+                trained(tokenizer, example, **options)
+        assert trained(tokenizer, example, last_response_only=True) == ANSWERS[1:]
+        assert encode(tokenizer, example, train_on="all").mask.all()
+    asked = normalize({"prompt": turns[:3], "completion": turns[3:]}, "prompt_completion")
+    assert trained(tokenizer, asked) == ANSWERS[1:]
+
+
 def test_train_on_all(tokenizer):
     encoded = encode(tokenizer, Example(messages=CHAT), train_on="all")
     assert encoded.mask.all() and encoded.ended == 1
