@@ -224,9 +224,7 @@ class Engine:
 
     def _lowered(self, function, out, arguments: tuple, **options):
         with partition.compiling(self.mesh):
-            lowered = jax.jit(function, out_shardings=out, **options).lower(*arguments)
-        dispatch.begin_checks()
-        return lowered
+            return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
         """Of `_lowered`; by any thread."""
@@ -234,6 +232,7 @@ class Engine:
             return self._compile(lowered)
 
     def _compile(self, lowered):
+        dispatch.begin_checks()  # that lowering it asked for
         device = self.mesh.local_devices[0]
         with ThreadPoolExecutor(8, "kernels") as pool:
             if device.platform == "gpu":
