@@ -22,7 +22,8 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
       model: without adapters; get_peft_model then adds them, and trains the head with them.
       seed: of the head, drawn from a normal distribution with the config's initializer_range, as transformers does it.
     Returns:
-      a new model that shares every other array with `model`, which scores [..., hidden] by `logits`.
+      a new model that shares every other array with `model`, which scores [..., hidden] by `logits`. It is saved as a
+      text model: without a vision tower, or layers that predict further tokens.
     Raises:
       ValueError: a model with adapters.
     """
@@ -40,7 +41,8 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
     head = Linear(config.hidden_size, 1, bias=False, std=config.initializer_range, key=key, dtype=dtype)
     made.head = nnx.data(head)
     if model.source is not None:
-        made.source = dataclasses.replace(model.source, config=json.dumps(_scoring(json.loads(model.source.config))))
+        scoring = json.dumps(_scoring(json.loads(model.source.config)))
+        made.source = dataclasses.replace(model.source, config=scoring, carried=None)
     return made
 
 

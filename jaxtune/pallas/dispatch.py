@@ -55,6 +55,7 @@ def compute_capability() -> tuple[int, int] | None:
 first_uses: dict[tuple[str, str, str], Future[str | None]] = {}
 _first_use_lock = threading.Lock()
 _checkers = ThreadPoolExecutor(8, "first use")
+_held: list[Callable[[], None]] = []  # checks that `begin_checks` has still to begin
 # The checks that were asked for within `built`, which waits for them at its end, or `unchecked`; None outside.
 _beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
@@ -67,7 +68,7 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
     Does nothing where no GPU is (interpreted kernels have their tests) or while compiling for another one. May be
     called while JAX traces: the comparison runs in a thread of its own, which knows of no trace, mesh or context.
-    Within `built` and `unchecked` it is not waited for here.
+    Within `built` and `unchecked` it is not waited for here, and begins with `begin_checks`.
 
     Args:
       call: what makes the kernel another one: dtype, head dim, ...
@@ -77,19 +78,40 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
         return None
     with _first_use_lock:
         if (op, name, call) not in first_uses:
-            first_uses[op, name, call] = _checkers.submit(_checked, op, name, call, compare)
+            first_uses[op, name, call] = check = Future()
+            _held.append(functools.partial(_check, check, op, name, call, compare))
         check = first_uses[op, name, call]
     beside = _beside.get()
     if beside is None or check.done():
+        begin_checks()
         return check.result()
     beside.append(check)
     return None
 
 
+def begin_checks() -> None:
+    """Begins the checks that were asked for so far.
+
+    Who builds a program says when: once it is lowered, and XLA, which needs no Python, has begun. Threads that trace
+    checks beside a program take Python's time from it: lowering a step of Qwen3-30B-A3B took 7 s for 4, all of which
+    XLA waited for. Its checks take less time than XLA.
+    """
+    with _first_use_lock:
+        for check in _held:
+            _checkers.submit(check)
+        _held.clear()
+
+
+def exactly[Function: Callable](results: Function) -> Function:
+    """jit of a reference's results for a check. Without the search for the fastest matrix products, which takes seconds
+    a product, longer than everything else of a check, and the GPU from the programs that are compiled beside it."""
+    return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})  # type: ignore[return-value]
+
+
 @contextlib.contextmanager
 def unchecked():
-    """For shapes alone, of what `built` lowers later: the checks of first uses that are asked for here begin, and
-    nothing waits for them. A kernel is taken as right; should it fail, `built` finds that out."""
+    """For shapes alone, of what `built` lowers later: nothing waits for the checks of first uses that are asked for
+    here. A kernel is taken as right; should it fail, `built` finds that out."""
     token = _beside.set([])
     try:
         yield
@@ -121,7 +143,15 @@ def built[Built](build: Callable[[], Built]) -> Built:
 
 def _failed(checks: list[Future[str | None]]) -> bool:
     """Whether one did; waits for all."""
+    begin_checks()
     return any([check.result() is not None for check in checks])  # noqa: C419 - of a generator, not for all
+
+
+def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
+    try:
+        check.set_result(_checked(op, name, call, compare))
+    except BaseException as error:  # whoever waits for the check is told
+        check.set_exception(error)
 
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:

@@ -115,6 +115,7 @@ def forced(kernel, change):
         ("lean", "soft_cap"),
         ("lean", "documents_of_one_token"),
         ("lean", "three_heads_share"),
+        ("one_buffer", "packed"),  # five items a program: the three buffers come round
     ],
 )
 @pytest.mark.gpu

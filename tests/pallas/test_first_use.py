@@ -99,7 +99,7 @@ def test_it_runs_outside_of_whatever_is_being_traced(gpu):
     assert "callback" not in str(jax.make_jaxpr(scanned)(x))
 
 
-def built(kernels, ends=lambda: None):
+def built(kernels, compiled=lambda: None, lowered=lambda: None):
     """Of a program that doubles by `wrong`, a kernel that triples, or by the first that is not refused."""
 
     def double(x):
@@ -112,17 +112,33 @@ def built(kernels, ends=lambda: None):
     program = jax.jit(lambda x: jax.jit(double)(x))
 
     def build():
-        found = program.lower(jnp.ones(2)).compile()
-        ends()
+        module = program.lower(jnp.ones(2))
+        lowered()
+        dispatch.begin_checks()
+        found = module.compile()
+        compiled()
         return found
 
     return dispatch.built(build)(jnp.ones(2)).tolist()
 
 
 def test_a_programs_checks_run_while_it_is_compiled(gpu):
-    """The check ends only after the program that asks for it is there."""
-    ended, kernel = threading.Event(), Counted(lambda out: out if ended.wait(60) else [][0])
-    assert built({"right": kernel}, ended.set) == [2, 2]
+    """A check begins only once the program is lowered, and ends only after it is there."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def spoil(out):
+        begun.set()
+        return out if ended.wait(60) else [][0]
+
+    def lowered():
+        assert not begun.wait(0.2)
+
+    def compiled():
+        assert begun.wait(60)
+        ended.set()
+
+    kernel = Counted(spoil)
+    assert built({"right": kernel}, compiled, lowered) == [2, 2]
     assert dispatch.record["op"] == ("right", {}) and kernel.calls == 1 and check(kernel, "right") is None
 
 
@@ -131,6 +147,7 @@ def test_shapes_alone_wait_for_no_check_and_a_program_waits_for_theirs(gpu):
     ended, wrong = threading.Event(), Counted(lambda out: out * 1.5 if ended.wait(60) else out)
     with dispatch.unchecked():
         assert check(wrong, "wrong") is None and not ended.is_set()
+    assert not wrong.calls
     assert built({"wrong": wrong}, ended.set) == [2, 2]
     assert dispatch.record["op"][0] == "reference" and wrong.calls == 1
 

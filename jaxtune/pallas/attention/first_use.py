@@ -52,8 +52,7 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
             for op, chosen in blocks.items():
                 stack.enter_context(tuning.forced(op, chosen))
             got = jax.jit(lambda *arrays: run(module, *arrays))(*arrays)
-        # Without the search for the fastest matrix products, which would take longer than everything else here.
-        exact = jax.jit(lambda *arrays: run(reference, *arrays), compiler_options={"xla_gpu_autotune_level": 0})
+        exact = dispatch.exactly(lambda *arrays: run(reference, *arrays))
         want = exact(*(array.astype(jnp.float32) for array in arrays))
         return got, want
 

@@ -174,11 +174,11 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
     return _table(starts, first, count, True if full else None)
 
 
-def _barriers(blocks: Blocks, own_copies: int, brought_copies: int) -> list:
-    """What most kernels have: the item's own, filled by `own_copies` copies; the pipeline's, of which each of the two
-    that announce a block waits for `brought_copies`; and that of Turns."""
+def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int) -> list:
+    """What most kernels have: one for each of the `buffers` of the item's own, filled by `own_copies` copies; the
+    pipeline's, of which each of the two that announce a block waits for `brought_copies`; and that of Turns."""
     return [
-        plgpu.Barrier(num_arrivals=own_copies, num_barriers=blocks.buffers * WARPGROUPS),
+        plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
         *_pipeline_barriers(blocks, brought_copies),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     ]
@@ -190,8 +190,8 @@ def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
     return [*full, *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count) for count in slots)]
 
 
-def _call(kernel, out_type, scratch, blocks: Blocks, **static):
-    """A kernel with its buffers and barriers."""
+def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
+    """A kernel with its buffers and barriers; compiler: more of Pallas' parameters."""
     return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
         f"attention_{kernel.__name__.removesuffix('_kernel')}",
@@ -202,7 +202,7 @@ def _call(kernel, out_type, scratch, blocks: Blocks, **static):
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, **(compiler or {})),
     )
 
 
@@ -223,18 +223,20 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     rows, padded, heads, dim = query.shape
     blocks = _blocks("forward", query, layout, window)
     own, pairs = blocks.own, _pairs(query, key, blocks)
+    buffers = 3 if blocks.buffers == 1 else blocks.buffers * WARPGROUPS
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
     outputs = _call(
         mosaic_forward.forward_kernel,
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, padded), jnp.float32)],
         [
-            smem((blocks.buffers * WARPGROUPS, own, dim), query.dtype),
-            _numbers(blocks.buffers * WARPGROUPS, own, jnp.int32),
+            smem((buffers, own, dim), query.dtype),
+            _numbers(buffers, own, jnp.int32),
             _numbers(WARPGROUPS, own, jnp.float32),
             *(block, block),
-            *_barriers(blocks, 2, 1),
+            *_barriers(blocks, 2, 1, buffers * WARPGROUPS if buffers == 3 else buffers),
         ],
         blocks,
+        compiler=dict(reduction_scratch_bytes=0),  # a row of scores is one warp's; three buffers leave 2 KB
         pairs=pairs,
         scale=scale,
         soft_cap=soft_cap,
@@ -260,7 +262,7 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
             *(both, both, _numbers(2 * WARPGROUPS, own, jnp.float32), _numbers(count, own, jnp.int32)),
             smem((blocks.stages, blocks.step, dim), query.dtype),
             smem((blocks.value_stages or blocks.stages, blocks.step, dim), query.dtype),
-            *_barriers(blocks, 5, 1),
+            *_barriers(blocks, 5, 1, count),
         ],
         blocks,
         pairs=pairs,
@@ -286,7 +288,7 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
     else:
         kernel, count = mosaic_backward.key_kernel, 2 * WARPGROUPS
         both = smem((count, own, dim), query.dtype)
-        scratch = [both, both, _numbers(count, own, jnp.int32), *brought, *_barriers(blocks, 3, 2)]
+        scratch = [both, both, _numbers(count, own, jnp.int32), *brought, *_barriers(blocks, 3, 2, count)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)]
     table = _key_table(upper, blocks, wide, layout.full)
     return _call(kernel, results, scratch, blocks, **options)(*operands, upper, table)

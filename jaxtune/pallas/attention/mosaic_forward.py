@@ -107,40 +107,51 @@ def forward_kernel(
     @computing(wg)
     def _():
         turns = Turns(turn_barrier, wg, blocks.turns)
+        single = blocks.buffers == 1
 
-        def buffer(turn):
-            return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
+        def room(of, turn):
+            """(buffer, its barrier) of the queries of warpgroup `of`. Where there is no room for two items, there are
+            three buffers: one that a warpgroup's results have left is the next one of the other's."""
+            if single:
+                buffer = lax.rem(2 * turn + of, jnp.int32(3))
+                return buffer, 3 * of + buffer
+            buffer = of * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
+            return buffer, buffer
 
-        def fetch(turn, item):
-            row, head, base = side.place(item)
-            here, full = pl.ds(base, own), own_full.at[buffer(turn)]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], qo_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
+        def fetch(turn, item, of=wg):
+            row, head, base = side.place(item, of)
+            buffer, barrier = room(of, turn)
+            here, full = pl.ds(base, own), own_full.at[barrier]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], qo_smem.at[buffer], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer], full)
 
         def work(turn, done, item, following):
             row, head, base = side.place(item)
-            qo = qo_smem.at[buffer(turn)]
-            if blocks.buffers == 1:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
-                fetch(turn, item)
-            plgpu.barrier_wait(own_full.at[buffer(turn)])
-            lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
-            last_lower = lower_smem[buffer(turn), own - 1]
+            buffer, barrier = room(wg, turn)
+            qo = qo_smem.at[buffer]
+            plgpu.barrier_wait(own_full.at[barrier])
+            lower = plgpu.load(lower_smem.at[buffer], layout=rows)
+            last_lower = lower_smem[buffer, own - 1]
 
             def fetch_following():
-                if blocks.buffers == 2:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(turn + 1 < side.items.rounds)(lambda: fetch(turn + 1, following))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left their buffer
+                more = turn + 1 < side.items.rounds
+                if single:
+                    pl.when((wg == 0) & (turn > 0))(lambda: fetch(turn, item, 1))
+                    pl.when((wg == 1) & (turn > 0) & more)(lambda: fetch(turn + 1, following, 0))
+                else:
+                    pl.when(more)(lambda: fetch(turn + 1, following))
 
             def key_of(slot):
                 return k_smem.at[slot].transpose((1, 0))
 
-            def step(i, carry):
+            def step(i, carry, meanwhile=lambda: None):
                 acc, state = carry
                 slot = lax.rem(done + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
 
                 def issued():
+                    meanwhile()
                     turns.swap()
                     plgpu.barrier_wait(v_full.at[slot])
 
@@ -157,9 +168,11 @@ def forward_kernel(
                 return acc, state
 
             start = filled((own, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own, rows)
-            # The first step hides how the last item's results leave the buffer that the next item's queries go to.
-            start = step(jnp.int32(0), start)
-            fetch_following()
+            # The first step hides how the last item's results leave the buffer that the next queries go to. With three
+            # buffers those may be the ones that the other warpgroup waits for: before this one waits for its turn.
+            start = step(jnp.int32(0), start, fetch_following if single else lambda: None)
+            if not single:
+                fetch_following()
             acc, state = lax.fori_loop(1, item[4], step, start)
             # Padding saw nothing: what stands there is dropped.
             real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
@@ -173,8 +186,9 @@ def forward_kernel(
             plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, here])
             return item[4]
 
-        if blocks.buffers == 2:
-            pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        if single:
+            pl.when((wg == 0) & (side.items.rounds > 1))(lambda: fetch(jnp.int32(1), side.items.at(jnp.int32(1))))
         turns.begin()
         side.items.each(work)
         turns.end()

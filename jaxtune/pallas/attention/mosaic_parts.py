@@ -40,7 +40,8 @@ class Blocks:
       turns: whether the two warpgroups take turns on the tensor cores (Turns).
       lean: fewer instructions a score: a mask by one comparison and, in the forward, the scale and the subtraction of
         the maximum in one multiply-add.
-      buffers: of an item's own side; 1 where shared memory has no room for 2. That of the forward and of dq.
+      buffers: of an item's own side; 1 where shared memory has no room for 2 (the forward then has three for both
+        warpgroups). That of the forward and of dq.
       value_stages: `stages` of the values in dq, which are given back before the keys; None: as many as of the keys.
     """
 
@@ -224,12 +225,12 @@ class QuerySide:
         self.group = heads // k_ref.shape[2]
         self.items = Items(table_ref, heads // WARPGROUPS if pairs else heads)
 
-    def place(self, item):
-        """(row, head, first query) of this warpgroup."""
-        own = self.blocks.own
+    def place(self, item, wg=None):
+        """(row, head, first query) of this warpgroup, or of warpgroup `wg`."""
+        own, wg = self.blocks.own, self.wg if wg is None else wg
         if self.pairs:
-            return item[1], item[0] * WARPGROUPS + self.wg, pl.multiple_of(item[2], own)
-        first = item[2] + self.wg * own
+            return item[1], item[0] * WARPGROUPS + wg, pl.multiple_of(item[2], own)
+        first = item[2] + wg * own
         if self.length % (WARPGROUPS * own):
             # The row's last tile may be a warpgroup short: that one does its neighbour's work again, bit for bit.
             first = jnp.minimum(first, self.length - own)

@@ -90,10 +90,7 @@ def _first_use(dtype, group: int) -> str | None:
 
         arrays = query, key, value, decay, beta
         got = jax.jit(lambda *arrays: run(forward, *arrays, dout=dout))(*arrays)
-        exact = jax.jit(
-            lambda *arrays: run(reference.forward, *arrays, dout=dout),
-            compiler_options={"xla_gpu_autotune_level": 0},
-        )
+        exact = dispatch.exactly(lambda *arrays: run(reference.forward, *arrays, dout=dout))
         return got, exact(*(array.astype(jnp.float32) for array in arrays))
 
     call = f"{dtype.name}, {group} heads of a key head"

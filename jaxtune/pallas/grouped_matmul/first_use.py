@@ -44,8 +44,7 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
 
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
         stored: Any = values if weight is None else random_like(weight, _SHAPE, draw)
-        exact = (values if weight is None else stored.decode(jnp.float32)).astype(jnp.float32)
-        got, want = [], []
+        got, cases = [], []
         for contract in (2, 1):
             x, u = rows(_SHAPE[contract]), rows(_RANK)
             sides = (_SHAPE[0], _SHAPE[3 - contract], _RANK)
@@ -53,17 +52,25 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
                 draw.standard_normal(sides if contract == 2 else (sides[0], *sides[:0:-1])), jnp.bfloat16
             )
             got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
-            wide, thin = (exact, groups, contract), (u.astype(jnp.float32), side.astype(jnp.float32))
-            want.append(reference.product(x.astype(jnp.float32), *wide, thin))
+            cases.append((x, stored, contract, (u, side), None))
             if gathering:
                 x = x[:_TOKENS]
                 got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side), tokens))
-                want.append(reference.product(reference.rows_of(x, tokens).astype(jnp.float32), *wide, thin))
+                cases.append((x, stored, contract, (u, side), tokens))
                 for columns in (64, 128) if contract == 2 else ():  # as thin products have, in other tiles
                     narrow = values[:, :columns]
                     got.append(jax.jit(product, static_argnums=3)(x, narrow, groups, 2, None, tokens))
-                    rows_there = reference.rows_of(x, tokens).astype(jnp.float32)
-                    want.append(reference.product(rows_there, narrow.astype(jnp.float32), groups, 2))
+                    cases.append((x, narrow, 2, None, tokens))
+
+        def exact(case, contract):
+            x, weight, extra, of = case
+            wide = (weight if isinstance(weight, jax.Array) else weight.decode(jnp.float32)).astype(jnp.float32)
+            thin = None if extra is None else tuple(part.astype(jnp.float32) for part in extra)
+            return reference.product(reference.rows_of(x, of).astype(jnp.float32), wide, groups, contract, thin)
+
+        contracts = [contract for _, _, contract, _, _ in cases]
+        arrays = [(x, weight, extra, of) for x, weight, _, extra, of in cases]
+        want = dispatch.exactly(lambda arrays: [exact(*case) for case in zip(arrays, contracts, strict=True)])(arrays)
         return got, want
 
     call = ("arrays" if kind is None else kind.__name__) + (", gathering" if gathering else "")

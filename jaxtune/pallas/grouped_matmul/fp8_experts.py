@@ -95,8 +95,13 @@ def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, 
 
 
 # What kernels are checked against, which must round as they do: by default XLA leaves rounding to e4m3 out on a GPU
-# where the codes are widened again. The programs of a run are compiled without that (train/programs.py).
-_exact = jax.jit(_by_reference, static_argnums=3, compiler_options={"xla_allow_excess_precision": False})
+# where the codes are widened again. The programs of a run are compiled without that (train/programs.py). Autotuning is
+# off as in dispatch.exactly.
+_exact = jax.jit(
+    _by_reference,
+    static_argnums=3,
+    compiler_options={"xla_allow_excess_precision": False, "xla_gpu_autotune_level": 0},
+)
 
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):

@@ -184,7 +184,7 @@ def refusal(dtype) -> str | None:
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
         keys = jax.random.split(jax.random.key(0), 3)
-        got, want = [], []
+        got, cases = [], []
         for size in (256, 192, 320):  # in blocks of 128, 192 and 64 columns
             for rank, key in ((16, keys[0]), (72, keys[1])):
                 wide = jax.random.normal(keys[2], (groups.rows, size)).astype(dtype)
@@ -192,8 +192,13 @@ def refusal(dtype) -> str | None:
                 tokens = jnp.arange(groups.rows)[::-1].at[128].set(groups.rows)
                 for of in (None, tokens):
                     got.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank, of))
-                    exact = (thin[:, :rank].astype(jnp.float32), reference.rows_of(wide, of).astype(jnp.float32))
-                    want.append(reference.contract_rows(*exact, groups, jnp.float32))
+                    cases.append((thin[:, :rank], wide, of))
+
+        def exact(thin, wide, of):
+            rows = reference.rows_of(wide, of).astype(jnp.float32)
+            return reference.contract_rows(thin.astype(jnp.float32), rows, groups, jnp.float32)
+
+        want = dispatch.exactly(lambda cases: [exact(*case) for case in cases])(cases)
         return got, want
 
     return dispatch.first_use("grouped_matmul", "mosaic_contract", jnp.dtype(dtype).name, compare)

@@ -287,9 +287,8 @@ def _smem(shape, dtype, row_bytes: int = 128):
 
 
 def product(
-    x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *,
-    dtype, in_blocks: bool, blocks: Blocks | None = None,
-):  # fmt: skip
+    x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
+):
     """dtype[M, N]: the codes x [M, K] times w [N, K]^T, scaled, and u l^T of `extra`; see `refusal`.
 
     Args:
@@ -302,7 +301,7 @@ def product(
         w, w_scale, extra = w[None], w_scale[None], None if extra is None else (extra[0], extra[1][None])
     (tokens, width), columns = x.shape, w.shape[1]
     rank = extra[0].shape[1] if extra is not None else 0
-    blocks = blocks or blocks_for(width, columns, rank, in_blocks)
+    blocks = blocks_for(width, columns, rank, in_blocks)
     programs = persistent.cores()
     kept = []
     if extra is not None:

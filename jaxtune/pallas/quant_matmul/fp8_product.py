@@ -233,12 +233,16 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
         side_scale = stored.scales if blocks else stored.scales[:, 0]
         run = jax.jit(by_kernel, static_argnums=(6, 7, 8))
         got = run(codes, scale, u, add, stored.codes, side_scale, dtype, blocks, name)
-        wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
-        with jax.default_matmul_precision("highest"):
-            want = wide @ stored.decode(jnp.float32).T
-            if u is not None and add is not None:
-                want += u.astype(jnp.float32) @ add.astype(jnp.float32).T
-        return [got], [want]
+
+        def exact(codes, scale, stored, u, add):
+            wide = codes.astype(jnp.float32) * (jnp.repeat(scale, BLOCK, axis=1) if blocks else scale)
+            with jax.default_matmul_precision("highest"):
+                want = wide @ stored.decode(jnp.float32).T
+                if u is not None and add is not None:
+                    want += u.astype(jnp.float32) @ add.astype(jnp.float32).T
+            return want
+
+        return [got], [dispatch.exactly(exact)(codes, scale, stored, u, add)]
 
     call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter, K of {width}"
     return dispatch.first_use("fp8_matmul", name, call, compare)

@@ -301,12 +301,16 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
         rows, columns = tile.rows + 16, 1024 * tile.warpgroups * tile.splits + 1024
         small = NF4.encode(jax.random.normal(keys[0], (rows, columns)), weight.nested_absmax is not None)
         x = jax.random.normal(keys[1], (tokens, columns)).astype(dtype)
-        want = jnp.dot(x.astype(jnp.float32), small.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
-        return [small_matmul(x, small, tile)], [want]
+        return [small_matmul(x, small, tile)], [_exact(x, small)]
 
     quantised = "quantised" if weight.nested_absmax is not None else "float32"
     call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {tokens} tokens, {tile}"
     return dispatch.first_use("quant_matmul", "mosaic, by lines", call, compare)
+
+
+@dispatch.exactly
+def _exact(x, weight: FourBit):
+    return jnp.dot(x.astype(jnp.float32), weight.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
@@ -325,8 +329,7 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
         small = (2 * cut.pairs * (2 * cut.stages + 3), columns)
         stored = NF4.encode(jax.random.normal(keys[0], small), weight.nested_absmax is not None)
         x = jax.random.normal(keys[1], (1, columns)).astype(dtype)
-        want = jnp.dot(x.astype(jnp.float32), stored.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
-        return [_row_matmul(x, stored, 2, None)], [want]
+        return [_row_matmul(x, stored, 2, None)], [_exact(x, stored)]
 
     quantised = "quantised" if weight.nested_absmax is not None else "float32"
     call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {cut.slices} slices, {cut.pairs} pairs"

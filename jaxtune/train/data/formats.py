@@ -46,7 +46,7 @@ ROLES = {
 }
 
 # Those of them that others write as `role`, too, whose turns are text.
-_SPEAKERS = {name: role for name, role in ROLES.items() if role != "tool" and not name.endswith("_call")}
+_SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_call")}
 
 # The wording with which Stanford's Alpaca was trained (github.com/tatsu-lab/stanford_alpaca), which models
 # and data sets of that form expect.
@@ -171,8 +171,8 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
             return Example(messages=messages)
         return Example(prompt=prompt, completion=completion, messages=messages)
     if format == "messages":
-        return _conversation(value, _column(value, COLUMNS["messages"][0]), _message)
-    return _conversation(value, _column(value, COLUMNS["sharegpt"][0]), _sharegpt_message)
+        return _conversation(value, _parsed(_column(value, COLUMNS["messages"][0])), _message)
+    return _conversation(value, _parsed(_column(value, COLUMNS["sharegpt"][0])), _sharegpt_message)
 
 
 def _answered(value: Mapping[str, Any], side: str) -> Example:
@@ -214,6 +214,16 @@ def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side:
     if last.get("role") != "assistant":
         raise RowError(f"{side} does not end with an answer of the assistant, but with {last.get('role')}")
     return example
+
+
+def _parsed(turns: Any) -> Any:
+    """The turns of a cell that holds their JSON, as those of CSV files do."""
+    if not isinstance(turns, str):
+        return turns
+    try:
+        return json.loads(turns)
+    except ValueError:
+        raise RowError("the conversation is text, and not the JSON of a list of turns") from None
 
 
 def _turns(turns: Any) -> list[Any]:
@@ -302,6 +312,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     # Tables (Parquet, datasets) fill the columns that a message does not have with None.
     message = {name: part for name, part in turn.items() if part is not None}
     message["role"] = role = _SPEAKERS.get(role.lower(), role)
+    if message.get("function_call"):  # OpenAI's older form of one call
+        message.setdefault("tool_calls", [message.pop("function_call")])
     content = message.pop("content", None)
     if content is None and not message.get("tool_calls"):
         raise RowError(f"a message of the role {role} has no content")
@@ -321,10 +333,11 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _joined_parts(parts: Iterable[Any]) -> dict[str, Any]:
     texts, reasoning, calls = [], [], []
+    targets = {"text": texts, "input_text": texts, "output_text": texts, "reasoning": reasoning, "tool_call": calls}
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
         text = (part.get("text") or part.get("value") or "") if isinstance(part, Mapping) else ""
-        target = {"text": texts, "reasoning": reasoning, "tool_call": calls}.get(str(kind))
+        target = targets.get(str(kind))
         if target is None or not isinstance(text, str):
             raise RowError(f"a part of the type {kind} in content; only text can be trained on")
         target.append(text)

@@ -227,6 +227,21 @@ def test_prompts_and_completions_may_be_turns():
     assert example.asked == 4 and example.messages[0]["role"] == "system" and len(example.tools) == 1
 
 
+def test_conversations_as_json_and_openais_other_forms():
+    """A cell of JSON, as in CSV files; an older form of a call, which got lost; parts of a later form."""
+    older = {"role": "assistant", "content": "Now:", "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [turn("user", [{"type": "input_text", "text": "q"}]), older, turn("function", "4") | {"name": "add"}]
+    for row, form in (
+        ({"messages": turns}, "messages"),
+        ({"messages": json.dumps(turns)}, "messages"),
+        ({"conversations": json.dumps(turns)}, "sharegpt"),
+    ):
+        asked, called, answered = normalize(row, form).messages
+        assert asked == turn("user", "q") and (answered["role"], answered["content"]) == ("tool", "4")
+        assert called["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+        assert called["content"] == "Now:" and "function_call" not in called
+
+
 def test_roles_by_other_names():
     """Nobody's template knows them: their answers were not trained on."""
     turns = [turn("System", "s"), turn("human", "q"), turn("gpt", "a"), turn("User", "q"), turn("model", "a")]
@@ -281,7 +296,8 @@ def turn(role, content):
         ({"prompt": [turn("user", "x")], "completion": 4}, "prompt_completion", "not a list of turns but int"),
         ({"prompt": "x", "completion": ["a", "b"]}, "prompt_completion", "a turn is not an object but str"),
         ({"prompt": "x", "completion": [turn("user", "y")]}, "prompt_completion", "completion does not end with an"),
-        ({"messages": "hi"}, "messages", "the conversation is not a list of turns but str"),
+        ({"messages": "hi"}, "messages", "the conversation is text, and not the JSON of a list of turns"),
+        ({"messages": '"hi"'}, "messages", "the conversation is not a list of turns but str"),
         ({"messages": []}, "messages", "empty conversation"),
         ({"messages": ["hi"]}, "messages", "a turn is not an object but str"),
         ({"messages": [{"content": "x"}]}, "messages", "a message has no role"),

@@ -1,0 +1,44 @@
+"""What the engine does around the compiler."""
+
+import functools
+import gc
+import threading
+
+import jax
+import pytest
+
+from jaxtune.pallas import dispatch
+from jaxtune.train.step import StepProgram
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, lora_model, make_config
+
+
+@pytest.fixture
+def engine(tmp_path):
+    rows = dataset(documents(8))
+    trainer = Trainer(lora_model(), None, make_config(tmp_path), rows)
+    return trainer.engine, trainer.model.first_shapes(trainer.engine)
+
+
+@pytest.mark.parametrize("name", ["accumulate", "update"])
+def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monkeypatch, name):
+    begun, seen, collected = threading.Event(), {}, []
+    function, compiled = getattr(StepProgram, name), jax.stages.Lowered.compile
+
+    @functools.wraps(function)
+    def traced(*arguments):
+        collected.append(gc.isenabled())
+        monkeypatch.setattr(dispatch, "_held", [begun.set])  # as dispatch.first_use holds a check
+        return function(*arguments)
+
+    def compile_it(lowered, *arguments, **options):
+        module = lowered.compiler_ir().operation.attributes["sym_name"].value
+        if module == f"jit_{name}":
+            seen[name] = begun.wait(10)
+        return compiled(lowered, *arguments, **options)
+
+    monkeypatch.setattr(StepProgram, name, traced)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_it)
+    engine[0].compile(*engine[1])
+    assert seen[name]
+    assert collected == [False] and gc.isenabled()
