@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxtune.compat import EarlyStoppingCallback, SFTConfig, SFTTrainer, TrainerCallback
+from jaxtune.train.programs import Engine
+from jaxtune.train.saving import TrainingInterrupted
 from tests.test_compat import folder, load, rows  # noqa: F401
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
@@ -90,6 +95,39 @@ def test_early_stopping_and_the_best_model(folder, tmp_path):  # noqa: F811
     best = min(losses, key=losses.get)
     assert trainer.state.best_global_step == best and trainer.state.best_metric == losses[best]
     assert trainer.state.global_step == best + 2 < 40
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=2e-3)
+
+
+@pytest.mark.parametrize(("when", "greater"), [(3, False), (6, False), (6, True)])
+def test_the_best_model_after_an_evaluation_that_was_interrupted(
+    folder, tmp_path, monkeypatch, capsys, when, greater  # noqa: F811
+):  # fmt: skip
+    """The call that goes on evaluates the weights of the checkpoint, not those that it was given, as the first. Where
+    the best weights (here those of the greatest loss) were an earlier call's, that is said."""
+    real = Engine.evaluate
+
+    def interrupted(self, program, state, frozen, batches, shown, between):
+        if int(state.step) == when:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, program, state, frozen, batches, shown, between)
+
+    trainer = trainer_of(
+        folder, tmp_path, [noting := Noting()], eval_strategy="steps", eval_steps=3, load_best_model_at_end=True,
+        greater_is_better=greater,
+    )  # fmt: skip
+    untrained = trainer.evaluate()["eval_loss"]
+    with monkeypatch.context() as patch, pytest.raises(TrainingInterrupted):
+        patch.setattr(Engine, "evaluate", interrupted)
+        trainer.train()
+    noting.seen.clear()
+    trainer.train(resume_from_checkpoint=True)
+    assert ("on_evaluate", when) in noting.seen and noting.seen[-1] == ("on_train_end", 6)
+    losses = {line["step"]: line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line}
+    best = min(losses, key=losses.get)
+    assert losses[best] < untrained - 0.1
+    told = "after step 3 was the best, but its weights were lost when the run was interrupted: the model has those of"
+    assert (told in capsys.readouterr().out) == greater
+    assert (trainer.state.best_global_step, trainer.state.best_metric) == (best, losses[best])
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=2e-3)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.terminal import say
 from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.metrics import read_metrics
 
 
 @dataclasses.dataclass
@@ -98,17 +100,23 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop |= self.early_stopping_patience_counter >= self.early_stopping_patience
 
 
+def best_name(args: Any) -> str:
+    """The number of an evaluation that metric_for_best_model names."""
+    wanted = args.metric_for_best_model
+    return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+
+
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
     """What metric_for_best_model names in an evaluation.
 
     Raises:
       ValueError: the evaluation has no such number.
     """
-    wanted = args.metric_for_best_model
-    name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+    name = best_name(args)
     if name not in metrics:
         raise ValueError(
-            f"SFTConfig: metric_for_best_model = {wanted!r} is not in an evaluation, which has {', '.join(metrics)}"
+            f"SFTConfig: metric_for_best_model = {args.metric_for_best_model!r} is not in an evaluation, which has "
+            f"{', '.join(metrics)}"
         )
     return float(metrics[name])
 
@@ -199,15 +207,15 @@ class Events(Callback):
         }
         self._steps_per_epoch, self._can_evaluate = max(1, steps_per_epoch), config.data.eval is not None
         self.control.should_training_stop = False
+        self.state.best_metric = self.state.best_global_step = None  # an earlier call's, whose weights are gone
         self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // self._steps_per_epoch)
         self.tell("on_train_begin")
         self.tell("on_epoch_begin")
         self.tell("on_step_begin")
 
     def between(self, moment: Between) -> None:
-        state, control = self.state, self.control
-        state.global_step, state.epoch = moment.step, moment.step / self._steps_per_epoch
-        self.model.module = moment.model
+        control = self.control
+        self._at(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
         for name, is_due in due.items():
             setattr(control, f"should_{name}", is_due)
@@ -224,6 +232,10 @@ class Events(Callback):
         if epoch_ended:
             self.tell("on_epoch_begin")
         self.tell("on_step_begin")
+
+    def _at(self, step: int, model: Callable[[], Decoder]) -> None:
+        self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
+        self.model.module = model
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
         """What control asks for, in transformers' order."""
@@ -248,6 +260,9 @@ class Events(Callback):
             self.control.should_log = False
             self.tell("on_log", logs=metrics)
 
+    def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
+        self._at(step, model)
+
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
@@ -264,6 +279,21 @@ class Events(Callback):
 
     def saved(self, step: int) -> None:
         self.tell("on_save")
+
+    def tell_of_better(self, metrics: Path, done: int) -> None:
+        """Says where an evaluation of an earlier call was better than the weights that this one ends with, after `done`
+        steps if it evaluated nothing: those weights were in the memory of a process."""
+        kept = done if self.state.best_global_step is None else self.state.best_global_step
+        name = best_name(self.args)
+        found = {line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))}
+        best = kept
+        for step, value in found.items():
+            best = step if is_better(self.args, value, found.get(best)) else best
+        if best != kept:
+            say(
+                f"SFTTrainer: load_best_model_at_end: the evaluation after step {best} was the best, but its weights "
+                f"were lost when the run was interrupted: the model has those of step {kept}"
+            )
 
 
 def with_trained(module: Decoder, trained: Any) -> Decoder:

@@ -41,6 +41,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.data.templates import derive_markers
+from jaxtune.train.metrics import JSONL
 from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.trainer import Trainer
 
@@ -310,6 +311,8 @@ class SFTTrainer:
             self.model.module = given  # not the weights of a moment, which are used up
             raise
         self.model.module = trained if events.best is None else with_trained(trained, events.best)
+        if resume_from_checkpoint and self.args.load_best_model_at_end:
+            events.tell_of_better(output / JSONL, trainer.steps_done)
         self.state.global_step = trainer.steps_done
         self.state.epoch = trainer.steps_done / trainer.batches.steps_per_epoch
         events.tell("on_train_end")

@@ -46,6 +46,10 @@ class Callback:
         """The numbers of optimizer step `step` (counted from 1) have come, a step or so late: as in metrics.jsonl, but
         for every step. What is put into `metrics` is logged with them."""
 
+    def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
+        """An evaluation after `step` steps begins, perhaps before the first step that this process makes, or without
+        one. model: gives what is evaluated, whose trained arrays the next step uses up."""
+
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """An evaluation after `step` steps gave these numbers. What is put into `metrics` is logged with them."""
 

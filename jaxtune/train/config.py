@@ -283,7 +283,11 @@ class EvaluationConfig:
 
     def after_last(self, step: int) -> bool:
         """Whether an evaluation follows `step`, the last of its run."""
-        return self.at_end or bool(self.every_steps and step % self.every_steps == 0)
+        return self.at_end or self.between(step)
+
+    def between(self, step: int) -> bool:
+        """Whether an evaluation follows `step`, of whatever steps."""
+        return self.every_steps is not None and step % self.every_steps == 0
 
 
 @dataclass(frozen=True)

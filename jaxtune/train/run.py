@@ -21,7 +21,7 @@ from jaxtune.train import metrics as m
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data.batches import Batches
-from jaxtune.train.monitor import Monitor, TrainingStopped
+from jaxtune.train.monitor import Monitor
 from jaxtune.train.programs import Engine, Programs
 from jaxtune.train.saving import Saver
 from jaxtune.train.step import Sums, TrainState
@@ -50,12 +50,22 @@ class Profile:
         )
 
 
+def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path) -> bool:
+    """Whether a process that begins after `start` steps has to evaluate first: because it is due before the first step,
+    or was due after the last one of a process that was interrupted before it was done."""
+    if start == 0:
+        return wanted.at_start
+    due = wanted.after_last(start) if start >= total_steps else wanted.between(start)
+    return due and not processes.of_first(lambda: m.evaluated(output / m.JSONL, start))
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What the loop works with.
 
-    total_steps: of the run, from 0. held_out: gives the batches of an evaluation by the plan in force, or None. model:
-    the model with the weights of a state.
+    total_steps: of the run, from 0. owed: whether an evaluation comes before the first step that this process makes.
+    held_out: gives the batches of an evaluation by the plan in force, or None. model: the model with the weights of a
+    state.
     """
 
     engine: Engine
@@ -63,6 +73,7 @@ class Run:
     saver: Saver
     total_steps: int
     evaluation: EvaluationConfig
+    owed: bool
     held_out: Callable[[], Batches | None]
     profile: Profile
     model: Callable[[TrainState], Decoder]
@@ -75,7 +86,7 @@ class Run:
           TrainingInterrupted, TrainingStopped: a signal came, or a guard refused to go on.
         """
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
-        profile, every = self.profile, self.evaluation.every_steps
+        profile = self.profile
 
         def at(step: int) -> Programs:
             return engine.at(programs, step)
@@ -88,10 +99,10 @@ class Run:
                 losses[step] = self.evaluate(at(step).evaluate, state, frozen, step, between)
             return losses[step]
 
-        if self.evaluation.at_start and start == 0:
-            evaluate(0)
+        if self.owed:
+            evaluate(start)
         tracing, done = False, start
-        with ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
+        with saver.guarded(), ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
             coming = pool.submit(engine.load_step, start)
             for step in range(start, self.total_steps):
                 with monitor.data_wait():
@@ -115,20 +126,16 @@ class Run:
                         sums = engine.accumulate(at(step), sums, state, frozen, parts)
                     state, sums, latest = programs.update(state, sums)
                 done = step + 1
-                try:
-                    monitor.step_dispatched(step, latest, counts)
-                    stopped = self._between(done, evaluate, saver, state)
-                    if tracing and (step - start == profile.start + profile.steps - 1 or done == self.total_steps):
-                        with monitor.pause("profile", done):
-                            m.decorate("the profile", trace.close)
-                        tracing = False
-                    saver.after_step(done, state, last=done == self.total_steps)
-                    if done == self.total_steps or stopped:
-                        monitor.flush()
-                except TrainingStopped:
-                    saver.stopped_by_guard()
-                    raise
-                if every and done % every == 0 and done < self.total_steps:
+                monitor.step_dispatched(step, latest, counts)
+                stopped = self._between(done, evaluate, saver, state)
+                if tracing and (step - start == profile.start + profile.steps - 1 or done == self.total_steps):
+                    with monitor.pause("profile", done):
+                        m.decorate("the profile", trace.close)
+                    tracing = False
+                saver.after_step(done, state, last=done == self.total_steps)
+                if done == self.total_steps or stopped:
+                    monitor.flush()
+                if self.evaluation.between(done) and done < self.total_steps:
                     evaluate(done)
                 if stopped:
                     progress.print(f"step {done}: a callback ends the run")
@@ -177,6 +184,8 @@ class Run:
         if batches is None:
             return math.nan
         with monitor.pause("eval", step) as line:
+            for callback in monitor.run.callbacks:
+                callback.evaluating(step, lambda: self.model(state))
             values = self.engine.evaluate(evaluate, state, frozen, batches, monitor.progress.evaluating, between)
             for callback in monitor.run.callbacks:
                 callback.evaluated(step, values)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxtune import processes
 from jaxtune.train.checkpoint import Checkpointer
 from jaxtune.train.config import CheckpointConfig
-from jaxtune.train.monitor import Monitor
+from jaxtune.train.monitor import Monitor, TrainingStopped
 from jaxtune.train.signals import StopSignal
 
 
@@ -125,10 +126,16 @@ class Saver:
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._told = done, False, False
 
-    def stopped_by_guard(self) -> None:
-        """A guard ended the run: a checkpoint that led to nothing but skipped updates makes way for the one before."""
-        if self.monitor.skipped_in_row and self.monitor.applied <= self.saved:
-            self.checkpointer.reject()
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Where a guard ends the run, a checkpoint that led to nothing but skipped updates makes way for the one
+        before."""
+        try:
+            yield
+        except TrainingStopped:
+            if self.monitor.skipped_in_row and self.monitor.applied <= self.saved:
+                self.checkpointer.reject()
+            raise
 
     def finish(self, good: bool) -> None:
         """Waits for the last save; good: whether the last state is known to be good."""

@@ -51,7 +51,7 @@ from jaxtune.train.record import (
     write_config,
 )
 from jaxtune.train.results import Delivery
-from jaxtune.train.run import Profile, Run
+from jaxtune.train.run import Profile, Run, is_owed
 from jaxtune.train.run_folder import CHECKPOINTS, CONFIG
 from jaxtune.train.saving import Saver
 from jaxtune.train.schedule import learning_rate_schedule
@@ -315,15 +315,15 @@ class Trainer:
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         profile = Profile(self.profile_folder, traced, config.profile.start, self._traced)
+        owed = self.eval_data is not None and is_owed(config.evaluation, start, self.total_steps, self.output)
         run = Run(
-            self.engine, monitor, saver, self.total_steps, config.evaluation, lambda: self.eval_batches, profile,
+            self.engine, monitor, saver, self.total_steps, config.evaluation, owed, lambda: self.eval_batches, profile,
             self.model.finished,
         )  # fmt: skip
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
-            wanted = config.evaluation.after_last(start) and self.eval_data is not None
-            if wanted and not processes.of_first(lambda: m.evaluated(self.output / m.JSONL, start)):
+            if owed:
                 frozen = self.model.placed_frozen(self.engine)
                 self.look_up_references((self.eval_data,), resumed, frozen, monitor.progress.print)
                 run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)

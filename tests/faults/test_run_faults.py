@@ -346,6 +346,22 @@ def test_ruined_weights_do_not_replace_a_good_checkpoint(tmp_path, caplog, capsy
     assert saved_steps(tmp_path / "checkpoints") == [12]  # and one is kept, as asked
 
 
+def test_ruined_weights_make_way_too_where_an_evaluation_finds_them(tmp_path):
+    """No save is due, so the numbers of the last step are first waited for by the evaluation after it."""
+    config = dataclasses.replace(
+        ruined_config(tmp_path),
+        checkpoint=CheckpointConfig(every_steps=3, every_minutes=None, keep=1),
+        guards=GuardConfig(max_nonfinite_in_row=2),
+        evaluation=EvaluationConfig(every_steps=8),
+        data=DataConfig(train="rows", eval="held-out rows", length=LENGTH),
+    )
+    trainer = Ruined(lora_model(), None, config, dataset(documents(40)), dataset(documents(4, seed=2)))
+    trainer.at = 6
+    with pytest.raises(TrainingStopped, match="2 steps in a row were not finite"):
+        trainer.train()
+    assert saved_steps(tmp_path / "checkpoints") == [3]
+
+
 # ---- signals
 
 
@@ -400,8 +416,7 @@ def test_a_signal_in_an_evaluation_saves_and_leaves(tmp_path, when):
     for name in ("run", "straight"):
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         lines.append([(line["step"], line["eval_loss"]) for line in found if "eval_loss" in line])
-    # What a stopped evaluation would have told is told by the end's; the one between is not made again.
-    assert lines[0] == [line for line in lines[1] if line[0] != when or when == 6]
+    assert lines[0] == lines[1]  # the evaluation that was stopped is made before the next step
 
 
 def test_the_last_state_is_saved_before_its_evaluation(tmp_path):
