@@ -43,7 +43,7 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 def load(name: str, dtype: str):
     """Model and tokenizer of a model folder, a hub name or an adapter folder."""
     import jaxtune
-    from jaxtune.models.adapter_files import base_of
+    from jaxtune.models.adapter_config import base_of
 
     base = base_of(name)
     model, tokenizer = jaxtune.from_pretrained(base or name, dtype=dtype)

@@ -19,7 +19,7 @@ from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT
 from jaxtune.compat.texts import without_torch
 from jaxtune.export.api import export_model
 from jaxtune.export.hub import push
-from jaxtune.models.adapter_files import base_of
+from jaxtune.models.adapter_config import base_of
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import hf_config_of
 from jaxtune.models.lora import has_adapter

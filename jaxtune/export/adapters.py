@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from jaxtune.models.adapter_files import WEIGHTS_NAME, adapter_content, write_adapter
+from jaxtune.models.adapter_config import WEIGHTS_NAME, config_of
+from jaxtune.models.adapter_files import adapter_content, write_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import require_space
 from jaxtune.models.lora import experts, linears
@@ -40,6 +41,12 @@ def servers(model: Decoder) -> list[str]:
             "adapters of experts are in PEFT's layout (target_parameters): PEFT 0.18 and later load it. vLLM, SGLang "
             "and TGI expect a linear for each expert, and refuse these files or answer wrongly with them: serve the "
             "merged model there (--to merged). llama.cpp loads the adapter as --to gguf-adapter writes it"
+        ]
+    if config_of(model)["target_parameters"]:
+        return [
+            "linears called gate_proj, up_proj or down_proj are named in target_parameters, for PEFT takes those names "
+            "among target_modules for experts': PEFT loads it so, without DoRA and with lora_dropout 0. "
+            "Servers that go by target_modules leave them out: serve the merged model there (--to merged)"
         ]
     notes = []
     if any(lora.magnitude is not None for lora in adapted):

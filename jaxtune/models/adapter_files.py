@@ -5,18 +5,20 @@ Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.
 
 Experts are parameters of one module, `mlp.experts`, which PEFT wraps once for each that has an adapter, the first in
 order innermost: with both adapted, gate_up_proj's keys have `.base_layer` after the module's name. lora_A is [E r, in],
-an expert's rows together; lora_B [out, r E], where column j belongs to expert j mod E. The base's
-fingerprint is in the metadata of the safetensors file: PEFT ignores it there, and warns of unknown config keys.
+an expert's rows together; lora_B [out, r E], where column j belongs to expert j mod E.
+
+A linear can be adapted as a parameter too: target_parameters then has the name of its weight, as do the patterns, and
+the keys are the same. Some families' linears have to be (see adapter_config.py). The base's fingerprint is in the
+metadata of the safetensors file: PEFT ignores it there, and warns of unknown config keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,12 @@ from flax import nnx
 from safetensors import safe_open
 
 from jaxtune.models import partition, shards, values
+from jaxtune.models.adapter_config import CONFIG_NAME, SCORES, WEIGHTS_NAME, config_of, read_adapter_config
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.folders import new_folder
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import (
-    adapter_settings,
     experts,
     freeze,
     get_peft_model,
@@ -40,31 +42,10 @@ from jaxtune.models.lora import (
     name_matches,
     pattern_values,
 )
-from jaxtune.models.model_folder import read_json
 from jaxtune.models.reward import reward_model
 
-WEIGHTS_NAME = "adapter_model.safetensors"
-CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."
 _FINGERPRINT = "jaxtune_base_fingerprint"
-_SCORES = "SEQ_CLS"  # the task_type of an adapter of a model that scores texts
-_PEFT_VERSION = "0.21.2"  # whose format this is
-
-# Settings of PEFT's LoraConfig that load_adapter follows, and those that change nothing once an adapter is trained.
-# Any other setting must be unset: what it asks for is not done here.
-_FOLLOWED = {
-    "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
-    "ensure_weight_tying", "init_lora_weights", "bias", "target_parameters", "unsloth_fused_expert_lora",
-}  # fmt: skip
-_HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
-    # Of how B and A started; the file holds what they became.
-    "eva_config", "modules_to_tie", "target_modules_to_tie",
-}  # fmt: skip
-# Starts that change the base's weights too: such an adapter does not fit the base that people have.
-_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +134,7 @@ def write_adapter(
 
 def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
     """(adapter_config.json, the tensors, the metadata beside them) of a model's adapter; errors as in save_adapter."""
-    config = _config_of(model)
+    config = config_of(model)
     variables = adapter_tensors(model)
     held = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
     others = [
@@ -190,7 +171,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
-    if config.get("task_type") == _SCORES and model.config.num_labels is None:
+    if config.get("task_type") == SCORES and model.config.num_labels is None:
         model = reward_model(model)
     arrays, metadata = _read_tensors(folder)
     theirs, ours = metadata.get(_FINGERPRINT), model.base_fingerprint
@@ -202,24 +183,27 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     names = [name for name, _ in linears(model)]
     chosen = _targets(where, config, names)
     parameters = config.get("target_parameters") or []
+    weights = [name for name in names if any(name_matches(f"{name}.weight", target) for target in parameters)]
     expert_names = [name for name, _ in experts(model) if any(name_matches(name, target) for target in parameters)]
-    if parameters and not expert_names:
-        raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts of this model")
-    if not chosen + expert_names:
+    if parameters and not weights + expert_names:
+        raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts and no linear of this model")
+    if not chosen + weights + expert_names:
         raise ValueError(
             f"{folder}: target_modules {config.get('target_modules')!r} match no linear of this model; "
             f"it has {names[0]} and the like"
         )
 
-    def patterns(key):  # PEFT lets a pattern match nothing
-        every = chosen + expert_names
-        wanted = config.get(key) or {}
-        return {p: value for p, value in wanted.items() if pattern_values(f"{where}: {key}", {p: value}, every)}
+    # What PEFT's patterns are matched with. It lets a pattern match nothing.
+    adapted_names = {name: name for name in chosen + expert_names} | {f"{name}.weight": name for name in weights}
+
+    def patterns(key):
+        found = pattern_values(f"{where}: {key}", config.get(key) or {}, list(adapted_names))
+        return {re.escape(adapted_names[name]): value for name, value in found.items()}
 
     settings = dict(
         r=config["r"],
         lora_alpha=config.get("lora_alpha", 8),
-        target_modules=chosen,
+        target_modules=[name for name in names if name in {*chosen, *weights}],
         target_parameters=expert_names,
         lora_dropout=config.get("lora_dropout", 0.0),
         use_rslora=config.get("use_rslora", False),
@@ -247,129 +231,6 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 def _some(names: Sequence[str], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def _config_of(model: Decoder) -> dict[str, Any]:
-    """adapter_config.json, derived from the modules."""
-    settings = adapter_settings(model)
-    if settings is None:
-        raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
-    return settings | {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.config.num_labels is None else _SCORES,
-        "peft_version": _PEFT_VERSION,
-        "auto_mapping": None,
-        "base_model_name_or_path": None if model.source is None else model.source.path,
-        "revision": None,
-        "inference_mode": True,
-        "exclude_modules": None,
-        # A tied head stays tied when PEFT loads it.
-        "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "lora_bias": False,
-        "trainable_token_indices": None,
-    }
-
-
-def _names(key: str, value: Any) -> None:
-    """A regular expression, or a list of names."""
-    if not isinstance(value, str):
-        values.texts(key, value)
-
-
-def _layers(key: str, value: Any) -> None:
-    if isinstance(value, list):
-        values.items(key, value, functools.partial(values.whole, least=0))
-    else:
-        values.whole(key, value, least=0)
-
-
-def _dropout(key: str, value: Any) -> None:
-    values.not_negative(key, value)
-    if value >= 1:
-        raise ValueError(f"{key} = {value!r}: must be below 1")
-
-
-def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
-    values.mapping(key, value)
-    for pattern, setting in value.items():
-        of(f"{key}: {pattern!r}", setting)
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "r": values.whole,
-    "lora_alpha": values.positive,
-    "lora_dropout": _dropout,
-    "target_modules": _names,
-    "exclude_modules": _names,
-    "target_parameters": values.texts,
-    "modules_to_save": values.texts,
-    "layers_to_transform": _layers,
-    "layers_pattern": _names,
-    "rank_pattern": functools.partial(_patterns, values.whole),
-    "alpha_pattern": functools.partial(_patterns, values.positive),
-    "use_rslora": values.boolean,
-    "use_dora": values.boolean,
-    "base_model_name_or_path": values.text,
-    "bias": values.text,
-    "unsloth_fused_expert_lora": values.mapping,
-}
-
-
-def base_of(folder: str | os.PathLike) -> str | None:
-    """The base model that an adapter folder names; None if the folder holds no adapter.
-
-    Raises:
-      ValueError: the adapter names none, or cannot be read (see read_adapter_config).
-    """
-    path = Path(folder) / CONFIG_NAME
-    if not path.is_file():
-        return None
-    base = read_adapter_config(Path(folder)).get("base_model_name_or_path")
-    if not base:
-        raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
-    return base
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA adapter, every setting of a type that it can have.
-
-    Raises:
-      ValueError: no such file; not LoRA; a setting that cannot be followed, by file, key and value.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"load_adapter: {folder} is not a folder; it must hold {CONFIG_NAME} and {WEIGHTS_NAME}")
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        raise ValueError(f"load_adapter: {folder} has no {CONFIG_NAME}: not a PEFT adapter")
-    config = read_json(path)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise ValueError(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
-    for key, check in _CHECKS.items():
-        if config.get(key) is not None:
-            check(f"{path}: {key}", config[key])
-    if config.get("r") is None:
-        raise ValueError(f"{path}: r is missing")
-    if not config.get("target_modules") and not config.get("target_parameters"):
-        raise ValueError(f"{path}: target_modules is missing, and target_parameters too")
-    for key, value in config.items():
-        if key not in _FOLLOWED and key not in _HARMLESS and value not in (None, False, [], {}, ""):
-            raise ValueError(f"{path}: {key} = {value!r} is a PEFT feature that is not supported")
-    if (config.get("bias") or "none") != "none":
-        raise ValueError(f"{path}: bias = {config['bias']!r} is not supported; only 'none' is")
-    start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
-        raise ValueError(
-            f"{path}: init_lora_weights = {start!r} changes the base's weights, so this adapter does not fit the base; "
-            "convert it with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
-        )
-    # What is null is as PEFT's own default has it.
-    return {key: value for key, value in config.items() if value is not None}
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -461,7 +322,7 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     # PEFT names every module that a head could be.
-    return sorted(names - {"classifier"} if config.get("task_type") == _SCORES else names)
+    return sorted(names - {"classifier"} if config.get("task_type") == SCORES else names)
 
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:

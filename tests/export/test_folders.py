@@ -236,6 +236,7 @@ def test_adapters_of_experts_are_merged_as_peft_does_and_said_to_be_such(tmp_pat
 def test_which_servers_load_an_adapter():
     assert "vLLM, SGLang and TGI load" in adapters.servers(adapted_model(made("qwen2"), r=2))[0]
     assert "DoRA" in adapters.servers(adapted_model(made("qwen2"), r=2, use_dora=True))[0]
+    assert "go by target_modules leave them out" in adapters.servers(adapted_model(made("qwen3_next"), r=2))[0]
 
 
 # ---- the hub

@@ -60,8 +60,20 @@ def _linears(name):
     return _ATTENTION if {"num_experts", "num_local_experts"} & set(CONFIGS[name]) else "all-linear"
 
 
+# Linears that are adapted as parameters: PEFT takes their names among target_modules for those of experts.
+_AS_PARAMETERS = {
+    "linears_as_parameters": (
+        "qwen3_next",
+        dict(
+            r=4, target_modules=["q_proj"], target_parameters=["shared_expert.up_proj.weight", "mlp.down_proj.weight"],
+            rank_pattern={"up_proj": 2, "up_proj.weight": 3},
+        ),
+    ),
+}  # fmt: skip
+
 LIVE_CASES = (
     GOLDEN_CASES
+    | _AS_PARAMETERS
     | {
         f"{name}_experts": (name, dict(r=4, lora_alpha=8, target_modules=_ATTENTION, target_parameters=_EXPERTS))
         for name in ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")

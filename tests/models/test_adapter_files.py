@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from tiny_models import adapted_model, tiny_model
+from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, save_adapter
 from jaxtune.models.adapter_files import adapter_tensors
@@ -87,6 +87,18 @@ def test_config_names_exactly_the_targets_and_patterns(tmp_path):
     assert (config["lora_alpha"], config["alpha_pattern"]) == (8, {"model.layers.1.self_attn.q_proj": 3})
     # One tensor here, and one in PEFT.
     assert config["modules_to_save"] == ["embed_tokens", "lm_head"] and config["ensure_weight_tying"] is True
+
+
+def test_linears_that_peft_takes_for_experts_are_named_as_parameters(tmp_path):
+    base = golden_model("qwen3_next")
+    settings = dict(target_parameters=["mlp.experts.down_proj"], rank_pattern={"down_proj": 3})
+    model = adapted_model(base, r=2, target_modules=["q_proj", "up_proj", "down_proj"], **settings)
+    save_adapter(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj"]
+    assert config["target_parameters"] == ["down_proj.weight", "mlp.experts.down_proj", "up_proj.weight"]
+    assert config["rank_pattern"] == {"down_proj": 3, "down_proj.weight": 3}
+    assert nnx.graphdef(load_adapter(base, tmp_path / "a")) == nnx.graphdef(model)
 
 
 def test_base_model_keeps_its_arrays_and_shares_them(tmp_path):

@@ -70,9 +70,18 @@ OURS = {
         "qwen3_moe",
         dict(r=2, target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"]),
     ),
+    # PEFT takes linears of these names for experts of such a family's, which here have other ranks and scales.
+    "called_like_experts": (
+        "qwen3_next",
+        dict(
+            r=4, use_rslora=True, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            rank_pattern={"down_proj": 3, "layers.0.mlp.up_proj": 2},
+            alpha_pattern={"shared_expert.gate_proj": 9, "experts.down_proj": 5},
+        ),
+    ),
     "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
     "saved_untied": ("olmo2", dict(r=2, modules_to_save=["embed_tokens", "lm_head"])),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "settings"), OURS.values(), ids=OURS)
