@@ -140,8 +140,9 @@ class PackingReport:
 
     documents: given. rows: made. tokens: real tokens in the rows. slots: rows x length. trained_tokens: sum of
     the weights. truncated: documents cut at `length`, `cut_tokens` the tokens that fell away with the cut.
-    split: documents laid out as several pieces. dropped: documents left out: empty ones, and those whose cut
-    took every token that was trained on. max_documents: the most documents (or pieces) in any row.
+    split: documents laid out as several pieces, `untrained_pieces` those of them that were left out, because no token
+    of theirs is trained on. dropped: documents left out: empty ones, and those whose cuts took every token that was
+    trained on. max_documents: the most documents (or pieces) in any row.
     """
 
     documents: int
@@ -154,6 +155,7 @@ class PackingReport:
     split: int
     dropped: int
     max_documents: int
+    untrained_pieces: int = 0
 
     @property
     def fill(self) -> float:
@@ -169,6 +171,8 @@ class PackingReport:
             text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
         if self.split:
             text += f"; {self.split:,} documents split"
+        if self.untrained_pieces:
+            text += f", {self.untrained_pieces:,} of their pieces left out: no token of theirs is trained on"
         return text
 
 
@@ -207,6 +211,7 @@ def plan_rows(
     overflow: Overflow = "truncate",
     packing: bool = True,
     name: Callable[[int], str] = "document {}".format,
+    teaches: Callable[[int, int, int], bool] | None = None,
 ) -> Plan:
     """Plans rows of `length` slots for documents of `lengths` (int[n]); documents of length 0 get no place.
 
@@ -214,6 +219,7 @@ def plan_rows(
     document's index, so the plan is deterministic; within a row, pieces stand in the order of their documents.
     `packing=False` gives every piece a row of its own. Documents longer than a row are cut ("truncate"), laid
     out as several pieces ("split"), or refused ("error"); `name` gives the name of a document in that message.
+    `teaches` (document, offset, count) says which pieces of split ones get a place; by default all do.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2 (one token and its target), got {length}")
@@ -221,6 +227,10 @@ def plan_rows(
         raise ValueError(f"overflow must be one of {', '.join(OVERFLOW_POLICIES)}, got {overflow!r}")
     lengths = np.asarray(lengths, np.int64)
     document, offset, count = _pieces(lengths, length, overflow, name)
+    if teaches is not None and overflow == "split":
+        pieces = np.stack([document, offset, count], 1)
+        idle = [i for i in np.flatnonzero(lengths[document] > length).tolist() if not teaches(*pieces[i].tolist())]
+        document, offset, count = np.delete(pieces, idle, 0).T
     if packing:
         row, rows = _best_fit_decreasing(count, length)
     else:
@@ -312,8 +322,12 @@ class PackedRows:
                 trained[index] = kept
         self.documents = documents
         self.length = length
-        self.plan = plan_rows(lengths, length, overflow=overflow, packing=packing, name=documents.source)
+        self.plan = plan_rows(
+            lengths, length, overflow=overflow, packing=packing, name=documents.source, teaches=self._teaches
+        )
+        untrained_pieces = 0
         if overflow == "split":
+            untrained_pieces = int((-(-lengths // length)).sum()) - len(self.plan.count)
             # The first token of every later piece has nobody to predict it.
             for index in too_long.tolist():
                 trained[index] -= int(np.count_nonzero(documents[index].mask[length::length]))
@@ -328,9 +342,16 @@ class PackedRows:
             truncated=truncated,
             cut_tokens=cut_tokens,
             split=len(too_long) if overflow == "split" else 0,
-            dropped=int(np.count_nonzero(lengths == 0)),
+            dropped=len(documents) - len(np.unique(self.plan.document)),
             max_documents=self.max_documents,
+            untrained_pieces=untrained_pieces,
         )
+
+    def _teaches(self, document: int, offset: int, count: int) -> bool:
+        """Whether a piece of a split document has a target that is trained on, or none of the document has."""
+        documents = self.documents
+        first = documents.starts[document] + offset
+        return not documents.trained[document] or bool(documents.mask[first + 1 : first + count].any())
 
     def __len__(self) -> int:
         return self.plan.rows

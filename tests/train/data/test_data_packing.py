@@ -65,10 +65,19 @@ def test_every_token_once_and_the_rules_of_targets(documents, length, overflow, 
         seen += tokens.tolist()
         trained += int(weights.sum())
     assert len(seen) == len(set(seen)) == report.tokens
-    dropped = [d for d in documents if not len(d.tokens) or (overflow == "truncate" and lost_all_training(d, length))]
-    kept = [d for d in documents if not any(d is other for other in dropped)]
-    expected = [t for d in kept for t in d.tokens[: length if overflow == "truncate" else None].tolist()]
+    whole = [d for d in documents if len(d.tokens)]
+    if overflow == "truncate":
+        kept = [d for d in whole if not lost_all_training(d, length)]
+        expected, idle = [t for d in kept for t in d.tokens[:length].tolist()], 0
+    else:
+        cuts = [(d, range(0, len(d.tokens), length)) for d in whole]
+        taught = [(d, [k for k in firsts if teaches(d, k, length)]) for d, firsts in cuts]
+        kept = [d for d, firsts in taught if firsts]
+        expected = [t for d, firsts in taught for k in firsts for t in d.tokens[k : k + length].tolist()]
+        idle = sum(map(len, (firsts for _, firsts in cuts))) - sum(map(len, (firsts for _, firsts in taught)))
+    dropped = [d for d in documents if not any(d is other for other in kept)]
     assert sorted(seen) == sorted(expected)
+    assert report.untrained_pieces == idle
     assert report.documents == len(documents)
     assert report.trained_tokens == trained
     assert report.dropped == len(dropped)
@@ -84,6 +93,20 @@ def test_every_token_once_and_the_rules_of_targets(documents, length, overflow, 
 
 def lost_all_training(document, length):
     return len(document.tokens) > length and document.mask[1:].any() and not document.mask[1:length].any()
+
+
+def teaches(document, first, length):
+    """Whether the piece is trained on, or nothing of the document is; a whole document has its place in any case."""
+    always = len(document.tokens) <= length or not document.mask[1:].any()
+    return always or document.mask[first + 1 : first + length].any()
+
+
+def test_split_documents_leave_out_what_teaches_nothing():
+    """Rows of a long prompt alone would be steps of loss 0, whose updates are momentum and weight decay."""
+    asked = Document(np.arange(100), np.arange(100) >= 95)
+    batch, report = pack([asked], 10, "split", packing=False)
+    assert batch.tokens.tolist() == [list(range(90, 100))] and batch.weights.sum() == report.trained_tokens == 5
+    assert "1 documents split, 9 of their pieces left out: no token of theirs is trained on" in str(report)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(8, 64))

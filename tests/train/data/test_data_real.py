@@ -155,12 +155,13 @@ def test_a_template_that_hides_earlier_thoughts_is_refused_for_rows_that_have_th
 def test_dolly_packs_to_97_percent_with_nothing_cut_or_dropped(test_data, tmp_path):
     tokenizer = load(test_data / "tokenizers/llama-3.2")
     path = test_data / "datasets/dolly/dolly_alpaca_prompt_151.jsonl"
-    # One of the 151 rows is longer than a row of 2,048; "split" keeps all of it.
+    # One of the 151 rows is longer than a row of 2,048; "split" keeps all of it but the first piece, a prompt's.
     report = prepare(path, tokenizer, length=2048, overflow="split", cache_dir=tmp_path).report
     assert (report.documents, report.split, report.dropped, report.truncated) == (151, 1, 0, 0)
     assert report.fill >= 0.97
     documents = prepare(path, tokenizer, length=2048, cache_dir=tmp_path).documents
-    assert report.tokens == documents.lengths.sum()
+    assert report.untrained_pieces == 1
+    assert report.tokens == documents.lengths.sum() - 2048
     assert report.rows == -(-report.tokens // 2048)  # no packing can have fewer
 
 
