@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
@@ -23,7 +24,9 @@ def exact_match(
 
     Prompts are tokenised as in training, up to where the answer begins. An answer ends at the first special token of
     the tokenizer or end token of the model; white space around it does not count, nor what comes before the mark that
-    the template writes before an answer, and that mark: the end of a thought (</think>), the name of a channel.
+    the template writes before an answer, and that mark: the end of a thought (</think>), the name of a channel. Where
+    that mark has special tokens, so have thoughts before it: a turn then ends only as the template ends it, or at an
+    end token of the model.
 
     Args:
       rows: {"messages": [..., {"role": "assistant", "content": expected}]}, perhaps with "tools"; or what
@@ -40,21 +43,24 @@ def exact_match(
         raise ValueError("exact_match: there are no rows")
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
-    prompts, questions, expected, marks = asked(
+    prompts, questions, expected, marks, closing = asked(
         tokenizer, rows, max_new_tokens, template, model.config.max_position_embeddings
     )
     encoder = RowEncoder(tokenizer)
-    within = {int(token) for mark in set(marks) for token in tokenizer(mark, add_special_tokens=False)["input_ids"]}
-    ends = sorted((encoder.end_ids - within) | set(end_token_ids(model)))
+    within = {token for mark in set(marks) for token in _tokens(tokenizer, mark)}
+    ends = (encoder.end_ids - within) | set(end_token_ids(model))
+    closes = {_first(_tokens(tokenizer, text), ends) for text in set(closing)} - {None}
+    turn_ends = closes | set(end_token_ids(model)) if closes and within & encoder.end_ids else ends
     answers = [""] * len(rows)
     order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         # Always a whole batch: the last one repeats its prompt, so that no other program is compiled for it.
         batch = chosen + [chosen[-1]] * (batch_size - len(chosen)) if first else chosen
-        new = generate(model, [prompts[index] for index in batch], max_new_tokens, eos_token_ids=ends)
+        new = generate(model, [prompts[index] for index in batch], max_new_tokens, eos_token_ids=sorted(turn_ends))
         for index, ids in zip(chosen, new, strict=False):
             ids = _after(tokenizer, ids, marks[index])
+            ids = list(itertools.takewhile(lambda token: token not in ends, ids))
             answers[index] = tokenizer.decode(ids, skip_special_tokens=True).strip()
     right = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
     return right / len(rows), list(zip(questions, expected, answers, strict=True))
@@ -66,15 +72,15 @@ def asked(
     max_new_tokens: int,
     template: str | None,
     positions: int,
-) -> tuple[list[list[int]], list[str], list[str], list[str]]:
-    """(prompts, questions, right answers, marks before them or "") of rows, as of exact_match, for a model of so many
-    positions.
+) -> tuple[list[list[int]], list[str], list[str], list[str], list[str]]:
+    """(prompts, questions, right answers, marks before them or "", what the template writes after them) of rows, as of
+    exact_match, for a model of so many positions.
 
     Raises:
       ValueError: a row that cannot be asked.
     """
     encoder = RowEncoder(tokenizer, template=template)
-    prompts, questions, expected, marks = [], [], [], []
+    prompts, questions, expected, marks, closing = [], [], [], [], []
     for index, row in enumerate(rows):
         example = row if isinstance(row, Example) else normalize(row, "messages")
         messages = example.messages or []
@@ -87,10 +93,20 @@ def asked(
                 f"are more than the model's {positions} positions: shorten one of them"
             )
         questions.append(messages[-2]["content"])
-        marks.append("".join(encoder.before_answer(example).split()[-1:]))
+        before, after = encoder.around_answer(example)
+        marks.append("".join(before.split()[-1:]))
+        closing.append(after)
         answer = messages[-1]["content"]
         expected.append((answer.rpartition(marks[-1])[2] if marks[-1] else answer).strip())
-    return prompts, questions, expected, marks
+    return prompts, questions, expected, marks, closing
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _first(ids: Sequence[int], of: Set[int]) -> int | None:
+    return next((token for token in ids if token in of), None)
 
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:

@@ -130,6 +130,7 @@ THOUGHT = (
         ("<think>\n", "\n</think>\n\n", "", "<think>\n\n</think>\n\nblue"),  # Qwen3
         ("<think>\n", "\n</think>\n\n", "<think>\n", "blue"),
         ("<|eos|>", "final<|bos|>", "", "<|eos|>final<|bos|>blue"),  # gpt-oss: a channel between special tokens
+        ("<|eos|>", "final<|bos|>", "", "<|eos|>hm: red<|im_start|>assistant<|eos|>final<|bos|>blue"),
         ("", "", "", "blue"),
     ],
 )

@@ -204,15 +204,15 @@ class RowEncoder:
             text = self._render(messages, example.tools, add_generation_prompt=True)
         return self._one_bos(tokenize(self.tokenizer, [text])[0].ids)
 
-    def before_answer(self, example: Example) -> str:
+    def around_answer(self, example: Example) -> tuple[str, str]:
         """What the template writes between a prompt and an answer that ends the conversation, and which nobody gave it:
-        an empty thought, the name of a channel."""
+        an empty thought, the name of a channel. And what it writes after the answer, which ends the turn."""
         if self._is_raw(example) or not example.messages:
-            return ""
-        asked, answer = example.messages[:-1], {"role": "assistant", "content": _SENTINEL}
-        prompt = self._render(asked, example.tools, add_generation_prompt=True)
-        text = self._render([*asked, answer], example.tools)
-        return text[len(prompt) : text.index(_SENTINEL)] if text.startswith(prompt) and _SENTINEL in text else ""
+            return "", ""
+        prompt = self._render(example.messages[:-1], example.tools, add_generation_prompt=True)
+        text = self._render([*example.messages[:-1], {"role": "assistant", "content": _SENTINEL}], example.tools)
+        before, found, after = text.removeprefix(prompt).partition(_SENTINEL)
+        return (before, after) if found and text.startswith(prompt) else ("", "")
 
     def render(self, example: Example) -> Rendered:
         """The text of an example, and where its responses are. Raises `RowError` where it has none."""
