@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -49,9 +50,14 @@ def unfinished_name(path: str | os.PathLike) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
+_UNFINISHED = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+
+
 def remove_unfinished(folder: str | os.PathLike) -> None:
     """Removes the unfinished files and folders that a killed process left in `folder`; the caller is its one writer."""
     for left in Path(folder).glob(".*.tmp"):
+        if not _UNFINISHED.fullmatch(left.name):
+            continue
         with contextlib.suppress(OSError):
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left)

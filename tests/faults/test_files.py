@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from jaxtune.files import atomic_write, fingerprints, remove_unfinished
+from jaxtune.files import atomic_write, fingerprints, remove_unfinished, unfinished_name
 
 
 @contextlib.contextmanager
@@ -41,13 +41,15 @@ def test_a_link_is_replaced_and_its_target_kept(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    (tmp_path / ".merged.123-abcd.tmp").mkdir()
-    (tmp_path / ".merged.123-abcd.tmp" / "model.safetensors").write_text("half")
-    (tmp_path / ".config.yaml.123-abcd.tmp").write_text("st")
-    for name in ("config.yaml", ".hidden", "x.tmp"):
+    left = unfinished_name(tmp_path / "merged")
+    left.mkdir()
+    (left / "model.safetensors").write_text("half")
+    unfinished_name(tmp_path / "config.yaml").write_text("st")
+    names = {"config.yaml", ".hidden", "x.tmp", ".mine.tmp", ".notes.2024-draft.tmp"}
+    for name in names:
         (tmp_path / name).write_text("kept")
     remove_unfinished(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ".hidden", "x.tmp"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_fingerprints(tmp_path):

@@ -296,9 +296,9 @@ def test_a_lock_that_is_a_link_overwrites_nothing(tmp_path):
 
 
 def test_what_a_killed_export_left_is_removed(folder):
-    (folder / "run" / ".merged.123-abcd.tmp").mkdir()
+    (folder / "run" / ".merged.123-abcd0123.tmp").mkdir()
     assert train(folder) == 0
-    assert not (folder / "run" / ".merged.123-abcd.tmp").exists()
+    assert not (folder / "run" / ".merged.123-abcd0123.tmp").exists()
 
 
 # ---- ruined weights
