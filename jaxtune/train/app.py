@@ -483,6 +483,9 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     config = scored.config
     model, tokenizer = load_model(config)
     trainer = Trainer(model, tokenizer, config)
+    if trainer.eval_data is not None:
+        for warning in report.held_out_warnings(trainer.train_data, trainer.eval_data):
+            console.print(fitted(f"warning: {printable(warning)}", console))
     results: dict[str, Any] = {"weights": scored.text}
     if scored.checkpoints is None:
         results |= trainer.evaluate(trained=bool(config.adapter and config.adapter.path))

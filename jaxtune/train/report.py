@@ -84,8 +84,7 @@ def data_summary(
     warnings = train.warnings()
     if held_out is not None:
         lines.append(f"evaluation rows: {held_out.report}")
-        # Rows taken out of the training file were counted with it.
-        warnings += [f"evaluation rows: {line}" for line in held_out.warnings() if line not in warnings]
+        warnings += held_out_warnings(train, held_out)
     if batches.length > context_length:
         warnings.append(
             f"data.length = {batches.length:,} is more than the {context_length:,} positions that the model was made "
@@ -99,6 +98,16 @@ def data_summary(
     per_epoch = batches.steps_per_epoch
     lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")
     return "\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)])
+
+
+def held_out_warnings(train: TokenDataset, held_out: TokenDataset) -> list[str]:
+    """What somebody should know of the rows of an evaluation, a sentence each."""
+    # Rows taken out of the training file were counted with it, and are not in it.
+    known, documents = train.warnings(), held_out.documents
+    found = [line for line in held_out.warnings() if line not in known]
+    if documents.tokens is not train.documents.tokens and (same := documents.also_in(train.documents)):
+        found.append(f"{same:,} of {len(documents):,} documents are trained on, too: their loss says nothing of others")
+    return [f"evaluation rows: {line}" for line in found]
 
 
 def check(model: Decoder, summary: str, batches: Batches, tokenizer: Any, console: Console) -> None:

@@ -36,6 +36,18 @@ def test_each_warning_has_its_line_and_is_said_once():
     assert summary(prepare(ROWS, make_tokenizer(), length=64)).count("warning") == 0
 
 
+def test_held_out_rows_that_are_trained_on_are_warned_of():
+    train = prepare(ROWS, make_tokenizer(), length=64)
+    others = [{"prompt": f"Sum {i}: ", "completion": "It is 4."} for i in range(6)]  # as long, and end alike
+    assert "warning" not in summary(train, prepare(others, make_tokenizer(), length=64))
+    held_out = prepare([*others, ROWS[4], ROWS[1]], make_tokenizer(), length=64)
+    said = "warning: evaluation rows: 2 of 8 documents are trained on, too: their loss says nothing of others"
+    assert said in summary(train, held_out).splitlines()
+    pairs = [{"prompt": f"Add {i}: ", "chosen": "It is 4.", "rejected": "Who?"} for i in range(4)]
+    both = [prepare(rows, make_tokenizer(), length=64, format="preference", pairs=True) for rows in (pairs, pairs[:1])]
+    assert both[1].documents.also_in(both[0].documents) == 2
+
+
 def test_a_row_longer_than_the_models_context_is_warned_of(tmp_path):
     data = prepare(ROWS, make_tokenizer(), length=1024)
     said = "warning: data.length = 1,024 is more than the 512 positions that the model was made for"

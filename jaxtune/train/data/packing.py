@@ -98,15 +98,33 @@ class Documents:
             raise ValueError(
                 f"data.eval_rows={eval_rows} must lie between 1 and {len(firsts) - 1}, one less than the {what}"
             )
-        hashes = np.empty(len(firsts), np.uint64)
-        for place, index in enumerate(firsts.tolist()):
-            data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
-            hashes[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        hashes = self._hashes(firsts)
         chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
         rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
         if not rest.size:
             raise ValueError(f"all training {what} equal {what} held out for evaluation; lower data.eval_rows")
         return rest, chosen
+
+    def _hashes(self, indices: np.ndarray) -> np.ndarray:
+        """uint64[n]: a hash of the tokens of each of these documents."""
+        hashes = np.empty(len(indices), np.uint64)
+        for place, index in enumerate(indices.tolist()):
+            data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
+            hashes[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        return hashes
+
+    def also_in(self, other: Documents) -> int:
+        """How many of the documents, which are not empty, stand in another set too, token for token."""
+        own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
+        for share in (0.5, 0.9, 0.99):  # a few tokens tell most documents apart, and cost far less than all
+            marks, theirs = self._marks(own, share), other._marks(candidates, share)
+            own, candidates = own[np.isin(marks, theirs)], candidates[np.isin(theirs, marks)]
+        return int(np.isin(self._hashes(own), other._hashes(candidates)).sum())
+
+    def _marks(self, indices: np.ndarray, share: float) -> np.ndarray:
+        """int64[n]: of each of these documents, its length and the token at a share of it."""
+        lengths = self.lengths[indices]
+        return lengths << 32 | self.tokens[self.starts[indices] + (share * lengths).astype(np.int64)]
 
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
