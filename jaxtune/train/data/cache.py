@@ -27,6 +27,7 @@ import numpy as np
 import pydantic
 
 from jaxtune.files import unfinished_name
+from jaxtune.terminal import printable
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.reading import Source
 from jaxtune.train.data.workers import Chunk
@@ -45,8 +46,8 @@ class Summary:
     untrained: left out because no token of theirs is trained on; `untrained_first` names the first.
     special: rows whose messages hold special tokens or markers; `special_first` names the first, as "file:line: what".
     responses, ended: responses found, and those that train a token which ends the turn. masked: tokens that
-    data.mask_spans took out. cut: rows that were cut before they were tokenised whole. tokens, trained_tokens: sums
-    over the documents. max_token: the largest token id.
+    data.mask_spans took out. unread: the first columns that hold something, and are not read. cut: rows that were cut
+    before they were tokenised whole. tokens, trained_tokens: sums over the documents. max_token: the largest token id.
     """
 
     rows: int = 0
@@ -60,6 +61,7 @@ class Summary:
     responses: int = 0
     ended: int = 0
     masked: int = 0
+    unread: list[str] = dataclasses.field(default_factory=list)
     cut: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -79,6 +81,8 @@ class Summary:
         self.responses += chunk.responses
         self.ended += chunk.ended
         self.masked += chunk.masked
+        new = [printable(name) for name in chunk.unread if printable(name) not in self.unread]
+        self.unread += new[: OFFENDERS - len(self.unread)]
         self.cut += chunk.cut
         self.tokens += len(chunk.tokens)
         self.trained_tokens += int(chunk.trained.sum())
@@ -94,6 +98,9 @@ class Summary:
             found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
         if self.untrained:
             found.append(f"{self.untrained:,} rows without a trained token left out, first {self.untrained_first[0]}")
+        if self.unread:
+            more = ", ..." * (len(self.unread) == OFFENDERS)
+            found.append(f"columns that are not read: {', '.join(self.unread)}{more}")
         if self.special:
             found.append(
                 f"{self.special:,} rows hold special tokens or markers in their own text, first {self.special_first[0]}"

@@ -20,10 +20,22 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt", "question"), ("completion", "response", "answer")),
     "text": (("text",),),
 }
+# Columns that say how the model is to behave, before all else.
+SYSTEM = ("system", "system_prompt")
 # Rows of preference objectives alone: an answer and a worse one.
 PREFERENCE = "preference"
 # Of those alone too: one answer, and a label that says whether it is desirable.
 LABELLED = "labelled"
+_PROMPT = ("prompt", "question", "messages", "conversations")
+_READ = {
+    "messages": (*COLUMNS["messages"], SYSTEM, ("tools",)),
+    "sharegpt": (*COLUMNS["sharegpt"], SYSTEM, ("tools",)),
+    "alpaca": (*COLUMNS["alpaca"], SYSTEM, ("input", "context")),
+    "prompt_completion": (*COLUMNS["prompt_completion"], SYSTEM, ("tools",)),
+    "text": COLUMNS["text"],
+    PREFERENCE: (("chosen",), ("rejected",), _PROMPT, SYSTEM, ("tools",), ("margin",)),
+    LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, ("tools",)),
+}
 FORMATS = ("auto", *COLUMNS, PREFERENCE, LABELLED)
 
 # ShareGPT's speakers, as the data sets of that form name them, and the chat roles they stand for.
@@ -123,6 +135,18 @@ def detect_format(columns: Iterable[str]) -> str:
     raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
 
 
+def unread(value: Mapping[str, Any], format: str) -> list[str]:
+    """The columns of a row that hold something, and of which nothing is read in this form."""
+    groups = _READ[format]
+    read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
+    empty = (str, list, tuple, Mapping)
+    return [
+        name
+        for name, cell in value.items()
+        if name and name not in read and cell is not None and (cell or not isinstance(cell, empty))
+    ]
+
+
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
     """The `Pair` of a row of the form PREFERENCE. Raises `RowError` with the reason where it cannot be one."""
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
@@ -133,7 +157,7 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
         turns = _turns(value["messages"])
-        value = {"tools": value.get("tools"), "prompt": turns[:-1], "completion": turns[-1:]}
+        value = {**value, "prompt": turns[:-1], "completion": turns[-1:]}
     example = _answered(value, "completion")
     if label not in (True, False):  # 1 and 0 are equal to them
         raise RowError(f"label = {label!r}: must be true for a desirable completion, or false")
@@ -154,9 +178,9 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
         _not_empty(instruction, "instruction")
         _not_empty(output, "response")
         asked = f"{instruction}\n\n{context}" if context.strip() else instruction
-        system = _text(value, ("system",), required=False)
+        system = _text(value, SYSTEM, required=False)
         return Example(
-            prompt=(f"{system}\n\n" if system.strip() else "") + _alpaca_prompt(instruction, context),
+            prompt=_after(system, _alpaca_prompt(instruction, context)),
             completion=output,
             messages=_exchange(system, asked, output),
         )
@@ -166,10 +190,11 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
             return _prompted(value, asked, answer)
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
         _not_empty(completion, "response")
-        messages = _exchange("", prompt, completion)
+        system = _text(value, SYSTEM, required=False)
+        messages = _exchange(system, prompt, completion)
         if value.get("prompt") is None:  # a question says nothing of how its answer begins: only a template can
             return Example(messages=messages)
-        return Example(prompt=prompt, completion=completion, messages=messages)
+        return Example(prompt=_after(system, prompt), completion=completion, messages=messages)
     if format == "messages":
         return _conversation(value, _parsed(_column(value, COLUMNS["messages"][0])), _message)
     return _conversation(value, _parsed(_column(value, COLUMNS["sharegpt"][0])), _sharegpt_message)
@@ -181,7 +206,7 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
     chosen and rejected are text, after a prompt that is text; or a turn or a list of turns, after a prompt that is a
     list of turns (prompt, messages or conversations) or stands in them.
     """
-    answer, asked = _column(value, (side,)), _column(value, ("prompt", "question", "messages", "conversations"), False)
+    answer, asked = _column(value, (side,)), _column(value, _PROMPT, False)
     if isinstance(answer, str):
         check_unicode(answer)
         _not_empty(answer, f"{side} response")
@@ -189,7 +214,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
             raise RowError(f"{side} is text, and there is no prompt before it")
         if isinstance(asked, str):
             check_unicode(asked)
-            return Example(prompt=asked, completion=answer, messages=_exchange("", asked, answer))
+            system = _text(value, SYSTEM, required=False)
+            return Example(prompt=_after(system, asked), completion=answer, messages=_exchange(system, asked, answer))
         answer = [{"role": "assistant", "content": answer}]
     return _asked_and_answered(value, asked, answer, side)
 
@@ -243,6 +269,11 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
     else:
         body = f"{ALPACA_PREAMBLE}\n\n### Instruction:\n{instruction}"
     return f"{body}\n\n### Response:\n"
+
+
+def _after(system: str, prompt: str) -> str:
+    """A prompt that is given as it stands, after the system message, if there is one."""
+    return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
 def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
@@ -299,7 +330,7 @@ def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
             _not_empty(message["content"], "response")
-    system = _text(value, ("system",), required=False)
+    system = _text(value, SYSTEM, required=False)
     if system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return Example(messages=messages, tools=_tools(value.get("tools")))

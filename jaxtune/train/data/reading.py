@@ -15,6 +15,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +24,9 @@ from jaxtune.terminal import printable
 from jaxtune.train.data.formats import FORMATS, RowError, detect_format
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_COMPRESSED = re.compile(r"\.(jsonl?|csv|parquet)\.(gz|bz2|xz|zst|zip)$", re.IGNORECASE)  # which reading refuses
+# What names of files and folders call the rows to train on, and those that are kept for later.
+_SPLITS = ({"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
 MAX_ROW_SIZE = 32 * 2**20  # bytes of a line, characters of a row: about eight million tokens
 MAX_DEPTH = 100  # objects and lists inside each other
 MAX_EXPANSION = 1000  # what rows may hold over what their Parquet file weighs
@@ -133,12 +137,19 @@ def _folder(folder: Path) -> list[Source]:
     files = sorted(
         file
         for file in folder.rglob("*")
-        if file.suffix.lower() in SUFFIXES
+        if (file.suffix.lower() in SUFFIXES or _COMPRESSED.search(file.name))
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)  # a notebook's checkpoints, ...
     )
     if not files:
         raise ValueError(f"the folder {folder} holds no data file ({', '.join(SUFFIXES)})")
+    words = [(file, set(re.split(r"[^a-z]+", str(file.relative_to(folder)).lower()))) for file in files]
+    trained, held_out = (next((file for file, parts in words if parts & names), None) for names in _SPLITS)
+    if trained and held_out:
+        raise ValueError(
+            f"the folder {folder} holds files of several splits, such as {trained.relative_to(folder)} and "
+            f"{held_out.relative_to(folder)}: name one file, or a folder with those of one split"
+        )
     return [_file_source(file) for file in files]
 
 
@@ -258,18 +269,28 @@ def _too_long(unit: str) -> str:
     return f"more than {MAX_ROW_SIZE:,} {unit}, the most that one row may have; divide it into several rows"
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_once)
+
+
 def _read_jsonl(file: Path) -> Iterator[Row]:
     with open(file, "rb") as stream:
         for number, line in enumerate(_lines(stream), start=1):
             if line is None:
                 yield Row(str(file), number, None, error=_too_long("bytes"))
                 continue
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(b"\xef\xbb\xbf")  # of files that were joined, in the middle too
             if not line.strip():
                 continue
             try:
-                yield _object(str(file), number, json.loads(line.decode("utf-8")))
+                yield _object(str(file), number, _JSON.decode(line.decode("utf-8")))
             except UnicodeDecodeError as error:
                 yield Row(str(file), number, None, error=f"not UTF-8 (byte {error.start} of the line)")
             except ValueError as error:
@@ -304,16 +325,17 @@ def _read_json(file: Path) -> Iterator[Row]:
         yield Row(str(file), line, None, error="not UTF-8; a JSON array with such bytes cannot be read further")
         return
     del data
-    decoder = json.JSONDecoder()
     at, line, counted = text.index("[") + 1, 1, 0
     while True:
         while at < len(text) and text[at] in " \t\r\n,":
             at += 1
         line, counted = line + text.count("\n", counted, at), at
         if at < len(text) and text[at] == "]":
+            if text[at + 1 :].strip():
+                yield Row(str(file), line, None, error="bad JSON, something follows the array's end; write one array")
             return
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"nested deeper than {MAX_DEPTH} levels"
             yield Row(str(file), line, None, error=f"bad JSON, the array cannot be read further: {reason}")

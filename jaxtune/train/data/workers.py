@@ -41,6 +41,7 @@ from jaxtune.train.data.formats import (
     normalize,
     normalize_labelled,
     normalize_pair,
+    unread,
 )
 from jaxtune.train.data.reading import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
@@ -63,6 +64,7 @@ class Chunk:
 
     tokens: int32[total]. mask: uint8[total]. lengths, trained: int64[n]. origins: (file, line) of each document.
     problems: (place, reason) of each bad row. untrained: places of rows without a trained token.
+    unread: names of columns that hold something, and are not read.
     special: (place, what) of rows whose messages hold special tokens or markers. cut: rows cut before they were
     tokenised whole. responses, ended, masked: counts, see `templates.Encoded`.
     """
@@ -80,6 +82,7 @@ class Chunk:
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     masked: int = 0
     cut: int = 0
+    unread: list[str] = dataclasses.field(default_factory=list)
 
 
 _ABSENT = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
@@ -124,6 +127,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         special=special,
         masked=masked,
         cut=sum(d.cut for d in documents),
+        unread=list(dict.fromkeys(name for row in rows if row.value for name in unread(row.value, row.format))),
     )
 
 

@@ -168,6 +168,8 @@ def test_what_somebody_should_know_is_said_line_by_line(tokenizer):
         "1 rows hold special tokens or markers in their own text, first rows:2: <|im_start|>; the"
     )
     assert prepare([CHAT], tokenizer, length=64).warnings() == []
+    more = [CHAT | {"source": "a forum", "id": None}, CHAT | {"id": 7}]
+    assert prepare(more, tokenizer, length=64).warnings() == ["columns that are not read: source, id"]
 
 
 def test_spans_that_are_not_there_are_said_and_those_that_take_all_are_refused(tokenizer):

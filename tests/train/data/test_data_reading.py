@@ -6,7 +6,16 @@ import json
 
 import pytest
 
-from jaxtune.train.data.formats import RowError, detect_format, normalize
+from jaxtune.train.data.formats import (
+    LABELLED,
+    PREFERENCE,
+    RowError,
+    detect_format,
+    normalize,
+    normalize_labelled,
+    normalize_pair,
+    unread,
+)
 from jaxtune.train.data.reading import open_sources, read_rows
 
 GOOD = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
@@ -46,6 +55,26 @@ def test_json_arrays_have_line_numbers_and_json_lines_are_understood(tmp_path):
     assert [row.value for row in read(path)] == GOOD
     path.write_bytes(b'[{"text": "a"},\n{"text": "\xff"}]')
     assert [(row.number, row.error[:9]) for row in read(path)] == [(2, "not UTF-8")]
+
+
+def test_files_that_were_joined_lose_nothing_without_a_word(tmp_path, write):
+    path = tmp_path / "a.json"
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD)}")
+    rows = read(path)
+    assert [row.value for row in rows] == [*GOOD, None] and "something follows the array's end" in rows[-1].error
+    mark = b"\xef\xbb\xbf" + json.dumps(GOOD[0]).encode()
+    assert [row.value for row in read(write("b.jsonl", [mark, mark]))] == [GOOD[0]] * 2
+
+
+def test_a_key_that_an_object_has_twice_is_refused(write):
+    lines = [
+        '{"prompt": "a", "completion": "b", "completion": "c"}',
+        '{"messages": [{"role": "user", "role": "tool"}]}',
+    ]
+    assert [row.error.partition("has the ")[2] for row in read(write("a.jsonl", lines))] == [
+        "key 'completion' twice",
+        "key 'role' twice",
+    ]
 
 
 def test_csv(tmp_path):
@@ -109,6 +138,19 @@ def test_folders_and_lists_are_read_in_order_and_each_file_has_its_form(write, t
         "text",
     ]
     assert len(read(tmp_path, max_rows=2)) == 2
+
+
+def test_a_folder_of_several_splits_or_of_files_that_cannot_be_read_is_refused(write, tmp_path):
+    (tmp_path / "data").mkdir()
+    write("data/train-0.jsonl", GOOD)
+    write("data/latest.jsonl", GOOD)  # "test" is a part of a word here
+    assert len(open_sources(tmp_path)) == 2
+    write("data/test-0.jsonl", GOOD)
+    with pytest.raises(ValueError, match=r"several splits, such as data/train-0.jsonl and data/test-0.jsonl"):
+        open_sources(tmp_path)
+    (tmp_path / "data" / "test-0.jsonl").rename(tmp_path / "data" / "b.jsonl.gz")
+    with pytest.raises(ValueError, match=r"b.jsonl.gz: cannot read .gz"):
+        open_sources(tmp_path)
 
 
 def test_datasets_saved_to_disk_and_in_memory(tmp_path):
@@ -202,6 +244,42 @@ def test_alpaca_prompts_have_alpacas_wording():
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\nAdd.\n\n### Response:\n"
     )
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_system_message_of_any_form_stands_before_the_prompt(column):
+    told = {"role": "system", "content": "Be brief."}
+    rows: list[tuple[str, dict]] = [
+        ("prompt_completion", {"question": "Q", "response": "A"}),
+        ("prompt_completion", {"prompt": "Q", "completion": "A"}),
+        ("alpaca", {"instruction": "Q", "output": "A"}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}),
+        ("messages", {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}),
+    ]
+    asked = [normalize(value | {column: "Be brief."}, format) for format, value in rows]
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    pair = normalize_pair({column: "Be brief.", "question": "Q", "chosen": "A", "rejected": "B"})
+    labelled = normalize_labelled({column: "Be brief.", "label": True, "messages": turns})
+    asked += [one for one in (pair.chosen, labelled.chosen) if one]
+    assert [one.messages for one in asked] == [[told, *turns]] * 7
+    assert asked[1].prompt == "Be brief.\n\nQ"
+
+
+def test_columns_of_which_nothing_is_read_are_named():
+    row = {
+        "question": "Q",
+        "prompt": "P",
+        "answer": "A",
+        "context": "C",
+        "id": 0,
+        "tools": "",
+        "notes": None,
+        "system": "S",
+    }
+    assert unread(row, "prompt_completion") == ["question", "context", "id"]
+    assert unread({"instruction": "Q", "output": "A", "context": "C", "history": [["q", "a"]]}, "alpaca") == ["history"]
+    assert unread({"chosen": "A", "rejected": "B", "prompt": "P", "margin": 1.0, "score": 0.0}, PREFERENCE) == ["score"]
+    assert unread({"messages": [], "label": False, "functions": [1]}, LABELLED) == ["functions"]
 
 
 def test_a_question_is_a_conversation_and_a_prompt_is_both():
