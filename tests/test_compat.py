@@ -472,6 +472,10 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
         return kind(model or load(folder)[0], args=config, train_dataset=rows, **arguments)
 
     settings = dict(output_dir=str(tmp_path / "run"))
+    trained, _ = load(folder)
+    _, matrix = next(linears(trained.module))
+    matrix.lora.b.set_value(matrix.lora.b[...] + 0.1)
+    make(ORPOTrainer, ORPOConfig(**settings), model=trained)  # without a reference
     for call, message in (
         (lambda: DPOConfig(f_divergence_type="forward_kl"), "DPOConfig: f_divergence_type = 'forward_kl'"),
         (lambda: KTOConfig(loss_type="apo_zero_unpaired"), "KTOConfig: loss_type = 'apo_zero_unpaired'"),
@@ -487,6 +491,11 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
                 model=FastLanguageModel.get_peft_model(load(folder, peft=False)[0], r=2, lora_dropout=0.1),
             ),
             "DPOTrainer: lora_dropout = 0.1: TRL turns dropout off",
+        ),
+        (lambda: make(DPOTrainer, DPOConfig(**settings), model=trained), "DPOTrainer: the adapter has been trained"),
+        (
+            lambda: make(KTOTrainer, KTOConfig(**settings), LABELLED, model=trained),
+            "KTOTrainer: the adapter has been trained before, and TRL takes the model with it as the reference",
         ),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

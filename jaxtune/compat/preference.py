@@ -93,8 +93,21 @@ class PreferenceTrainer(SFTTrainer):
         return "responses"
 
 
-class DPOTrainer(PreferenceTrainer):
-    """TRL's DPOTrainer; the reference is the model with its adapter off."""
+class ReferencedTrainer(PreferenceTrainer):
+    """What trainers with a reference share, which is the model with its adapter off."""
+
+    def __init__(self, *args: Any, **arguments: Any):
+        super().__init__(*args, **arguments)
+        if any(matrix.lora.b[...].any() for _, matrix in matrices(self.model.module) if matrix.lora is not None):
+            raise ValueError(
+                f"{type(self).__name__}: the adapter has been trained before, and TRL takes the model with it as the "
+                "reference; here that is the model with its adapter off. Merge it first (save_pretrained_merged), "
+                "then load the merged folder and give it a new adapter (get_peft_model)"
+            )
+
+
+class DPOTrainer(ReferencedTrainer):
+    """TRL's DPOTrainer."""
 
     config_type = DPOConfig
 
@@ -118,7 +131,7 @@ class ORPOTrainer(PreferenceTrainer):
         return ObjectiveConfig("orpo", beta=self.args.beta)
 
 
-class KTOTrainer(PreferenceTrainer):
+class KTOTrainer(ReferencedTrainer):
     """TRL's KTOTrainer, on rows with prompt, completion and label."""
 
     config_type = KTOConfig

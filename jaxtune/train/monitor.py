@@ -33,6 +33,7 @@ from jaxtune.train.planning.planner import Planner
 from jaxtune.train.report import measured_lines
 
 _SHOWN_STEPS = 10  # that the speed on the screen is a mean of
+_LEARNT = 1e-10  # a loss whose gradient may be too small for float32 to square
 
 
 class TrainingStopped(ValueError):
@@ -237,7 +238,8 @@ class Monitor:
         done = step + 1
         if values["finite"]:
             self.bad.clear()
-            if norm == 0.0 and values["count"] > 0:
+            # What is learnt, such as pairs beyond the margin of a hinge, has neither loss nor gradient.
+            if norm == 0.0 and values["count"] > 0 and abs(loss) > _LEARNT:
                 raise TrainingStopped(
                     f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
                     f"{len(self.run.trained)}, first {self.run.trained[0]}"

@@ -132,7 +132,7 @@ def precision_notes(
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
-    """What a run says at its start of how weights are kept and rounded.
+    """What a run says at its start of how weights are kept and rounded, and what they are held to.
 
     Args:
       storage: how "weights" and the state of the "optimizer" are kept. gradients: the dtype that they are summed in.
@@ -153,6 +153,13 @@ def precision_notes(
         skipped = not_quantized(model, qat)
         left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
         notes.append(f"QAT: weights rounded to {qat.format}, groups of {qat.group_size}, from step {start}{left}")
+    path = config.adapter and config.adapter.path
+    if path and config.objective.name in ("dpo", "kto"):
+        notes.append(
+            f"{config.objective.name}: the reference is the model with its adapter off, and not with adapter.path = "
+            f"{path!r} as it is now; for that merge it first (jaxtune export {path} FOLDER), set model.path=FOLDER, "
+            "adapter.path=null"
+        )
     return notes
 
 

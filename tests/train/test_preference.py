@@ -30,13 +30,14 @@ from jaxtune.train.config import (
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Document, Documents
 from jaxtune.train.data.pairs import PAIRS, PackedPairs, PairDataset
-from jaxtune.train.loss import Forward
+from jaxtune.train.loss import NO_ROUTER_LOSSES, Forward
 from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.objectives.preference import DPO, METRICS, ORPO, SimPO
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.report import precision_notes
 from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -373,6 +374,24 @@ def test_a_run_prefers_what_is_chosen(name, tmp_path):
     trainer.train()
     before, after = held_out(trainer, "eval_rewards/margins")
     assert after > before
+
+
+def test_pairs_that_are_all_beyond_the_margin_do_not_end_a_run(tmp_path):
+    trainer = trainer_of(
+        tmp_path, rows=pair_set(pairs(8)), objective=ObjectiveConfig("dpo", loss_type="hinge", beta=2.0)
+    )
+    trainer.train()
+    assert trainer.steps_done == 12
+    assert any(line["loss"] == 0 and line["grad_norm"] == 0 for line in trainer.history if "grad_norm" in line)
+
+
+def test_the_reference_of_an_adapter_that_was_trained_before_is_said(tmp_path):
+    config = make_config("out", adapter=AdapterConfig(path="taught"), objective=ObjectiveConfig("dpo"))
+    storage = {"weights": "fp32", "optimizer": "fp32"}
+    notes = precision_notes(config, storage, "fp32", NO_ROUTER_LOSSES, lora_model(), None)
+    assert notes[-1].startswith("dpo: the reference is the model with its adapter off, and not with adapter.path")
+    plain = dataclasses.replace(config, adapter=AdapterConfig())
+    assert precision_notes(plain, storage, "fp32", NO_ROUTER_LOSSES, lora_model(), None) == notes[:-1]
 
 
 def test_micro_batches_give_the_same_run(run, tmp_path):
