@@ -54,7 +54,7 @@ _INCOMPATIBLE = (
     ),
     *(f"config.data.{key}" for key in (*ROW_OPTIONS, "max_rows", "eval_rows")),
 )
-# How long a run is; see _may_be_longer.
+# How long a run is; see _of_any_length.
 _LENGTH = ("config.steps", "config.epochs")
 # A change here leaves the run valid, but not bit for bit the same.
 _NUMERICS = "numerics"
@@ -96,12 +96,13 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     Raises:
       CheckpointError: it is another run; the message lists the differences.
     """
-    keys = _INCOMPATIBLE if _may_be_longer(saved, current) else (*_INCOMPATIBLE, *_LENGTH)
+    keys = _INCOMPATIBLE if _of_any_length(current) else (*_INCOMPATIBLE, *_LENGTH)
     adapted = current["config"]["adapter"] is not None
     result = f"adapter.path={output / 'adapter'}" if adapted else f"model.path={output / 'merged'}"
     longer = (
-        "To train on: only a run of schedule.name = constant can be given more steps; the rate of this one has "
-        f"its shape from their number. Begin a new run from its result, with {result} and another output"
+        "Only a run of constant rate (schedule.name = constant, no schedule.warmup_ratio) can be given other steps; "
+        "the rate of this one has its shape from their number. To train on, begin a new run from its result, with "
+        f"{result} and another output"
     )
     harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, longer))
     return [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless]
@@ -111,11 +112,10 @@ def _numeric(difference: Difference) -> bool:
     return difference.key.startswith(_NUMERICS)
 
 
-def _may_be_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether every step of the saved run is also one of the current, longer run, bit for bit."""
-    schedule = current["config"]["schedule"]
-    same_rates = schedule["name"] == "constant" and schedule["warmup_ratio"] is None
-    return same_rates and saved["total_steps"] <= current["total_steps"]
+def _of_any_length(record: dict[str, Any]) -> bool:
+    """Whether each of the run's steps is the same, bit for bit, however many follow."""
+    schedule = record["config"]["schedule"]
+    return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
 
 
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
@@ -125,8 +125,7 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
         if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *_LENGTH))
     }
-    schedule = record["config"]["schedule"]
-    if schedule["name"] == "constant" and schedule["warmup_ratio"] is None:
+    if _of_any_length(record):
         keys = {key: value for key, value in keys.items() if key not in _LENGTH}
     return keys
 

@@ -21,7 +21,7 @@ from jaxtune.terminal import say
 from jaxtune.train import metrics as m
 from jaxtune.train import own_parts, report
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.checkpoint import Checkpointer
+from jaxtune.train.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
@@ -492,4 +492,9 @@ class Trainer:
             tell(require_same_run(saved, self.record(), self.output))
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
+        if step > self.total_steps:
+            raise CheckpointError(
+                f"the run has {self.total_steps} steps, and its last checkpoint is of step {step}: give it as many or "
+                "more, or begin a new run in another output"
+            )
         return step, restored["state"]

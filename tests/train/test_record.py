@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model
 
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
-from jaxtune.train.config import AdapterConfig, ModelConfig
-from jaxtune.train.record import recorded_config
+from jaxtune.train.checkpoint import CheckpointError
+from jaxtune.train.config import AdapterConfig, ModelConfig, ScheduleConfig
+from jaxtune.train.record import record_of, recorded_config, require_same_run
 from tests.train.tiny_runs import make_config
 
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})
@@ -62,3 +64,16 @@ def test_four_bits_are_recorded():
     assert recorded_config(make_config("out"), packed).model.load_in == "nf4"
     said = make_config("out", adapter=AdapterConfig(), model=ModelConfig(path="m", load_in="nf4"))
     assert recorded_config(said, get_peft_model(tiny_model(), r=4)).model.load_in is None
+
+
+@pytest.mark.parametrize("schedule", [ScheduleConfig(), ScheduleConfig("constant", warmup_ratio=0.1)])
+@pytest.mark.parametrize("steps", [8, 12])
+def test_only_a_constant_rate_takes_other_steps(schedule, steps):
+    def record(steps, schedule):
+        own = dict(trainable={}, storage={}, base_fingerprint=None, data={}, own={}, numerics={})
+        return record_of(make_config("out", steps=steps, schedule=schedule), total_steps=steps, **own)
+
+    constant = ScheduleConfig("constant", warmup_steps=2)
+    assert require_same_run(record(10, constant), record(steps, constant), Path("out"))[0].startswith("changed: config")
+    with pytest.raises(CheckpointError, match=rf"config.steps: saved 10, now {steps}\nOnly a run of constant rate"):
+        require_same_run(record(10, schedule), record(steps, schedule), Path("out"))

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -26,7 +27,7 @@ from jaxtune.models.adapter_files import save_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.train import app, report
-from jaxtune.train.checkpoint import Checkpointer, CheckpointError
+from jaxtune.train.checkpoint import Checkpointer, CheckpointError, saved_steps
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -215,7 +216,7 @@ def test_a_finished_run_is_complete(run, capsys):
     [
         (dict(optim=OptimConfig(learning_rate=1e-3)), r"config\.optim\.learning_rate: saved 0\.03, now 0\.001"),
         (dict(optim=OptimConfig(name="sgd", learning_rate=3e-2)), r"config\.optim\.name: saved 'adamw', now 'sgd'"),
-        (dict(steps=20), r"config\.steps: saved 24, now 20"),
+        (dict(steps=20), "the run has 20 steps, and its last checkpoint is of step 24: give it as many or more"),
         (dict(seed=1), r"config\.seed: saved 0, now 1"),
         (dict(precision="bf16"), r"config\.precision: saved 'fp32', now 'bf16'"),
         (dict(train=dataset(TRAIN[:-1])), r"data\.tokens_crc32: saved"),
@@ -229,6 +230,19 @@ def test_another_run_is_refused_with_the_difference(run, changes, message):
     with pytest.raises(ValueError, match=message):
         again(run, **changes).train()
     assert (run.trainer.output / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("steps", [22, 26])
+def test_a_run_of_constant_rate_takes_other_steps(run, tmp_path, steps):
+    shutil.copytree(run.trainer.output, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000024")
+    other = Trainer(run.given, None, whole_run_config(tmp_path / "run", steps=steps), dataset(TRAIN), dataset(HELD_OUT))
+    other.train()
+    losses, before = ({line["step"]: line["loss"] for line in of if "loss" in line} for of in
+                      (other.history, run.trainer.history))  # fmt: skip
+    assert list(losses) == list(range(21, steps + 1))
+    assert all(losses[step] == before[step] for step in losses.keys() & before.keys())
+    assert saved_steps(tmp_path / "run" / "checkpoints")[-1] == steps
 
 
 def test_harmless_changes_are_told(run, capsys):
