@@ -26,6 +26,6 @@ def run(arguments: Sequence[str]) -> None:
 
     config = load_config(options.recipe, options.overrides)
     processes.join(options.coordinator, options.processes, options.process)
-    from jaxtune.train.app import evaluate as evaluate_config
+    from jaxtune.train.scoring import evaluate as evaluate_config
 
     say(json.dumps(evaluate_config(config, options.recipe, options.overrides), indent=2))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +32,7 @@ from jaxtune.models.reward import reward_model
 from jaxtune.terminal import fitted, printable
 from jaxtune.train import metrics as m
 from jaxtune.train import report
-from jaxtune.train.checkpoint import saved_steps
-from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.formats import Example, RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import asked, exact_match
@@ -43,8 +41,8 @@ from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.record import digest, require_same_settings
-from jaxtune.train.results import read_result, require_own, write_result
-from jaxtune.train.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED, RESULTS
+from jaxtune.train.results import holds, require_own, require_replaceable, write_result
+from jaxtune.train.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import COMPUTE_DTYPES, Trainer
@@ -172,7 +170,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     on from what is saved)."""
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
-    _require_fit_for_processes(config)
+    require_fit_for_processes(config)
     require_makeable("output", config.output)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)
@@ -196,7 +194,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
             return EXIT_SAVED
 
 
-def _require_fit_for_processes(config: TrainConfig) -> None:
+def require_fit_for_processes(config: TrainConfig) -> None:
     """Raises ValueError where a run of several processes has not one config, or one that asks for what they cannot do
     yet."""
     if (count := processes.count()) == 1:
@@ -257,6 +255,7 @@ class _Delivery:
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
         self.numbers: dict[str, Any] = {}
+        self.rows = "" if trainer.eval_data is None else trainer.eval_data.documents.identity
         wanted, positions = self.config.evaluation, trainer.model.given.config.max_position_embeddings
         if wanted.exact_match_rows:  # what cannot be asked is said before training
             rows = answered(self.config, wanted.exact_match_rows)
@@ -278,6 +277,9 @@ class _Delivery:
                     f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to "
                     "train anew, name another output"
                 )
+            for name in there if start < total else ():
+                if name != RESULTS:
+                    require_replaceable(self.output / name, run())
             self.numbers = {key: value for key, value in self.numbers.items() if key == "before"}
         if start == 0 and self.config.evaluation.exact_match_rows and self.config.evaluation.at_start:
             self.trainer.model.take_weights()
@@ -290,23 +292,25 @@ class _Delivery:
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
-            own = numbers.pop("run") == digest(run)
+            own, rows = numbers.pop("run") == digest(run), numbers.pop(m.ROWS, self.rows)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            own = False
-        if own:
-            self.numbers = numbers
-        else:
+            own = rows = False
+        if not own:
             path.unlink()
+        elif rows == self.rows or not self.rows:
+            self.numbers = numbers
 
     def _is_measured(self) -> bool:
         """Whether the trained model was measured as the config asks."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
-        due = wanted.after_last(last) and self.trainer.eval_data is not None
+        due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows
-        return (not due or m.evaluated(self.output / m.JSONL, last)) and (not answers or "after" in self.numbers)
+        measured = not due or last in m.evaluations(self.output / m.JSONL, self.rows)
+        return bool(measured and (not answers or "after" in self.numbers))
 
     def _write_numbers(self, run: dict[str, Any]) -> None:
-        atomic_write(self.output / RESULTS, json.dumps(self.numbers | {"run": digest(run)}, indent=2) + "\n")
+        told = self.numbers | {"run": digest(run), m.ROWS: self.rows}
+        atomic_write(self.output / RESULTS, json.dumps(told, indent=2) + "\n")
 
     def show_numbers(self) -> None:
         """Says what was measured of this run."""
@@ -320,7 +324,7 @@ class _Delivery:
         config, console = self.config, self.console
         for name, write in self._exports(has_adapter(model)):
             folder, total = self.output / name, self.trainer.total_steps
-            if not trained and processes.of_first(functools.partial(_holds, folder, run, total)):
+            if not trained and processes.of_first(functools.partial(holds, folder, run, total)):
                 console.print(f"{folder} is there already; left as it is")
                 continue
             with processes.written_by_first(folder) as own:
@@ -332,7 +336,7 @@ class _Delivery:
             self.numbers["after"] = answer(model, self.trainer.tokenizer, config, console, AFTER)
         if not processes.first():
             return
-        evaluations = [line["eval_loss"] for line in m.read_metrics(self.output / m.JSONL) if "eval_loss" in line]
+        evaluations = list(m.evaluations(self.output / m.JSONL, self.rows).values())
         if evaluations:
             self.numbers["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
         if self.numbers:
@@ -351,10 +355,6 @@ class _Delivery:
         if wanted.merged:
             exports.append((MERGED, whole))
         return exports
-
-
-def _holds(folder: Path, run: dict[str, Any], step: int) -> bool:
-    return os.path.lexists(folder) and require_own(folder, run).step == step
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
@@ -422,78 +422,3 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
         plan = f"{train} qlora-8b --plan plan.device='RTX 4090'"
         commands.append(("what an 8B model needs on a GPU, and how fast it would be", plan))
     return commands
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """Which weights an evaluation is of. text: in words; config: loads them; checkpoints: None, or where they lie."""
-
-    text: str
-    config: TrainConfig
-    checkpoints: Path | None = None
-
-
-def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
-    """What `jaxtune evaluate` scores: the result of a run, by its config.yaml; else the model that a recipe names.
-
-    A run's result is its exported adapter or model, or its last checkpoint where that is of a later step. Overrides of
-    `model` or `adapter` ask for other weights.
-
-    Raises:
-      ValueError: a run that has nothing trained yet; a result that is damaged.
-    """
-    run = Path(recipe).parent
-    chosen = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
-    is_run = Path(recipe).name == CONFIG and ((run / m.JSONL).exists() or (run / CHECKPOINTS).exists())
-    if not is_run or chosen:
-        text = str(config.model.path or f"random weights of {config.model.from_config}")
-        if config.adapter is not None:
-            text += (
-                f" with the adapter {config.adapter.path}" if config.adapter.path else " with a new adapter, untrained"
-            )
-        return Scored(text, config)
-    order = [MERGED, ADAPTER] if config.qat is not None else [ADAPTER, MERGED]  # QAT rounds when it merges
-    found = next((run / name for name in order if (run / name).exists()), None)
-    saved = max(saved_steps(run / CHECKPOINTS), default=0)
-    result = None if found is None else read_result(found)
-    if result is None and not saved:
-        raise ValueError(
-            f"{run} has no trained weights: no {ADAPTER}, {MERGED} or checkpoint yet. To score the model that it "
-            "begins from, name its recipe, or set model.path"
-        )
-    if result is None or saved > result.step:
-        return Scored(f"checkpoint of step {saved} in {run / CHECKPOINTS}", config, run / CHECKPOINTS)
-    text = f"{result.folder} (step {result.step})"
-    if result.folder.name == ADAPTER:
-        return Scored(f"{text} on {config.model.path}", replace(config, adapter=AdapterConfig(path=str(result.folder))))
-    model = replace(config.model, path=str(result.folder), from_config=None, load_in=None)
-    # An optimizer without states: none is used.
-    optim = OptimConfig(name="sgd", momentum=0.0)
-    return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim))
-
-
-def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """{"weights", "eval_loss", "eval_targets"}, and "exact_match" where the config asks for it, of what
-    `weights_to_score` says."""
-    use_program_cache()
-    console = terminal.console(stderr=True, soft_wrap=True)
-    _require_fit_for_processes(config)
-    scored = weights_to_score(config, recipe, overrides)
-    console.print(f"weights: {scored.text}")
-    config = scored.config
-    model, tokenizer = load_model(config)
-    trainer = Trainer(model, tokenizer, config)
-    if trainer.eval_data is not None:
-        for warning in report.held_out_warnings(trainer.train_data, trainer.eval_data):
-            console.print(fitted(f"warning: {printable(warning)}", console))
-    results: dict[str, Any] = {"weights": scored.text}
-    if scored.checkpoints is None:
-        results |= trainer.evaluate(trained=bool(config.adapter and config.adapter.path))
-    else:
-        values, model = trainer.evaluate_checkpoint(scored.checkpoints)
-        results |= values
-    unit = trainer.objective.unit
-    console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
-    if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, console)
-    return results

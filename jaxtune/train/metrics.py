@@ -237,6 +237,9 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
+ROWS = "eval_rows"  # of an evaluation: Documents.identity of its rows
+
+
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, NaN and infinities as floats again. A torn line, of a kill, is left out, and so is
     anything else that no run writes: every line is an object with the number of a step."""
@@ -250,10 +253,10 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return lines
 
 
-def evaluated(path: Path, step: int) -> bool:
-    """Whether a metrics.jsonl, if there is one, has an evaluation after that step."""
+def evaluations(path: Path, rows: str) -> dict[int, float]:
+    """{step: evaluation loss} of a metrics.jsonl, if there is one, in its order; of these rows (Documents.identity)."""
     lines = read_metrics(path) if path.exists() else []
-    return any(line["step"] == step and "eval_loss" in line for line in lines)
+    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
 
 def _drop_after(path: Path, last_step: int) -> None:

@@ -98,7 +98,8 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     """
     keys = _INCOMPATIBLE if _of_any_length(current) else (*_INCOMPATIBLE, *_LENGTH)
     adapted = current["config"]["adapter"] is not None
-    result = f"adapter.path={output / 'adapter'}" if adapted else f"model.path={output / 'merged'}"
+    # A recipe with settings of an adapter has a section, which a path replaces whole.
+    result = f"'adapter={{path: {output / 'adapter'}}}'" if adapted else f"'model.path={output / 'merged'}'"
     longer = (
         "Only a run of constant rate (schedule.name = constant, no schedule.warmup_ratio) can be given other steps; "
         "the rate of this one has its shape from their number. To train on, begin a new run from its result, with "
@@ -214,7 +215,8 @@ def require_compatible(
     if refused:
         keys = {difference.key for difference in refused}
         hint = "\n" + hints[min(keys)] if keys <= hints.keys() else ""
-        lines = "\n".join(f"  {difference}" for difference in refused)
+        more = f"\n  and {len(refused) - 8} more" if len(refused) > 8 else ""
+        lines = "\n".join(f"  {difference}" for difference in refused[:8]) + more
         raise CheckpointError(
             f"this run cannot continue that checkpoint; set these back or start a new run:\n{lines}{hint}"
         )

@@ -84,7 +84,7 @@ def data_summary(
     warnings = train.warnings()
     if held_out is not None:
         lines.append(f"evaluation rows: {held_out.report}")
-        warnings += held_out_warnings(train, held_out)
+    warnings += held_out_warnings(train, held_out)
     if batches.length > context_length:
         warnings.append(
             f"data.length = {batches.length:,} is more than the {context_length:,} positions that the model was made "
@@ -100,8 +100,10 @@ def data_summary(
     return "\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)])
 
 
-def held_out_warnings(train: TokenDataset, held_out: TokenDataset) -> list[str]:
+def held_out_warnings(train: TokenDataset, held_out: TokenDataset | None) -> list[str]:
     """What somebody should know of the rows of an evaluation, a sentence each."""
+    if held_out is None:
+        return []
     # Rows taken out of the training file were counted with it, and are not in it.
     known, documents = train.warnings(), held_out.documents
     found = [line for line in held_out.warnings() if line not in known]

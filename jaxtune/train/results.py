@@ -26,11 +26,13 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """An exported folder whose proof holds. run: as record.same_run gives it; step: whose weights these are."""
+    """An exported folder whose proof holds. run: as record.same_run gives it; step: whose weights these are; added:
+    the first file in it that the run did not write, or ""."""
 
     folder: Path
     run: dict[str, Any]
     step: int
+    added: str = ""
 
 
 class Delivery(Protocol):
@@ -67,7 +69,9 @@ def read_result(folder: Path) -> Result:
     for name, entry in expected.items():
         if found[folder / name] != entry:
             raise ValueError(f"{folder} is damaged: {name} is {found[folder / name]}, and was written as {entry}")
-    return result
+    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    added = (name for name in there if name not in expected and name != PROOF and not name.startswith("."))
+    return dataclasses.replace(result, added=next(added, ""))
 
 
 def require_own(folder: Path, run: dict[str, Any]) -> Result:
@@ -88,10 +92,21 @@ def require_own(folder: Path, run: dict[str, Any]) -> Result:
     return result
 
 
+def require_replaceable(folder: Path, run: dict[str, Any]) -> None:
+    """As require_own; raises ValueError, too, where somebody put a file of theirs into the folder."""
+    if added := require_own(folder, run).added:
+        raise ValueError(f"{folder} is to be written anew, and holds {added}, which no run wrote: move it away")
+
+
+def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
+    """Whether the result of this run after that step is there. Raises as require_own does."""
+    return os.path.lexists(folder) and require_own(folder, run).step == step
+
+
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
     """Has `write` fill an empty folder, proves it, and gives it the name; what was there, which is this run's, goes."""
     if os.path.lexists(folder):
-        require_own(folder, run)
+        require_replaceable(folder, run)
         old = unfinished_name(folder)
     else:
         old = None

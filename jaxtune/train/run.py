@@ -50,13 +50,14 @@ class Profile:
         )
 
 
-def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path) -> bool:
+def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str) -> bool:
     """Whether a process that begins after `start` steps has to evaluate first: because it is due before the first step,
-    or was due after the last one of a process that was interrupted before it was done."""
+    or was due after the last one of a process that was interrupted before it was done, or had other rows (`rows`, their
+    Documents.identity)."""
     if start == 0:
         return wanted.at_start
     due = wanted.after_last(start) if start >= total_steps else wanted.between(start)
-    return due and not processes.of_first(lambda: m.evaluated(output / m.JSONL, start))
+    return due and not processes.of_first(lambda: start in m.evaluations(output / m.JSONL, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Run:
             values = self.engine.evaluate(evaluate, state, frozen, batches, monitor.progress.evaluating, between)
             for callback in monitor.run.callbacks:
                 callback.evaluated(step, values)
-            line |= values
+            line |= values | {m.ROWS: batches.rows.documents.identity}
         monitor.run.history.append({"step": step, **values})
         unit = monitor.run.unit
         monitor.progress.print(

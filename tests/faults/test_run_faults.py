@@ -495,5 +495,5 @@ def test_a_schedule_that_ends_says_how_to_go_on(tmp_path):
         return Trainer(lora_model(), None, config, dataset(documents(40)))
 
     trainer(2).train()
-    with pytest.raises(ValueError, match=rf"saved 2, now 4\n.*with adapter.path={tmp_path}/adapter and another output"):
+    with pytest.raises(ValueError, match=rf"saved 2, now 4\n.*'adapter={{path: {tmp_path}/adapter}}' and another"):
         trainer(4).train()

@@ -54,6 +54,7 @@ class Rows(Protocol):
     length: int
     max_documents: int
     full: bool
+    documents: Any  # packing.Documents, which they are made of
 
     def __len__(self) -> int: ...
 

@@ -56,6 +56,11 @@ class Documents:
         """Of the flat tokens, which a selection shares; read once, all of them."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
+    @property
+    def identity(self) -> str:
+        """What tells these documents from those of another file."""
+        return f"{self.tokens_crc32:08x}"
+
     def __getitem__(self, index: int) -> Document:
         start, length = self.starts[index], self.lengths[index]
         return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))

@@ -1,0 +1,112 @@
+"""What `jaxtune evaluate` scores, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxtune import terminal
+from jaxtune.terminal import fitted, printable
+from jaxtune.train import metrics as m
+from jaxtune.train import report
+from jaxtune.train.app import answer, load_model, require_fit_for_processes
+from jaxtune.train.checkpoint import saved_steps
+from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
+from jaxtune.train.program_cache import use_program_cache
+from jaxtune.train.results import Result, read_result
+from jaxtune.train.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED
+from jaxtune.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Which weights an evaluation is of. text: in words; config: loads them; checkpoints: None, or where they lie;
+    result: None, or the exported one."""
+
+    text: str
+    config: TrainConfig
+    checkpoints: Path | None = None
+    result: Result | None = None
+
+
+def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
+    """What `jaxtune evaluate` scores: the result of a run, by its config.yaml; else the model that a recipe names.
+
+    A run's result is its exported adapter or model, or its last checkpoint where that is of a later step. Overrides of
+    `model` or `adapter` ask for other weights.
+
+    Raises:
+      ValueError: a run that has nothing trained yet; a result that is damaged.
+    """
+    run = Path(recipe).parent
+    chosen = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
+    is_run = Path(recipe).name == CONFIG and ((run / m.JSONL).exists() or (run / CHECKPOINTS).exists())
+    if not is_run or chosen:
+        text = str(config.model.path or f"random weights of {config.model.from_config}")
+        if config.adapter is not None:
+            text += (
+                f" with the adapter {config.adapter.path}" if config.adapter.path else " with a new adapter, untrained"
+            )
+        return Scored(text, config)
+    order = [MERGED, ADAPTER] if config.qat is not None else [ADAPTER, MERGED]  # QAT rounds when it merges
+    found = next((run / name for name in order if (run / name).exists()), None)
+    saved = max(saved_steps(run / CHECKPOINTS), default=0)
+    result = None if found is None else read_result(found)
+    if result is None and not saved:
+        raise ValueError(
+            f"{run} has no trained weights: no {ADAPTER}, {MERGED} or checkpoint yet. To score the model that it "
+            "begins from, name its recipe, or set model.path"
+        )
+    if result is None or saved > result.step:
+        return Scored(f"checkpoint of step {saved} in {run / CHECKPOINTS}", config, run / CHECKPOINTS)
+    text = f"{result.folder} (step {result.step})"
+    if result.folder.name == ADAPTER:
+        config = replace(config, adapter=AdapterConfig(path=str(result.folder)))
+        return Scored(f"{text} on {config.model.path}", config, result=result)
+    model = replace(config.model, path=str(result.folder), from_config=None, load_in=None)
+    # An optimizer without states: none is used.
+    optim = OptimConfig(name="sgd", momentum=0.0)
+    return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
+
+
+def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """{"weights", "eval_loss", "eval_targets"}, and "exact_match" where the config asks for it, of what
+    `weights_to_score` says."""
+    use_program_cache()
+    console = terminal.console(stderr=True, soft_wrap=True)
+    require_fit_for_processes(config)
+    scored = weights_to_score(config, recipe, overrides)
+    console.print(f"weights: {scored.text}")
+    config = scored.config
+    model, tokenizer = load_model(config)
+    trainer = Trainer(model, tokenizer, config)
+    if scored.result is not None and config.data.eval_rows:
+        _require_same_split(scored.result, trainer)
+    for warning in report.held_out_warnings(trainer.train_data, trainer.eval_data):
+        console.print(fitted(f"warning: {printable(warning)}", console))
+    results: dict[str, Any] = {"weights": scored.text}
+    if scored.checkpoints is None:
+        results |= trainer.evaluate(trained=bool(config.adapter and config.adapter.path))
+    else:
+        values, model = trainer.evaluate_checkpoint(scored.checkpoints)
+        results |= values
+    unit = trainer.objective.unit
+    console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
+    if config.evaluation.exact_match_rows:
+        results |= answer(model, tokenizer, config, console)
+    return results
+
+
+def _require_same_split(result: Result, trainer: Trainer) -> None:
+    """Refuses rows that are taken out of data.train otherwise than by the run, which trained on some of them then."""
+    key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
+    held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
+    if (held_out, tokens) != (rows, trainer.train_data.documents.tokens_crc32):
+        of = "data.train" if held_out != rows else "other rows, or by another template"
+        raise ValueError(
+            f"data.eval_rows = {rows}: the run held out {held_out} rows of {of}, so it was trained on some of these; "
+            "set data.eval to a file of held-out rows, and data.eval_rows=0"
+        )
