@@ -1,22 +1,21 @@
 """Measures what is named on the GPU of this machine, and fails where something got worse.
 
     python -m benchmarks FOLDER NAME ... [--seconds 540]
-    python -m benchmarks FOLDER [STEP ...] --old FOLDER [--against STEP] [--cold] [--seconds 540]
+    python -m benchmarks FOLDER [STEP ...] --old FOLDER [--cold] [--seconds 540]
     python -m benchmarks --list
 
 A name is a train step, a part with a script of its own, or a set of either. Records go to FOLDER, in the form of
 benchmarks/results, and so does what is printed, in files that end with .log; the exit status is 1 where a figure is
 missing, falls below its floor, or is worse than the stored record of this device: parts at 0.97 of it, steps too.
 A part is a process with a time limit, and one that fails costs only itself. Where there is no git checkout,
-JAXTUNE_COMMIT names the commit. `ablation` is of steps that are each without something, and says what that gains.
+JAXTUNE_COMMIT names the commit. `ablation` is of steps that are each without something, and says what it gains.
 
 With --old, that folder holds an older commit's files (`git worktree add FOLDER COMMIT`, or `git archive COMMIT`
 unpacked into a folder that is named COMMIT). Each step runs benchmarks/train/step.py of either side in turn, old, new,
 old, new, each with a process and its side's own cache of compiled programs; FOLDER/commits.json has the ratio of the
 medians of tokens per second, which must be 0.995. Both sides' programs are compiled beforehand, side by side; with
 --cold, by each side's first run alone instead, whose seconds are recorded (`compile_seconds_cold`). commits.json is
-added to by the next call, so that several calls, each of at most --seconds, make one record. --against: the older
-commit runs this step, whatever the new one runs: what one that it does not know gains (`8b_fp8 --against 8b`).
+added to by the next call, so that several calls, each of at most --seconds, make one record.
 """
 
 from __future__ import annotations
@@ -80,10 +79,8 @@ def ratio(runs: list[dict]) -> float | None:
     return statistics.median(new) / statistics.median(old) if old and new else None
 
 
-def beside_older(
-    names: list[str], sides: list[Side], facts: dict, call: Call, ahead: bool, against: str | None
-) -> dict[str, float | None]:
-    """Makes the runs that the call's record lacks; {step: ratio}. against: the step that the older side runs.
+def beside_older(names: list[str], sides: list[Side], facts: dict, call: Call, ahead: bool) -> dict[str, float | None]:
+    """Makes the runs that the call's record lacks; {step: ratio}.
 
     Raises:
       SystemExit: the file is of other commits or another device.
@@ -92,32 +89,28 @@ def beside_older(
     for key in ("device", "commit", "old_commit"):
         if record.get(key) != facts[key]:
             raise SystemExit(f"{call.output}: {key} is {record.get(key)!r} there and {facts[key]!r} here")
-    titles = {name: f"{name} / {against}" if against else name for name in names}
-
-    def of(side: Side, name: str):
-        return STEPS[against if against and side.name == "old" else name]
 
     def missing(name: str) -> list[tuple[int, Side]]:
-        runs = record["cases"].get(titles[name], ())
+        runs = record["cases"].get(name, ())
         done = {(run["round"], run["side"]) for run in runs if "failed" not in run}
         return [(number, side) for number in (1, 2) for side in sides if (number, side.name) not in done]
 
     wanted = [name for name in names if missing(name)]
     if ahead and wanted:
-        call.ahead([(side, [of(side, name) for name in wanted]) for side in sides])
+        call.ahead([(side, [STEPS[name] for name in wanted]) for side in sides])
     for name in wanted:
         longest = 0.0
         for number, side in missing(name):
             begun = time.monotonic()
-            found = call.run(side, of(side, name), f"{titles[name]}: {side.name} {number}", longest)
+            found = call.run(side, STEPS[name], f"{name}: {side.name} {number}", longest)
             if found is None:
                 break
             longest = max(longest, time.monotonic() - begun)
-            runs = [run for run in record["cases"].get(titles[name], ()) if "failed" not in run]
+            runs = [run for run in record["cases"].get(name, ()) if "failed" not in run]
             runs.append({key: found[key] for key in _KEPT if key in found} | {"side": side.name, "round": number})
-            record["cases"][titles[name]], record["ratios"][titles[name]] = runs, ratio(runs)
+            record["cases"][name], record["ratios"][name] = runs, ratio(runs)
             write(call.output, record)
-    return {name: record["ratios"].get(titles[name]) for name in names}
+    return {name: record["ratios"].get(name) for name in names}
 
 
 def beside_stored(names: list[str], side: Side, device: str, call: Call, ahead: bool) -> dict[str, float | None]:
@@ -170,7 +163,7 @@ def run_steps(names: list[str], options: argparse.Namespace) -> list[str]:
     else:
         old = Side("old", options.old.resolve(), commit_of(options.old.resolve()), caches / "old")
         facts["old_commit"] = old.commit
-        ratios = beside_older(names, [old, new], facts, call, not options.cold, options.against)
+        ratios = beside_older(names, [old, new], facts, call, not options.cold)
     floor = FLOORS["stored" if options.old is None else "old"]
     for name, found in ratios.items():
         print(f"{name}: {'no ratio' if found is None else f'{found:.4f}'}, at least {floor} is asked", flush=True)
@@ -182,7 +175,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of --list; default with --old: steps")
     parser.add_argument("--old", type=Path, metavar="FOLDER", help="files of the commit to compare steps with")
-    parser.add_argument("--against", metavar="STEP", choices=list(STEPS), help="what the older commit runs")
     parser.add_argument("--cold", action="store_true", help="nothing is compiled beforehand; compiling is timed")
     parser.add_argument("--seconds", type=float, default=540, help="that the steps of this call may take")
     parser.add_argument("--list", action="store_true", help="sets, parts and steps")
@@ -197,8 +189,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no {', '.join(sorted(unknown))}: known are {', '.join([*SETS, *PARTS, *STEPS])}")
     if options.folder is None or not names:
         parser.error("FOLDER and at least one NAME are needed; --list shows the names")
-    if options.against and options.old is None:
-        parser.error("--against is of the older commit: it goes with --old FOLDER")
     steps = [name for name in names if name in STEPS]
     if options.old and len(steps) < len(names):
         parser.error(f"--old compares steps, and {', '.join(set(names) - set(steps))} is none")

@@ -24,12 +24,12 @@ def commit_here() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def driver_bytes(what: str) -> float | None:
-    """Memory of the first GPU by the driver, "total" or "used" by all programs; None where there is no driver."""
+def driver_bytes() -> float | None:
+    """All memory of the first GPU by the driver; None where there is no driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    query = [tool, f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits", "--id=0"]
+    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
 
 

@@ -8,15 +8,6 @@ SHAPES = {
     "llama-3.2-1b": PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"],
     "llama-3.3-70b": PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
     | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    "qwen2.5-0.5b": PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"],
-    "qwen3-0.6b": PUBLISHED["Qwen/Qwen3-14B"]
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
     "qwen3-14b": PUBLISHED["Qwen/Qwen3-14B"],
     "qwen3-32b": PUBLISHED["Qwen/Qwen3-32B"],
     "qwen3-30b-a3b": PUBLISHED["Qwen/Qwen3-30B-A3B"],

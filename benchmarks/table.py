@@ -149,7 +149,7 @@ def memory_table(record: dict) -> list[str]:
               if "failed" in case]  # fmt: skip
     commits = ", ".join(sorted({case["commit"][:7] for case in record["cases"].values() if "commit" in case}))
     where = _versions(record).rsplit(", commit", 1)[0]
-    note = f"{where}, commits {commits}. `python benchmarks/train/memory.py --list`."
+    note = f"{where}, commits {commits}. `python benchmarks/train/memory.py --help`."
     return [*lines, "", note + (f" Without a result: {', '.join(failed)}." if failed else "")]
 
 

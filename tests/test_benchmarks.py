@@ -8,17 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from tiny import CONFIGS
 
 from benchmarks import __main__ as command
-from benchmarks import arms, cases
+from benchmarks import cases
 from benchmarks.processes import step_arguments
 from benchmarks.random_model import random_model
 from benchmarks.record import honest
@@ -27,10 +25,6 @@ from benchmarks.table import Rejected, load, rows_of, startup_table
 from benchmarks.train import compile_ahead, memory, mesh, startup, step
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.quant import quantize
-from jaxtune.models.residual_plan import residuals_of
-from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import loss_sums
-from jaxtune.train.planning.plan import parse_residuals
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {
@@ -111,61 +105,29 @@ def test_a_start_says_where_its_time_went(tmp_path):
     assert f"| **{marks['first_step']:.1f}** |" in startup_table(record)[2]
 
 
-def test_the_arms_of_an_ablation_train_one_model():
-    """Layouts from the host and transfers that are waited for: one loss, one gradient."""
-    model = random_model(SMALL, jax.random.key(0))
-    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    segments = np.array([[1] * 20 + [2] * 44, [1] * 60 + [0] * 4], np.int32)
-    positions = np.concatenate([np.r_[0:20, 0:44], np.r_[0:60, 0:4]]).reshape(2, 64).astype(np.int32)
-    tokens = np.random.default_rng(0).integers(0, 64, (2, 64), np.int32)
-    batch = Batch(tokens, np.roll(tokens, -1, 1), (segments > 0).astype(np.float32), segments, positions)
-    plan = parse_residuals("recompute, layer_input=offload", 2, residuals_of(model.layers))
-    asked, found = [], {}
-
-    def bounds(segment_ids):
-        asked.append(1)
-        return host_bounds(segment_ids)
-
-    def loss(trainable):
-        return loss_sums(nnx.merge(graph, trainable, frozen), batch, plan=plan)[0]
-
-    host_bounds = arms._host_bounds
-    for names in ((), ("layout",), ("overlap", "layout")):
-        with arms.without(names), mock.patch.object(arms, "_host_bounds", bounds):
-            value, gradient = jax.jit(jax.value_and_grad(loss))(trainable)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradient)))
-        found[names] = [float(value), float(norm)]
-        assert bool(asked) == ("layout" in names)
-    for values in found.values():
-        np.testing.assert_allclose(values, found[()], rtol=0.02)  # in bfloat16
-
-
-def test_programs_are_compiled_ahead_whatever_becomes_of_one(monkeypatch, capsys):
-    """From shapes alone, with adapters on experts where the model has them; one that does not fit says so."""
+@pytest.mark.parametrize("arguments", ["--scales blocks --load-in fp8 --compute fp8", "--serial-transfers --plan auto"])
+def test_programs_are_compiled_ahead_from_shapes_alone(monkeypatch, capsys, arguments):
     made = []
 
     def make_trainer(options, model):
-        made.append((options.shape, options.rows, {type(leaf) for leaf in jax.tree.leaves(nnx.state(model))}))
-        problem = None if options.rows == 2 else "does not fit\nfor reasons"
+        made.extend(jax.tree.leaves(nnx.state(model)))
+        return trainer_of(options, model)
 
-        def fit(shapes, first_step, print_line):
-            assert shapes() == "shapes" and first_step == 0
-            if problem:
-                raise ValueError(problem)
-
-        model = SimpleNamespace(first_shapes=lambda engine: "shapes")
-        return SimpleNamespace(engine=SimpleNamespace(fit=fit), model=model)
-
+    trainer_of = compile_ahead.make_trainer
+    shape = SMALL | dict(hidden_size=128, intermediate_size=256)
+    monkeypatch.setitem(SHAPES, "small", shape)
+    monkeypatch.setattr(compile_ahead, "prepare", lambda cache: None)
     monkeypatch.setattr(compile_ahead, "make_trainer", make_trainer)
-    monkeypatch.setattr(jax.config, "update", lambda key, value: None)
-    cases = {"small": ["--shape", "gpt-oss-20b", "--rows", "2"], "large": ["--shape", "qwen3-0.6b", "--rows", "32"]}
-    cases["large"] += ["--without", "overlap"]
-    assert list(compile_ahead.compile_ahead(cases, "nowhere")) == ["small"]
-    assert capsys.readouterr().out == "large: not compiled ahead: does not fit\n"
-    assert sorted(made) == [("gpt-oss-20b", 2, {jax.ShapeDtypeStruct}), ("qwen3-0.6b", 32, {jax.ShapeDtypeStruct})]
+    monkeypatch.setattr(sys, "argv", ["compile_ahead.py", "cache", f"--shape small --rows 1 --length 64 {arguments}"])
+    assert compile_ahead.main() == 0
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 0
+    assert made and {type(leaf) for leaf in made} == {jax.ShapeDtypeStruct}
+
+
+def test_experts_have_adapters_where_a_model_has_them():
     adapter = step.adapter_config(SimpleNamespace(shape="gpt-oss-20b", rank=16))
     assert adapter.target_parameters == ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    assert step.adapter_config(SimpleNamespace(shape="qwen3-0.6b", rank=16)).target_parameters is None
+    assert step.adapter_config(SimpleNamespace(shape="qwen3-14b", rank=16)).target_parameters is None
 
 
 @pytest.mark.parametrize("case", [*memory.CASES.values(), *cases.STEPS.values()], ids=lambda case: case.arguments)
@@ -184,7 +146,7 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
         return json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
 
     steps, kept = stored("steps.json"), stored("memory.json")["cases"]
-    unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["ablation"]} - {"8b_packed"}  # yet
+    unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["ablation"]}  # yet
     assert set(cases.STEPS) - unmeasured == set(steps) and not unmeasured & set(steps)
     assert set(memory.CASES) < set(kept)
     assert set(mesh.CASES) == set(stored("mesh_2.json")["cases"])
@@ -199,8 +161,8 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
 
 
 def test_every_part_is_a_script_that_is_there_and_knows_its_cases():
-    parts = [part.arguments.split("--cases ")[1] for part in cases.PARTS.values() if "--cases" in part.arguments]
-    assert sorted(",".join(parts).split(",")) == sorted(memory.CASES)
+    parts = [part.arguments.split()[1:] for name, part in cases.PARTS.items() if name in cases.SETS["memory"]]
+    assert sorted(name for names in parts for name in names) == sorted(memory.CASES)
     for part in cases.PARTS.values():
         assert (ROOT / part.arguments.split()[0]).is_file()
     assert {name for names in cases.SETS.values() for name in names} <= {*cases.PARTS, *cases.STEPS}

@@ -78,18 +78,6 @@ def test_two_commits_take_turns_and_the_medians_are_compared(trees, tmp_path, mo
     assert [(run["side"], run["round"]) for run in runs] == [("old", 1), ("new", 1), ("old", 2), ("new", 2)]
 
 
-def test_the_older_commit_may_run_another_case(trees, tmp_path):
-    call = trees(old=[100.0, 100.0], new=[150.0, 150.0])
-    status, calls = call("8b_fp8", "--old", str(tmp_path / "old"), "--against", "8b")
-    assert status == 0
-    wanted = {
-        "old": processes.step_arguments(STEPS["8b"], ""),
-        "new": processes.step_arguments(STEPS["8b_fp8"], ""),
-    }
-    assert all(arguments == wanted[side] for side, arguments, *_ in calls) and len(calls) == 4
-    assert json.loads((tmp_path / "out/commits.json").read_text())["ratios"] == {"8b_fp8 / 8b": 1.5}
-
-
 def test_a_slower_commit_fails(trees, tmp_path):
     call = trees(old=[100.0, 100.0], new=[99.0, 99.0])
     assert call("8b", "--old", str(tmp_path / "old"), "--cold")[0] == 1
@@ -135,7 +123,6 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     for words, said in (
         (["x", "9b"], "no 9b: known are steps, kernels, "),
         (["x"], "at least one NAME"),
-        (["x", "8b", "--against", "8b"], "it goes with --old FOLDER"),
         (["x", "8b", "moe", "--old", "y"], "--old compares steps, and moe is none"),
     ):
         with pytest.raises(SystemExit):

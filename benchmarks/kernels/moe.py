@@ -1,6 +1,6 @@
 """The mixture of experts, beside the best known alternatives in one run on one GPU.
 
-    python benchmarks/kernels/moe.py --output FILE.json [--only fp8]
+    python benchmarks/kernels/moe.py --output FILE.json [--only TEXT]
 
 gpt-oss-20b (32 experts, 4 a token, 2,880 x 2,880) and Qwen3-30B-A3B (128 experts, 8 a token, 2,048 x 768) at 16,384
 tokens in bf16, with a balanced router and with one after Zipf (expert e is as likely as 1 / (e + 1)). A grouped
@@ -27,7 +27,6 @@ import numpy as np
 
 from benchmarks.kernels.timing import (
     arguments,
-    distance,
     figure,
     in_turns,
     normal,
@@ -137,29 +136,40 @@ def _torch_grouped(sizes: np.ndarray, columns: int, weight_shape, contract: int)
     return {"torch": functools.partial(_queued, product, wait=lambda _: torch.cuda.synchronize())}
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "transposed"))
-def _both_ways(x, weight, groups, dout, implementation, transposed):
-    options = dict(transposed=transposed, implementation=implementation)
-    out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, **options), x)
+@functools.partial(jax.jit, static_argnames=("implementation", "transposed", "fp8"))
+def _both_ways(x, weight, groups, dout, lora, implementation, transposed, fp8):
+    options = dict(transposed=transposed, implementation=implementation, fp8=fp8)
+    out, pullback = jax.vjp(lambda x: grouped_matmul(x, weight, groups, lora, **options), x)
     return out, *pullback(dout)
 
 
-def four_bits(shape: Shape, name: str, tokens: int) -> dict:
-    """Experts in NF4 and MXFP4, decoded before the product and ahead of it, beside bf16 ones: forward and dx."""
+def few_bits(shape: Shape, name: str, kind: str, tokens: int) -> dict:
+    """Experts in few bits beside bf16 ones: forward and dx. NF4 and MXFP4 are decoded before the product and ahead of
+    it; FP8 is decoded before it, or multiplies as it is stored, with scales by rows and of 128 x 128 (where these
+    divide the sizes), with an adapter on either side."""
     groups, x, dout, weight = operands(shape, name, False, tokens)
-    result: dict = {}
-    for kind in ("nf4", "mxfp4"):
-        # MXFP4 is stored as [E, out, in]; bf16 is measured in the same direction.
-        transposed = shape.gpt_oss and kind == "nf4"
-        array = weight if transposed == shape.gpt_oss else weight.mT
-        stored = NF4.encode(array) if kind == "nf4" else _mxfp4(array.shape)
-        ways = {"bf16": (array, "mosaic"), "decoded": (stored, "mosaic"), "ahead": (stored, "mosaic_ahead")}
-        calls = {
-            way: functools.partial(_queued, _both_ways, x, side, groups, dout, implementation, transposed)
-            for way, (side, implementation) in ways.items()
+    in_size, out_size = shape.products[name]
+    # MXFP4 is stored as [E, out, in]; bf16 is measured in the same direction.
+    transposed = shape.gpt_oss and kind != "mxfp4"
+    array = weight if transposed == shape.gpt_oss else weight.mT
+    lora = None
+    if kind == "fp8":
+        a = normal(4, shape.experts, RANK, in_size, size=in_size**-0.5)
+        lora = GroupedLora(a, normal(5, shape.experts, out_size, RANK))
+        ways = {"bf16": (array, None, False)} | {
+            way: (FP8.encode(array), None, way == "rows") for way in ("rows", "decoded")
         }
-        result[kind] = timed(calls)
-    return result
+        if in_size % 128 == out_size % 128 == 0:
+            ways["blocks"] = (FP8.encode(array, TILE), None, True)
+    else:
+        stored = NF4.encode(array) if kind == "nf4" else _mxfp4(array.shape)
+        ways = {"bf16": (array, "mosaic", False), "decoded": (stored, "mosaic", False)}
+        ways["ahead"] = (stored, "mosaic_ahead", False)
+    calls = {
+        way: functools.partial(_queued, _both_ways, x, side, groups, dout, lora, implementation, transposed, fp8)
+        for way, (side, implementation, fp8) in ways.items()
+    }
+    return timed(calls) | {"chosen": {op: chosen for op, chosen in dispatch.record.items() if "experts" in op}}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -169,39 +179,13 @@ def _mxfp4(shape) -> MXFP4:
     return MXFP4(codes, jax.random.randint(keys[1], (*shape[:-1], shape[-1] // 32), 116, 122).astype(jnp.uint8))
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "fp8", "forward"))
-def _one_way(x, weight, groups, dout, lora, transposed, fp8, forward):
-    def run(x):
-        return grouped_matmul(x, weight, groups, lora, transposed=transposed, fp8=fp8)
-
-    return run(x) if forward else jax.vjp(run, x)[1](dout)
-
-
-def in_fp8(shape: Shape, name: str, tokens: int) -> dict:
-    """Experts in FP8 that multiply as they are stored, with scales by rows and of 128 x 128 (where these divide the
-    sizes), and decoded before each product, beside bf16 ones: forward and dx, each with an adapter; and relative errors
-    against bf16's."""
-    groups, x, dout, plain = operands(shape, name, False, tokens)
-    held = jnp.arange(groups.rows) % 128 < jnp.repeat(groups.tile_sizes, 128)
-    x, dout = x * held[:, None], dout * held[:, None]
-    in_size, out_size = shape.products[name]
-    a = normal(4, shape.experts, RANK, in_size, size=in_size**-0.5)
-    lora = GroupedLora(a, normal(5, shape.experts, out_size, RANK))
-    weights = {"bf16": plain, "rows": FP8.encode(plain), "decoded": FP8.encode(plain)}
-    if in_size % 128 == out_size % 128 == 0:
-        weights["blocks"] = FP8.encode(plain, TILE)
-    result: dict = {}
-    for direction in ("forward", "dx"):
-
-        def call(way, direction=direction):
-            options = dict(transposed=shape.gpt_oss, fp8=way in ("rows", "blocks"), forward=direction == "forward")
-            return jax.tree.leaves(_one_way(x, weights[way], groups, dout, lora, **options))[0]
-
-        result[direction] = timed({way: functools.partial(_queued, call, way) for way in weights})
-        exact = call("bf16")
-        result[direction] |= {f"{way}_error": distance(call(way), exact) for way in weights if way != "bf16"}
-    result["chosen"] = dispatch.record["fp8_matmul of experts"]
-    return result
+# (kind, way, in words, (floor, goal))
+EXPERTS = (
+    ("nf4", "ahead", "NF4", (0.85, 0.95)), ("nf4", "decoded", "NF4 decoded before", ()),
+    ("mxfp4", "ahead", "MXFP4", (0.85, 0.95)), ("mxfp4", "decoded", "MXFP4 decoded before", ()),
+    ("fp8", "rows", "FP8 by rows", ()), ("fp8", "blocks", "FP8 of 128 x 128", ()),
+    ("fp8", "decoded", "FP8 decoded before", ()),
+)  # fmt: skip
 
 
 def must_show(record: dict) -> Iterator[dict]:
@@ -214,9 +198,9 @@ def must_show(record: dict) -> Iterator[dict]:
             return [part for part in found if part is not None] if None not in found else []
 
         def worse(found: list[dict], slow: str, fast: str) -> float | None:
-            """Speed of `fast` over that of `slow`; torch may be missing."""
-            ratios = (part[f"{slow}_ms"] / part[f"{fast}_ms"] for part in found if f"{slow}_ms" in part)
-            return min(ratios, default=None)
+            """Speed of `fast` over that of `slow`; either may be missing."""
+            found = [part for part in found if {f"{slow}_ms", f"{fast}_ms"} <= part.keys()]
+            return min((part[f"{slow}_ms"] / part[f"{fast}_ms"] for part in found), default=None)
 
         names, modes = ("gate_up", "down"), ("balanced", "zipf")
         for mode, floors in zip(modes, ((0.8, 0.92), (0.7, 0.85)), strict=True):
@@ -226,17 +210,10 @@ def must_show(record: dict) -> Iterator[dict]:
                 if value := worse([part[way] for part in found], key, "ours"):
                     what = f"{model}, {mode}, {way}: speed over {other}, worse of two"
                     yield figure("grouped product", what, value, *bounds)
-        for kind in ("nf4", "mxfp4"):
-            for way, words, bounds in (("ahead", "", (0.85, 0.95)), ("decoded", " decoded before", ())):
-                if value := worse([part[kind] for part in parts("four bits", names)], "bf16", way):
-                    what = f"{model}, experts in {kind.upper()}{words}: speed over bf16 experts, worse of two"
-                    yield figure("grouped product", what, value, *bounds)
-        found = [part[way] for part in parts("fp8", names) for way in ("forward", "dx")]
-        for way in ("rows", "blocks", "decoded"):
-            if found and all(f"{way}_ms" in part for part in found):
-                value = sum(part["bf16_ms"] for part in found) / sum(part[f"{way}_ms"] for part in found)
-                what = f"{model}, experts in FP8, {way}: speed over bf16 experts, both products, forward and dx"
-                yield figure("grouped product", what, value)
+        for kind, way, words, bounds in EXPERTS:
+            if value := worse(parts(f"experts in {kind}", names), "bf16", way):
+                what = f"{model}, experts in {words}: speed over bf16 experts, worse of two"
+                yield figure("grouped product", what, value, *bounds)
 
 
 def main() -> int:
@@ -250,8 +227,9 @@ def main() -> int:
             for name in shape.products:
                 parts[f"products {shape.name} {name} {mode}"] = functools.partial(products, shape, name, *given)
         for name in shape.products:
-            parts[f"four bits {shape.name} {name}"] = functools.partial(four_bits, shape, name, options.tokens)
-            parts[f"fp8 {shape.name} {name}"] = functools.partial(in_fp8, shape, name, options.tokens)
+            for kind in ("nf4", "mxfp4", "fp8"):
+                key = f"experts in {kind} {shape.name} {name}"
+                parts[key] = functools.partial(few_bits, shape, name, kind, options.tokens)
     return record_parts("moe", options, parts, must_show)
 
 

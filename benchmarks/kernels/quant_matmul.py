@@ -1,12 +1,12 @@
-"""NF4 weights against bf16 weights of the same shape, in one run on one GPU.
+"""NF4 and FP8 weights against bf16 weights of the same shape, and 8-bit Adam, in one run on one GPU.
 
     python benchmarks/kernels/quant_matmul.py --output FILE.json [--only TEXT] [--lines TABLE.json]
 
 Both sides are jaxtune's quant_matmul: over an array it is the vendor's GEMM, with the same LoRA (rank 16) through XLA.
-"ratio" is bf16 time over NF4 time. Many tokens: forward and backward to x (and to A and B), wall clock over several
+"ratio" is bf16 time over the other's. Many tokens: forward and backward to x (and to A and B), wall clock over several
 queued calls, the two sides in turns. Few tokens: forward, time of the kernels on the device (CUPTI), over copies of the
 weight that together are at least four times the L2. Dequantising and 8-bit Adam: bytes that must move over device
-time, as a share of the fastest copy of the run. Every case is checked first.
+time, as a share of the fastest copy of the run. Products' relative differences are recorded, too.
 
 --lines measures every tile of line_matmul.py (few tokens) beside what is chosen without a table, and adds the fastest
 to that table of measured blocks; as the GPU's of jaxtune/pallas/tuned it becomes the choice.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 import sys
 import time
@@ -28,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.timing import arguments, compiled, distance, figure, normal, queued_ms, record_parts
+from benchmarks.kernels.timing import arguments, compiled, distance, figure, in_turns, normal, queued_ms, record_parts
 from jaxtune.pallas import tuning
-from jaxtune.pallas.formats import NF4, blockwise8
+from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.blockwise8 import dynamic_map
+from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.quant_matmul import LoraWeights, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 from jaxtune.train.adam8 import scale_by_adam_8bit
@@ -138,55 +138,36 @@ def tune_lines(rows: int, columns: int, tokens: int, table: Path) -> dict:
     )  # fmt: skip
 
 
-def many_tokens(rows: int, columns: int, tokens: int, with_lora: bool) -> dict:
+def many_tokens(rows: int, columns: int, tokens: int, encode: Callable, with_lora: bool) -> dict:
+    """encode: of rows, columns; gives the weight in few bits."""
+
     def both_directions(x, dout, weight, lora):
-        output, pullback = jax.vjp(lambda x, lora: quant_matmul(x, [weight], [lora])[0], x, lora)
+        def product(x, lora):
+            return quant_matmul(x, [weight], [lora], fp8=isinstance(weight, FP8))[0]
+
+        output, pullback = jax.vjp(product, x, lora)
         return output, pullback(dout)
 
-    x, dout, packed, lora = normal(0, tokens, columns), normal(1, tokens, rows), random_nf4(rows, columns, 0), None
+    x, dout, stored, lora = normal(0, tokens, columns), normal(1, tokens, rows), encode(rows, columns), None
     if with_lora:
         a = normal(2, RANK, columns, size=columns**-0.5, dtype=jnp.float32)
         lora = LoraWeights(a, normal(3, rows, RANK, dtype=jnp.float32), None, 2.0)
-    sides = {"bf16": (x, dout, packed.decode(jnp.bfloat16), lora), "nf4": (x, dout, packed, lora)}
+    sides = {"bf16": (x, dout, stored.decode(jnp.bfloat16), lora), "stored": (x, dout, stored, lora)}
     programs = {name: compiled(both_directions, *given) for name, given in sides.items()}
     results = [jax.tree.leaves(programs[name](*given)) for name, given in sides.items()]
     errors = [distance(got, want) for want, got in zip(*results, strict=True)]
     del results
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(7):
-        for name, given in sides.items():
-            times[name].append(queued_ms(programs[name], *given, count=QUEUED))
-    ratios = [sixteen / four for sixteen, four in zip(times["bf16"], times["nf4"], strict=True)]
-    return {
-        "shape": [rows, columns],
-        "differences": errors,
-        "ms": {name: statistics.median(each) for name, each in times.items()},
-        "ratio": statistics.median(ratios),
-    }
+    ways = {name: functools.partial(queued_ms, programs[name], *given, count=QUEUED) for name, given in sides.items()}
+    ms = in_turns(ways, rounds=7)
+    return {"shape": [rows, columns], "differences": errors, "ms": ms, "ratio": ms["bf16"] / ms["stored"]}
 
 
 def adam(count: int, copy: float) -> dict:
     """The 8-bit update of one tensor: reads the gradient and both moments, writes moments, in place, and direction."""
-    beta1, beta2, eps = 0.9, 0.999, 1e-8
-    transform = scale_by_adam_8bit(beta1, beta2, eps)
+    transform = scale_by_adam_8bit(0.9, 0.999, 1e-8)
     gradients = [jax.random.normal(jax.random.key(i), (count,), jnp.bfloat16) for i in range(2)]
     program = compiled(transform.update, gradients[0], jax.eval_shape(transform.init, gradients[0]), donate_argnums=1)
-    _, state = program(gradients[0], transform.init(gradients[0]))
-
-    @jax.jit
-    def written_out(gradient, state):
-        g = blockwise8.in_blocks(gradient)
-        m = beta1 * blockwise8.decode(state.m, state.m_absmax, signed=True) + (1 - beta1) * g
-        v = beta2 * blockwise8.decode(state.v, state.v_absmax, signed=False) + (1 - beta2) * g * g
-        direction = m / (1 - beta1**2) / (jnp.sqrt(v / (1 - beta2**2)) + eps)
-        codes = blockwise8.encode(m, signed=True)[0], blockwise8.encode(v, signed=False)[0]
-        return direction.reshape(-1), *codes
-
-    want, *codes = written_out(gradients[1], state)
-    direction, state = program(gradients[1], state)
-    other_codes = [float((got != want).mean()) for got, want in zip((state.m, state.v), codes, strict=True)]
-    error = distance(direction, want)
-    del direction, want, codes
+    state = transform.init(gradients[0])
 
     def step(gradient):
         nonlocal state
@@ -195,29 +176,27 @@ def adam(count: int, copy: float) -> dict:
 
     ms = device_ms(step, [(gradient,) for gradient in gradients])
     moved = count * (2 + 4 + 2 * 2) + 4 * 4 * count // 256
-    return {
-        "elements": count,
-        "direction_difference": error,
-        "codes_that_differ": other_codes,
-        "ms": ms,
-        "gb_per_s": moved / ms / 1e6,
-        "share_of_copy": moved / ms / 1e6 / copy,
-    }
+    return {"elements": count, "ms": ms, "share_of_copy": moved / ms / 1e6 / copy}
 
 
+IN_FP8: dict[str, Callable] = {
+    "FP8 by rows, with LoRA": lambda rows, columns: FP8.encode(normal(4, rows, columns, size=0.02)),
+    "FP8 of 128 x 128, with LoRA": lambda rows, columns: FP8.encode(normal(4, rows, columns, size=0.02), TILE),
+}
 # Parts: floor and goal of the geometric mean over the shapes.
 BOUNDS = {
     "1 tokens": (2.5, 3.3), "16 tokens": (2.0, 3.0), "4096 tokens, without LoRA": (0.88, 0.95),
     "4096 tokens, with LoRA": (0.85, 0.95), "16384 tokens, without LoRA": (0.95, 0.98),
-    "16384 tokens, with LoRA": (0.92, 0.98),
+    "16384 tokens, with LoRA": (0.92, 0.98), **{f"16384 tokens, {kind}": () for kind in IN_FP8},
 }  # fmt: skip
 
 
 def must_show(record: dict) -> Iterator[dict]:
     for name, bounds in BOUNDS.items():
         if name in record:
-            mean = math.exp(statistics.mean(math.log(row["ratio"]) for row in record[name]))
-            yield figure("NF4 product", f"{name}: speed over bf16 weights", mean, *bounds)
+            mean = statistics.geometric_mean(row["ratio"] for row in record[name])
+            kernel = "FP8 product" if "FP8" in name else "NF4 product"
+            yield figure(kernel, f"{name}: speed over bf16 weights", mean, *bounds)
     if "dequantise" in record:
         worst = min(row["share_of_copy"] for row in record["dequantise"])
         yield figure("NF4 dequantise", "share of copy bandwidth, worst shape", worst, 0.8, 0.9)
@@ -243,11 +222,13 @@ def main() -> int:
             f"{tokens} tokens, each tile": over_shapes(tune_lines, tokens, options.lines) for tokens in (1, 16, 4, 8)
         }
         return record_parts("quant_matmul", options, parts, lambda record: ())
-    copy = copy_gb_per_s(2**29 // scale**2)
+    copy, nf4 = copy_gb_per_s(2**29 // scale**2), functools.partial(random_nf4, seed=0)
     parts = {"dequantise": over_shapes(dequantising, copy), "adam_8bit": lambda: adam(2**28 // scale**2, copy)}
     for tokens in (4096, 16384):
         for words, with_lora in (("without", False), ("with", True)):
-            parts[f"{tokens} tokens, {words} LoRA"] = over_shapes(many_tokens, tokens // scale, with_lora)
+            parts[f"{tokens} tokens, {words} LoRA"] = over_shapes(many_tokens, tokens // scale, nf4, with_lora)
+    for kind, encode in IN_FP8.items():
+        parts[f"16384 tokens, {kind}"] = over_shapes(many_tokens, 16384 // scale, encode, True)
     parts |= {f"{tokens} tokens": over_shapes(few_tokens, tokens) for tokens in (1, 16)}
     return record_parts("quant_matmul", options, parts, must_show)
 

@@ -8,7 +8,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 
 from benchmarks.record import environment, write
 
-COMPILERS = 8
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # as the train step: every product goes to cuBLASLt
 
 
@@ -77,22 +75,6 @@ def compiled(function: Callable, *arguments, options: Mapping[str, Any] | None =
     given = OPTIONS if options is None else options
     lowered = jax.jit(function, **jit).lower(*arguments)
     return lowered.compile(compiler_options=dict(given) if jax.default_backend() == "gpu" else None)
-
-
-def compiled_together(
-    calls: Mapping[str, tuple[Callable, tuple]], options: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """({name: program}, {name: why there is none}) of {name: (function, arguments)}. What does not run on a GPU is a
-    finding; nothing compiles any more when this returns, so that what follows can be timed."""
-    programs, refused = {}, {}
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        waiting = {name: pool.submit(compiled, call, *given, options=options) for name, (call, given) in calls.items()}
-    for name, future in waiting.items():
-        try:
-            programs[name] = future.result()
-        except Exception as error:
-            refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    return programs, refused
 
 
 def torch_on_gpu():

@@ -1,7 +1,6 @@
 """What the planner, offload and long rows reach, beside what must be shown of them.
 
-    python benchmarks/train/memory.py [--cases kept,24gb,...] [--seconds 560] --output FILE.json
-    python benchmarks/train/memory.py --list
+    python benchmarks/train/memory.py [CASE ...] [--seconds 560] --output FILE.json
 
 Each case is measured by benchmarks/train/step.py in a process of its own; with a budget its allocator
 holds no more, so that exceeding it fails, and fails alone. The programs of the cases are compiled side by side
@@ -51,7 +50,6 @@ CASES = {
     "full_8b_kept": Step(f"{_FULL} --plan keep --micro-batches 1"),
     "full_8b_states_on_host": Step(f"{_FULL} --plan keep --micro-batches 1 --optim-offload"),
 }
-DEFAULT = "kept,24gb,24gb_one,16gb,16gb_one,10.8gb,recompute,inputs_offloaded"
 # case: (whose speed it is held against, floor of the ratio or None, goal or None)
 COMPARED: dict[str, tuple[str, float | None, float | None]] = {
     "inputs_offloaded": ("recompute", 0.98, 0.995),
@@ -63,8 +61,7 @@ COMPARED: dict[str, tuple[str, float | None, float | None]] = {
     "full_8b": ("full_8b_kept", None, 0.9),
     "full_8b_states_on_host": ("full_8b_kept", None, None),
 }
-FLOORS_TOKENS_PER_SECOND = {"24gb": 15_700, "10.8gb": 12_500}
-GOALS_TOKENS_PER_SECOND = {"10.8gb": 15_000}
+TOKENS_PER_SECOND = {"24gb": (15_700, None), "10.8gb": (12_500, 15_000)}  # floor, goal
 LESS_GB = 3.8  # that layer inputs on the host save at least
 LINK_BOUND = (1.10, 1.05)  # a link-bound step over max(compute, transfer): floor, goal
 COMPILE_SECONDS = {"cold": (90.0, 45.0), "cached": (10.0, 5.0)}
@@ -76,7 +73,7 @@ def pool_of(case: Step) -> dict[str, str]:
     """What holds the allocator of a case to its budget: variables of its environment."""
     from jaxtune.train.planning.devices import CONTEXT_BYTES
 
-    words, total = case.arguments.split(), driver_bytes("total")
+    words, total = case.arguments.split(), driver_bytes()
     if "--budget-gb" not in words or not total:
         return {}
     budget = float(words[words.index("--budget-gb") + 1]) * 1e9
@@ -93,18 +90,16 @@ def must_show(cases: dict[str, dict]) -> list[dict]:
     ran = {name: record for name, record in cases.items() if "failed" not in record}
     rows: list[dict] = []
 
-    def show(what: str, value: float | None, floor=None, goal=None, at_most: bool = False) -> None:
-        if value is not None:
-            rows.append({"what": what, "value": value, "floor": floor, "goal": goal, "at_most": at_most})
+    def show(what: str, value: float, floor=None, goal=None, at_most: bool = False) -> None:
+        rows.append({"what": what, "value": value, "floor": floor, "goal": goal, "at_most": at_most})
 
-    def ratio(key: str, name: str, other: str) -> float | None:
-        return ran[name][key] / ran[other][key] if name in ran and other in ran else None
-
+    speeds = {name: record["tokens_per_second"] for name, record in ran.items()}
     for name, (other, floor, goal) in COMPARED.items():
-        show(f"{name}: speed over {other}", ratio("tokens_per_second", name, other), floor, goal)
-    for name, floor in FLOORS_TOKENS_PER_SECOND.items():
-        if name in ran:
-            show(f"{name}: tokens/s", ran[name]["tokens_per_second"], floor, GOALS_TOKENS_PER_SECOND.get(name))
+        if {name, other} <= speeds.keys():
+            show(f"{name}: speed over {other}", speeds[name] / speeds[other], floor, goal)
+    for name, bounds in TOKENS_PER_SECOND.items():
+        if name in speeds:
+            show(f"{name}: tokens/s", speeds[name], *bounds)
     if {"recompute", "inputs_offloaded"} <= ran.keys():
         less = ran["recompute"]["peak_memory_gb"] - ran["inputs_offloaded"]["peak_memory_gb"]
         show("inputs_offloaded: GB less than recompute", less, LESS_GB)
@@ -126,26 +121,19 @@ def must_show(cases: dict[str, dict]) -> list[dict]:
         show(f"predicted over measured peak, least of {len(peaks)} cases", min(peaks.values()), PEAKS[0])
         show(f"predicted over measured peak, most of {len(peaks)} cases", max(peaks.values()), PEAKS[1], at_most=True)
     if "full_8b" in ran:
-        show("full fine-tuning of 8B, 2 x 2,048: tokens/s", ran["full_8b"]["tokens_per_second"])
+        show("full fine-tuning of 8B, 2 x 2,048: tokens/s", speeds["full_8b"])
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=DEFAULT, help="some of those of --list, by commas")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--seconds", type=float, default=560.0, help="for all")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    if options.list:
-        print("\n".join(f"{name}: {case.arguments}" for name, case in CASES.items()))
-        return 0
-    if options.output is None:
-        parser.error("--output is missing")
-    names = options.cases.split(",")
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        parser.error(f"--cases: there is no {unknown[0]!r}; there are {', '.join(CASES)}")
+    names = options.cases or list(CASES)
+    if unknown := set(names) - set(CASES):
+        parser.error(f"no case of this name: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     call = Call(options.output, options.seconds)
     record = call.begun({"benchmark": "train/memory", "cases": {}})
     names = [name for name in names if "failed" in record["cases"].get(name, {"failed": "not run"})]

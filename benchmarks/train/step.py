@@ -14,9 +14,11 @@ it trained. benchmarks/train/memory.py runs many cases of it. Run one case a pro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,13 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import numpy as np
-from flax import nnx
 
 import jaxtune
 import jaxtune.profile
-from benchmarks.arms import ARMS, without
 from benchmarks.random_model import in_blocks, random_model
-from benchmarks.record import driver_bytes, environment, honest, write
+from benchmarks.record import environment, honest, write
+from benchmarks.serial import serial_transfers
 from benchmarks.shapes import SHAPES
 from jaxtune.models import partition
 from jaxtune.models.quant import LOAD_IN, compute_in_fp8
@@ -57,6 +58,7 @@ from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text
+from jaxtune.train.programs import Programs
 from jaxtune.train.trainer import Trainer
 
 PROFILED_STEPS = 3
@@ -111,19 +113,23 @@ def make_trainer(options, model) -> Trainer:
     return Trainer(model, None, train_config(options), kind(documents, Summary(), options.length), keeps_model=False)
 
 
-def build(options) -> tuple[Trainer, int]:
-    """The trainer of a random model, and the bytes of the model's weights."""
+def build(options) -> Trainer:
+    """The trainer of a random model."""
     mesh = None if options.fsdp == 1 else partition.make_mesh(options.data, options.fsdp)
     model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in, mesh)
     if options.scales == "blocks":
         model = in_blocks(model)
     if options.compute == "fp8":
         model = compute_in_fp8(model)
-    model_bytes = sum(a.nbytes for a in jax.tree.leaves(nnx.state(model)))
     adapter = adapter_config(options)
     if adapter is not None:
         model = jaxtune.get_peft_model(model, **adapter.settings)
-    return make_trainer(options, model), model_bytes
+    return make_trainer(options, model)
+
+
+def compile_step(trainer: Trainer, options) -> Programs:
+    with serial_transfers() if options.serial_transfers else contextlib.nullcontext():
+        return trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, print)
 
 
 def parts_of(trace: str) -> dict:
@@ -151,14 +157,11 @@ def rate(arrivals: list[float]) -> float:
 def measure(options) -> dict:
     shape = SHAPES[options.shape]
     started = time.perf_counter()
-    trainer, model_bytes = build(options)
+    trainer = build(options)
     init_seconds = time.perf_counter() - started
     had = cached_programs(options)
-    with without(options.without):
-        programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, print)
+    programs = compile_step(trainer, options)
     cold = cached_programs(options) != had
-    if options.compile_only:
-        return {"compile_seconds": programs.seconds}
     state, sums, frozen = trainer.model.first_state(trainer.engine)
     trainer.look_up_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
@@ -170,13 +173,11 @@ def measure(options) -> dict:
     def step(number, state, sums):
         return programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, loaded[number % 2][0]))
 
-    losses, norms, arrivals, first_seconds = [], [], [], []
+    losses, norms, arrivals = [], [], []
     for number in range(3):
-        begun = time.perf_counter()
         state, sums, latest = step(number, state, sums)
         losses.append(float(latest["loss"]))
         norms.append(np.asarray(latest["grad_norms"]))
-        first_seconds.append(time.perf_counter() - begun)
     waiting = None
     begun = time.perf_counter()
     for number in range(options.steps):
@@ -197,8 +198,7 @@ def measure(options) -> dict:
     flops = statistics.mean(trainer.flops(c["tokens"], c["sum_squared"]) for c in counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)  # of one device
     slots = options.rows * options.length
-    names, planner = trainer.names, trainer.planner
-    driver = driver_bytes("used")
+    planner = trainer.planner
     by_step_2 = np.maximum(norms[0], norms[1])
     peaks = [memory_peak_bytes(device) / 1e9 for device in range(trainer.mesh.size)]
     return {
@@ -209,7 +209,6 @@ def measure(options) -> dict:
         "load_in": options.load_in,
         "compute": options.compute,
         "scales": options.scales,
-        "model_gb": model_bytes / 1e9,
         "adapter_rank": options.rank,
         "rows": options.rows,
         "mesh_data": trainer.mesh.shape["data"],
@@ -218,22 +217,15 @@ def measure(options) -> dict:
         "documents": options.documents,
         "objective": options.objective,
         "max_documents": trainer.program.max_documents,
-        "fill": statistics.mean(c["tokens"] for c in counts) / slots,
         "attention": dispatch.record["attention"][0],
         "residuals": residuals_text(planner.plan.residuals),
         "micro_batches": planner.plan.micro_batches,
-        "chunk_tokens": planner.plan.chunk_tokens,
         "budget_gb": options.budget_gb,
         "predicted_peak_gb": planner.forecast.peak_bytes / 1e9,
         "compiled_peak_gb": planner.compiled_bytes(programs.accumulate, programs.update) / 1e9,
         "predicted_tokens_per_second": planner.forecast.tokens_per_second,
-        "recomputing_seconds": planner.forecast.recompute_seconds,
         "optimizer": options.optim,
-        "optimizer_offload": options.optim_offload,
-        "without": options.without,
         "host_gb": programs.accumulate.memory_analysis().host_temp_size_in_bytes / 1e9,  # of residuals
-        "first_steps_seconds": [round(s, 4) for s in first_seconds],  # host memory is pinned in the first
-        "steps_timed": len(arrivals) - 1,
         "step_seconds": step_seconds,
         "step_seconds_all": [round(b - a, 5) for a, b in itertools.pairwise(arrivals)],
         "tokens_per_second": slots / step_seconds,
@@ -241,15 +233,12 @@ def measure(options) -> dict:
         "mfu": None if peak_flops is None else flops / step_seconds / (peak_flops * trainer.mesh.size),
         "peak_memory_gb": max(peaks),
         "peak_memory_gb_of_each": peaks,
-        "driver_memory_gb": None if driver is None else driver / 1e9,  # the allocator's pool, the context, libraries
         "compile_seconds_cold": programs.seconds if cold else None,
         "compile_seconds_cached": None if cold else programs.seconds,
         "init_seconds": init_seconds,
         "first_loss": losses[0],
         "losses": losses,
         "smallest_grad_norm_by_step_2": float(by_step_2.min()),
-        "smallest_grad_norm_tensor": names[int(by_step_2.argmin())],
-        "trained_tensors": len(names),
         **({"parts": parts_of(options.profile)} if options.profile else {}),
     }
 
@@ -278,14 +267,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, help="default: the planner's choice")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--optim-offload", action="store_true", help="optimizer states in host memory")
-    parser.add_argument("--without", nargs="+", choices=list(ARMS), default=[], help="what an ablation leaves out")
+    parser.add_argument(
+        "--serial-transfers", action="store_true", help="an ablation: copies do not overlap with compute"
+    )
     parser.add_argument("--steps", type=int, default=12, help="but for the first and the last, they are timed")
     parser.add_argument(
         "--cache", help="folder of compiled programs; default: an empty one, filled by a process of its own"
     )
     parser.add_argument("--profile", help="folder for a trace of more steps; the record says their parts")
     parser.add_argument("--output")
-    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -295,21 +285,24 @@ def cold_compile(options) -> float | None:
         return None
     options.cache = tempfile.mkdtemp()
     # This process has not touched the device yet: the child has the whole memory.
-    child = [sys.executable, __file__, *sys.argv[1:], "--compile-only", "--cache", options.cache]
+    script = Path(__file__).with_name("compile_ahead.py")
+    child = [sys.executable, str(script), options.cache, shlex.join(sys.argv[1:])]
     done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])["compile_seconds"]
+    return float(done.stdout.splitlines()[-1])
+
+
+def prepare(cache: str) -> None:
+    """Before JAX starts: host memory is pinned, and compiled programs are kept in this folder."""
+    allow_pinned_memory()
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def main() -> int:
     options = arguments().parse_args()
-    allow_pinned_memory()
     cold_seconds = cold_compile(options)
-    jax.config.update("jax_compilation_cache_dir", options.cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    prepare(options.cache)
     record = measure(options)
-    if options.compile_only:
-        print(json.dumps(record))
-        return 0
     if cold_seconds is not None:
         record["compile_seconds_cold"] = cold_seconds
     problem = honest(record)

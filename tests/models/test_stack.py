@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
-from benchmarks.arms import without
+from benchmarks.serial import serial_transfers
 from jaxtune.models import transfers as schedule
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.layers.attention import Attention
@@ -99,7 +99,7 @@ def test_plans_give_the_same_bits_and_masks(kept, plan):
 def test_serial_transfers_give_the_same_bits(kept):
     """What overlapped ones are measured against."""
     model, want = kept
-    with without(["overlap"]):
+    with serial_transfers():
         assert_same(loss_and_gradients(model, PLANS["offload"], jax.random.key(9)), want)
 
 
