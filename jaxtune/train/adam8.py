@@ -56,8 +56,8 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
             v_absmax=jax.tree.map(absmax, params),
         )
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None):
-        del params
+    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **others):
+        del params, others
         count = jnp.asarray(optax.safe_increment(state.count))
         # 1 - beta^t, without the digits that a power near 1 loses in float32.
         correction1, correction2 = (

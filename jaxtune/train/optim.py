@@ -42,9 +42,21 @@ def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBoun
     return UpdateBound(max_grad_norm / config.eps, config.weight_decay)
 
 
-def _decayed(parameters):
-    """Weight decay applies to matrices: not to norms, biases or DoRA magnitudes, which have one dimension."""
-    return jax.tree.map(lambda p: p.ndim >= 2, parameters)
+def decayed_tensors(parameters) -> list[bool]:
+    """Of each tensor, whether weight decay applies to it: to matrices, and not to norms, biases (those of experts have
+    two dimensions) or DoRA magnitudes."""
+    found = jax.tree_util.tree_leaves_with_path(parameters)
+    return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
+
+
+def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
+    """decayed: of parameters that come without their names, what decayed_tensors says of them."""
+
+    def update(updates, state, params=None, *, decayed=None, **others):
+        decayed = jax.tree.unflatten(jax.tree.structure(params), decayed or decayed_tensors(params))
+        return jax.tree.map(lambda u, p, decays: u + rate * p if decays else u, updates, params, decayed), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
@@ -61,10 +73,10 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None):
+    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **own):
         del divided  # XLA divides plain operations as their operands are
         updates = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates)
-        updates, new = optimizer.update(updates, state, params)
+        updates, new = optimizer.update(updates, state, params, **own)
         return updates, _where(finite, new, state)
 
     return StepOptimizer(optimizer.init, update)
@@ -91,15 +103,14 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
         direction = optax.trace(config.momentum) if config.momentum else optax.identity()
     else:
         raise ValueError(f"optim.name = {config.name!r}: must be adamw, adamw_8bit, adafactor or sgd")
-    decay = optax.add_decayed_weights(config.weight_decay, _decayed)
-    optimizer = optax.chain(direction, decay, optax.scale_by_learning_rate(schedule))
+    optimizer = optax.chain(direction, _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule))
     if config.name != "adamw_8bit":
         return step_optimizer(optimizer)
 
-    def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None):
+    def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None, **own):
         """The first of the chain's states is chosen where it is made: a choice here would keep the old moments."""
         new: Any
-        updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite, divided=divided)
+        updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite, divided=divided, **own)
         return updates, (new[0], *_where(finite, new[1:], state[1:]))
 
     return StepOptimizer(optimizer.init, update)

@@ -26,7 +26,7 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.loss import NO_ROUTER_LOSSES, Forward, RouterLosses
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.sft import SUPERVISED
-from jaxtune.train.optim import UpdateBound, step_optimizer
+from jaxtune.train.optim import UpdateBound, decayed_tensors, step_optimizer
 from jaxtune.train.rounding import stochastic_round
 
 # Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
@@ -307,11 +307,11 @@ class StepProgram:
 
             in_parts = partition.which_are_divided(state.trainable, self.mesh)
 
-            def moved(parameters, opt_state, gradients, finite, divided=in_parts):
+            def moved(parameters, opt_state, gradients, finite, divided=in_parts, **own):
                 """(float32 weights after the update, the optimizer's new state, or its old one if not finite)"""
                 wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
                 updates, opt_state = optimizer.update(
-                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided
+                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **own
                 )
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
@@ -335,9 +335,11 @@ class StepProgram:
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
             if self.by_tensor:
+                decayed = decayed_tensors(state.trainable)
 
                 def one(index, parameter, opt_state, gradient):
-                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[index : index + 1])
+                    own = slice(index, index + 1)
+                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[own], decayed=decayed[own])
                     kept = self._kept(state, wide, [parameter], index)
                     return guarded(kept[0], parameter), new
 

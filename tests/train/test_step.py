@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from tiny_models import tiny_config, tiny_model
 
-from jaxtune.models.config import LayerSpec
+from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder, noised
 from jaxtune.models.lora import get_peft_model
 from jaxtune.pallas.attention import packed_layout
@@ -23,9 +23,9 @@ from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleCo
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing import Document, pack
 from jaxtune.train.loss import Forward, loss_sums
-from jaxtune.train.optim import make_optimizer
+from jaxtune.train.optim import make_optimizer, update_bound
 from jaxtune.train.schedule import learning_rate_schedule
-from jaxtune.train.step import StepProgram, Sums
+from jaxtune.train.step import StepProgram, Sums, trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -391,6 +391,22 @@ def test_dora_magnitudes_norms_and_biases_do_not_decay():
             name = jax.tree_util.keystr(path)
             still = any(word in name for word in ("magnitude", "norm", "bias"))
             assert not np.asarray(update).any() if still else np.asarray(update).all(), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_biases_of_experts_do_not_decay(name, by_tensor):
+    """They have two dimensions; as in transformers."""
+    moe = MoEConfig(4, 2, 32, router_bias=True, expert_bias=True, transposed=True)
+    tree = jax.tree.map(jnp.ones_like, nnx.state(tiny_model("float32", layers=(LayerSpec(),), moe=moe), nnx.Param))
+    config = OptimConfig(name=name, weight_decay=0.5)
+    program = program_of(config, bound=update_bound(config, 1.0), by_tensor=by_tensor)
+    state, _, _ = program.update(program.init(tree, seed=0), sums_of(jax.tree.map(jnp.zeros_like, tree)))
+    moved = dict(zip(trainable_names(tree), jax.tree.leaves(state.trainable), strict=True))
+    biases = [name for name, value in moved.items() if name.endswith("bias")]
+    assert len(biases) == 3 and all(value.ndim >= 2 for name, value in moved.items() if "experts" in name)
+    for name, value in moved.items():
+        assert np.asarray(value != 1).all() == (value.ndim >= 2 and name not in biases), name
 
 
 def test_sgd_with_momentum_is_the_formula():
