@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import types
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtune import __version__, processes
-from jaxtune.files import atomic_write
+from jaxtune.files import atomic_write, fingerprints
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.models.quant import computes_in_fp8, stored_in
@@ -140,16 +141,34 @@ def digest(run: dict[str, Any]) -> str:
 
 
 # Where things lie, which may be another place on each host. What lies there is compared: require_same_rows, and the
-# fingerprint of the weights.
+# fingerprint of the weights; of _FILES, by what they hold.
 _PLACES = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.cache_dir", "output")
+_FILES = ("data.template", "adapter.path")
 
 
 def require_same_settings(config: TrainConfig) -> None:
     """Raises ValueError where processes of a run have different configs or different versions of what computes."""
     settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
+    settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
     processes.require_same({"jaxtune": __version__, **versions}, "install the same version for all of them")
     processes.require_same(settings, "start all of them with the same recipe and the same overrides")
+
+
+def _content(place: str) -> Any:
+    """What a file or an adapter's folder holds; a name that is neither, as it is."""
+    path = Path(place).expanduser()
+    files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
+    return list(fingerprints(files).values()) or place
+
+
+def in_first_words(config: TrainConfig) -> TrainConfig:
+    """The config that all processes record: with what the first one calls the files that it names."""
+    if processes.count() == 1:
+        return config
+    template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
+    adapter = config.adapter and dataclasses.replace(config.adapter, path=path)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, template=template), adapter=adapter)
 
 
 def require_same_rows(sets: Mapping[str, TokenDataset | None]) -> None:

@@ -42,6 +42,7 @@ from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.programs import Engine, Programs
 from jaxtune.train.record import (
+    in_first_words,
     record_of,
     recorded_config,
     require_same_config,
@@ -231,6 +232,7 @@ class Trainer:
             train = load(data.train if train_rows is None else train_rows, data.max_rows)
             held_out = None if held_out is None else load(held_out, None)
         require_same_rows({"data.train": train, "data.eval": held_out})
+        self.config = in_first_words(self.config)
         if held_out is not None:
             return train, held_out
         if data.eval_rows:
@@ -494,9 +496,6 @@ class Trainer:
             tell(require_same_run(saved, self.record(), self.output))
 
         step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
-        if step > self.total_steps:
-            raise CheckpointError(
-                f"the run has {self.total_steps} steps, and its last checkpoint is of step {step}: give it as many or "
-                "more, or begin a new run in another output"
-            )
+        if step > (steps := self.total_steps):
+            raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
         return step, restored["state"]

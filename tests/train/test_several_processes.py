@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -180,6 +181,28 @@ def test_processes_that_are_started_differently_are_refused(recipe, tmp_path):
     for code, words in ended:
         assert code == 2, words
         assert "optim.learning_rate: process 1 has 0.02, the first process 0.01; start all of them with" in words
+
+
+def test_a_template_and_an_adapter_may_lie_elsewhere_on_each_host(recipe, alone, tmp_path):
+    """Their contents are compared; results and checkpoints name those of the first process."""
+    commands, settings = [], yaml.safe_load(recipe.read_text())
+    for host in ("one", "two"):
+        (tmp_path / host).mkdir()
+        shutil.copytree(alone / "adapter", tmp_path / host / "adapter")
+        shutil.copy(ROOT / "jaxtune/train/data/chat_templates/chatml.jinja", tmp_path / host / f"{host}.jinja")
+        data = settings["data"] | {"template": str(tmp_path / host / f"{host}.jinja"), "length": 64}
+        changes = dict(adapter={"path": str(tmp_path / host / "adapter")}, data=data, output=str(tmp_path / "run"))
+        (tmp_path / f"{host}.yaml").write_text(yaml.safe_dump(settings | changes | {"mesh": {"data": 2}, "steps": 2}))
+        commands.append(["-m", "jaxtune.cli", "train", str(tmp_path / f"{host}.yaml"), "checkpoint.every_steps=1"])
+    said = run_together(commands)
+    assert [code for code, _ in said] == [0, 0], said
+    shutil.rmtree(tmp_path / "run" / "merged")
+    (first, words), (second, _) = said = run_together(commands)
+    assert (first, second) == (0, 0) and "resuming from step 2 of 2" in words, said
+    with open(tmp_path / "two" / "two.jinja", "a") as file:
+        file.write(" ")
+    for code, words in run_together(commands):
+        assert code == 2 and "data.template: process 1 has [{'bytes': " in words, words
 
 
 def test_what_must_be_the_same_is_named(monkeypatch):

@@ -216,7 +216,7 @@ def test_a_finished_run_is_complete(run, capsys):
     [
         (dict(optim=OptimConfig(learning_rate=1e-3)), r"config\.optim\.learning_rate: saved 0\.03, now 0\.001"),
         (dict(optim=OptimConfig(name="sgd", learning_rate=3e-2)), r"config\.optim\.name: saved 'adamw', now 'sgd'"),
-        (dict(steps=20), "the run has 20 steps, and its last checkpoint is of step 24: give it as many or more"),
+        (dict(steps=20), "steps = 20: the last checkpoint is of step 24; give it as many or more"),
         (dict(seed=1), r"config\.seed: saved 0, now 1"),
         (dict(precision="bf16"), r"config\.precision: saved 'fp32', now 'bf16'"),
         (dict(train=dataset(TRAIN[:-1])), r"data\.tokens_crc32: saved"),
