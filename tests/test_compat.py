@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 from tiny_models import tiny_config
 
+import jaxtune
 from jaxtune import from_pretrained, save_pretrained
 from jaxtune.compat import (
     DPOConfig,
@@ -324,6 +326,26 @@ def test_generate_takes_and_gives_what_transformers_does(folder):
     ids = tokenizer(prompts[0], return_tensors="np")["input_ids"]
     sampled = model.generate(ids, max_new_tokens=5, eos_token_id=[], do_sample=True, temperature=5.0)
     assert not np.array_equal(sampled[0, -5:], outputs[0][0])
+
+
+def test_generate_takes_what_generation_config_says(folder):
+    """As transformers does, with its own top_k of 50 where nothing says one."""
+    model, _ = load(folder)
+    module, prompt = model.module, [3, 4, 5, 6]
+
+    def by(given=None, **said):
+        module.source = dataclasses.replace(module.source, generation_config=json.dumps(said))
+        return model.generate([prompt], max_new_tokens=24, eos_token_id=[], **(given or {}))[0, 4:].tolist()
+
+    def wanted(**settings):
+        return jaxtune.generate(module, [prompt], 24, seed=model.random_state, eos_token_ids=[], **settings)[0]
+
+    greedy, hot = wanted(), dict(do_sample=True, temperature=3.0, top_k=7, min_p=None)
+    assert by() == by(dict(do_sample=False), **hot) == by(dict(temperature=0), **hot) == greedy
+    assert by(repetition_penalty=2.0) == wanted(repetition_penalty=2.0) != greedy
+    assert by(**hot) == wanted(temperature=3.0, top_k=7) != greedy
+    assert by(dict(temperature=9.0)) == wanted(temperature=9.0, top_k=50) != wanted(temperature=9.0)
+    assert by(dict(temperature=9.0, top_k=0), **hot) == wanted(temperature=9.0)
 
 
 def from_(**settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -121,30 +122,42 @@ class CompatModel:
     ) -> np.ndarray:
         """transformers' generate: int[B, T] padded on either side -> int32[B, T + new], padded on the right.
 
-        Samples if do_sample, or if only a temperature, top_k, top_p or min_p is given; else takes the likeliest token.
-        The module's adapters are used as they are. A streamer is given each token of the one row as it comes.
+        What is not given is as the model's generation_config.json says, else as in transformers (a top_k of 50 where
+        it samples). Samples, too, if only a temperature, top_k, top_p or min_p is given; a temperature of 0 takes the
+        likeliest token. The module's adapters are used as they are. A streamer is given each token of the one row as it
+        comes.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # what apply_chat_template gives since transformers 5
             attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]
         ids = np.atleast_2d(np.asarray(input_ids))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
-        limits = {"top_k": (top_k, 0), "top_p": (top_p, 1.0), "min_p": (min_p, 0.0)}
-        asked = {name: value for name, (value, free) in limits.items() if value not in (None, free)}
-        sample = do_sample if do_sample is not None else temperature is not None or bool(asked)
-        for name, value in ({"temperature": temperature} | asked).items():
-            if do_sample is False and value not in (None, 1.0):
-                raise ValueError(f"generate: {name} = {value} has no effect with do_sample=False; drop one")
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        limits = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that limit nothing
+        greedy = "do_sample=False" if do_sample is False else "temperature=0" if temperature == 0 else ""
+        for name, value in given.items():
+            if greedy and value not in (None, limits[name]) and name not in greedy:
+                raise ValueError(f"generate: {name} = {value} has no effect with {greedy}; drop one")
+        source = self.module.source
+        said = json.loads(source.generation_config) if source is not None and source.generation_config else {}
+        asked = temperature is not None or any(given[name] not in (None, limits[name]) for name in limits)
+        sample = not greedy and (do_sample or asked or (do_sample is None and said.get("do_sample")))
+
+        def settled(name: str, value: Any, default: float) -> Any:
+            return next(one for one in (value, said.get(name), default) if one is not None)
+
+        limits = {name: settled(name, given[name], limits[name] if name != "top_k" else 50) for name in limits}
+        limits = limits if sample else {}
+        penalty = settled("repetition_penalty", repetition_penalty, 1.0)
         if streamer is not None and len(ids) > 1:
             raise ValueError(f"generate: a streamer shows one row, and there are {len(ids)}: give them one by one")
         prompts = [row[used != 0].tolist() for row, used in zip(ids, mask, strict=True)]
         if streamer is not None:
             streamer.put(ids[0])
         new = jaxtune.generate(
-            self.module, prompts, max_new_tokens, (1.0 if temperature is None else temperature) if sample else 0.0,
-            seed=self.random_state, eos_token_ids=eos_token_id,
-            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
-            streamer=None if streamer is None else lambda _, tokens: streamer.put(np.array(tokens)), **asked,
+            self.module, prompts, max_new_tokens, seed=self.random_state, eos_token_ids=eos_token_id,
+            repetition_penalty=penalty, streamer=None if streamer is None else lambda _, t: streamer.put(np.array(t)),
+            **limits,
         )  # fmt: skip
         if streamer is not None:
             streamer.end()
