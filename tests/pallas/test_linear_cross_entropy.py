@@ -183,3 +183,57 @@ def test_losses_of_tokens_have_gradients_for_any_shares(head_gradient, chunk_tok
     np.testing.assert_allclose(total, want, rtol=1e-5)
     np.testing.assert_allclose(dhidden, want_dhidden, atol=2e-5)
     np.testing.assert_allclose(dhead, want_dhead if head_gradient else np.zeros_like(dhead), atol=2e-5)
+
+
+@pytest.mark.parametrize("head_gradient", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("chunk_tokens", [None, 10])
+def test_weights_have_gradients(head_gradient, chunk_tokens):
+    """Those of a mean, in whose count they are, too, and of tokens' losses in any shares."""
+    hidden, head, targets, weights = operands()
+    options = dict(z_loss=1e-2, head_gradient=head_gradient, chunk_tokens=chunk_tokens)
+    shares = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, LENGTH)), jnp.float32)
+
+    def mean(weights):
+        total, count = linear_cross_entropy(hidden, head, targets, weights, **options)
+        return total / count
+
+    def shared(weights):
+        return (shares * linear_token_losses(hidden, head, targets, weights, **options)).sum()
+
+    ones = jnp.ones((1, 1))
+    losses = np.array([
+        [dense(hidden[b:, t:][:1, :1], head, targets[b:, t:][:1, :1], ones, z_loss=1e-2)[0] for t in range(LENGTH)]
+        for b in range(ROWS)
+    ])  # fmt: skip
+    value, gradient = jax.value_and_grad(mean)(weights)
+    np.testing.assert_allclose(gradient, (losses - value) / weights.sum(), atol=1e-6)
+    np.testing.assert_allclose(jax.grad(shared)(weights), shares * losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_targets_in_few_bits_are_those_of_a_larger_vocabulary(dtype):
+    hidden, _, targets, weights = operands()
+    head = jnp.asarray(np.random.default_rng(1).standard_normal((300, DIM)), jnp.float32)
+    one = value_and_gradients((hidden, head, targets.astype(dtype), weights))
+    for got, want in zip(one, value_and_gradients((hidden, head, targets, weights)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(0, 3), (2, 0)])
+def test_no_tokens_at_all(rows, length):
+    arguments = jnp.zeros((rows, length, DIM)), operands()[1], jnp.zeros((rows, length), int), jnp.zeros((rows, length))
+    loss, count, dhidden, dhead = value_and_gradients(arguments)
+    assert loss == count == 0 and dhidden.shape == (rows, length, DIM) and not np.asarray(dhead).any()
+
+
+def test_a_head_in_16_bits_takes_the_cotangent_in_32():
+    """A factor that float16 does not hold, of gradients that it does, and one that bfloat16 would round."""
+    hidden, head, targets, weights = operands(jnp.float16)
+    small = hidden / 64, head, targets, weights
+    *_, dhead = value_and_gradients(small, dloss=2.0**17)
+    _, _, want = dense(*small)
+    np.testing.assert_allclose(dhead, 2.0**17 * want, rtol=2e-2, atol=2e-3 * 2.0**17 * np.abs(want).max())
+    arguments = operands(jnp.bfloat16)
+    one, third = (value_and_gradients(arguments, dloss=dloss)[3] for dloss in (1.0, 1 / 3))
+    sizes = [np.abs(np.asarray(dhead, np.float64)).sum() for dhead in (one, third)]
+    np.testing.assert_allclose(sizes[1] / sizes[0], 1 / 3, rtol=5e-4)

@@ -18,18 +18,18 @@ CHUNK_LOGITS = 1 << 27  # that exist at a time by default
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
     # One sum over all tokens: the same whatever the chunks.
-    return reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0].sum()
+    return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]).sum()
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
     losses, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
-    return losses.sum(), (dhidden, dhead)
+    return (weights * losses).sum(), (dhidden, dhead, losses)
 
 
 def _loss_bwd(static, residuals, dloss):
-    dhidden, dhead = residuals
-    dhidden = (dhidden.astype(jnp.float32) * dloss).astype(dhidden.dtype)
-    return dhidden, None if dhead is None else dhead * dloss.astype(dhead.dtype), None, None
+    *gradients, losses = residuals
+    dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * dloss).astype(each.dtype), gradients)
+    return dhidden, dhead, None, losses * dloss
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
@@ -37,24 +37,24 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(hidden, head, targets, weights, static):
-    return reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]
+    return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
     if dict(static)["head_gradient"]:  # the head's is a sum over tokens, whose shares are only known in the backward
-        losses = reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]
-        return losses, (hidden, head, targets, weights)
+        return _token_losses(hidden, head, targets, weights, static), (hidden, head, targets, weights)
     losses, dhidden, _ = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
-    return losses, (dhidden, None, None, None)
+    return weights * losses, (dhidden, losses)
 
 
 def _token_losses_bwd(static, residuals, dlosses):
-    hidden, head, targets, weights = residuals
-    if head is None:
-        return (hidden.astype(jnp.float32) * dlosses[..., None]).astype(hidden.dtype), None, None, None
-    shares = weights * dlosses
-    _, dhidden, dhead = reference.forward(hidden, head, targets, shares, **dict(static), gradients=True)
-    return dhidden, dhead, None, None
+    if dict(static)["head_gradient"]:
+        hidden, head, targets, weights = residuals
+        shares = weights * dlosses
+        losses, dhidden, dhead = reference.forward(hidden, head, targets, shares, **dict(static), gradients=True)
+        return dhidden, dhead, None, losses * dlosses
+    dhidden, losses = residuals
+    return (dhidden.astype(jnp.float32) * dlosses[..., None]).astype(dhidden.dtype), None, None, losses * dlosses
 
 
 _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
@@ -82,7 +82,7 @@ def linear_cross_entropy(
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32; head: [V, D], of these, cast to hidden's dtype for the product.
-      targets: int32[B, T] in [0, V); weights: float32[B, T] (or 16 bits), 0 where a target does not count.
+      targets: int[B, T] in [0, V); weights: float32[B, T] (or 16 bits), 0 where a target does not count.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
       chunk_tokens: tokens whose logits exist at a time; by default they and their gradient take about 0.8 GB. The loss
         does not depend on it, nor does hidden's gradient; the head's only in the order of fp32 sums.
@@ -94,7 +94,7 @@ def linear_cross_entropy(
     options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
     static = _checked("linear_cross_entropy", hidden, head, targets, weights, *options)
     weights = weights.astype(jnp.float32)
-    return _loss(hidden, head, targets, weights, static), weights.sum()
+    return _loss(hidden, head, targets.astype(jnp.int32), weights, static), weights.sum()
 
 
 @on_any_mesh
@@ -119,7 +119,7 @@ def linear_token_losses(
     """
     options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
     static = _checked("linear_token_losses", hidden, head, targets, weights, *options)
-    return _token_losses(hidden, head, targets, weights.astype(jnp.float32), static)
+    return _token_losses(hidden, head, targets.astype(jnp.int32), weights.astype(jnp.float32), static)
 
 
 def _checked(
@@ -152,8 +152,8 @@ def _checked(
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
     """Tokens of each row whose logits exist at a time, of all rows at most chunk_tokens: the fewest that need no more
     chunks than so many do, as the last chunk is filled up."""
-    most = max(1, min(length, chunk_tokens // rows))
-    return -(-length // -(-length // most))
+    most = max(1, min(length, chunk_tokens // max(1, rows)))
+    return -(-length // max(1, -(-length // most)))
 
 
 def implementations() -> dispatch.Table:

@@ -20,11 +20,11 @@ def _chunk(hidden, head, targets, weights, gradients, *, soft_cap, logit_scale, 
     hit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     if label_smoothing:
         hit = (1.0 - label_smoothing) * hit + label_smoothing * logits.mean(-1)
-    losses = weights * (lse - hit + z_loss * lse * lse if z_loss else lse - hit)
+    losses = lse - hit + z_loss * lse * lse if z_loss else lse - hit
     if not gradients:
         return losses, None, None
     size = head.shape[0]
-    chosen = jnp.arange(size, dtype=targets.dtype) == targets[..., None]
+    chosen = (jnp.arange(size, dtype=targets.dtype) == targets[..., None]).astype(jnp.float32)
     wanted = chosen * (1.0 - label_smoothing) + label_smoothing / size if label_smoothing else chosen
     probabilities = jnp.exp(logits - lse[..., None])
     if z_loss:
@@ -39,8 +39,8 @@ def _chunk(hidden, head, targets, weights, gradients, *, soft_cap, logit_scale, 
 
 
 def forward(hidden, head, targets, weights, *, chunk_length, gradients, **options):
-    """(losses float32[B, T], dhidden in hidden's dtype or None, dhead in head's dtype or None), the gradients those of
-    the losses' sum; see api.linear_cross_entropy."""
+    """(losses float32[B, T] without their weights, dhidden in hidden's dtype or None, dhead in head's dtype or None):
+    gradients of the weighted losses' sum; see api.linear_cross_entropy."""
     rows, length, _ = hidden.shape
     cast = head.astype(hidden.dtype)
     if chunk_length >= length:
