@@ -217,6 +217,21 @@ def test_padding_is_routed_nowhere_and_equals_take_the_first():
     np.testing.assert_array_equal(route(choice, 6).groups.sizes, [3, 3, 0, 0, 0, 0])
 
 
+def test_a_token_may_lose_a_part_of_its_experts(rng):
+    """Pairs past an expert's capacity, say: the rest share the whole, and the token still counts."""
+    logits = jnp.asarray(rng.standard_normal((3, 4)), jnp.float32)
+    choice = choose_experts(logits, 3).at[1, 0].set(4).at[2].set(4)
+    got, pullback = jax.vjp(lambda logits: expert_weights(logits, choice, renormalize=True), logits)
+    rest = jax.nn.softmax(logits[1, choice[1, 1:]])
+    np.testing.assert_allclose(got[1], [0, *rest], rtol=1e-6)
+    np.testing.assert_allclose(got.sum(1), [1, 1, 0], rtol=1e-6)
+    (gradient,) = pullback(jnp.ones_like(got).at[1, 1].set(2.0))
+    slope = rest[0] * (1 - rest[0])
+    np.testing.assert_allclose(gradient[1, choice[1, 1:]], [slope, -slope], rtol=1e-5)
+    assert not np.asarray(gradient[2]).any()
+    assert router_sums(logits, choice).tokens == 2
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_load_balancing_and_z_loss_against_their_definition(masked, rng):
     logits = rng.standard_normal((30, 5)).astype(np.float64)

@@ -70,7 +70,7 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     """float32[T, k]: what each token's experts count for; 0 where there is no expert. Differentiable by logits.
 
     Args:
-      logits: [T, E]. choice: int32[T, k], as from choose_experts.
+      logits: [T, E]. choice: int32[T, k], as from choose_experts; E, no expert, in the place of any.
       renormalize: the weights of a token sum to one: the softmax over its chosen logits, which is the softmax over all,
         divided by the chosen ones' sum (gpt-oss, Mixtral, Qwen3-MoE's norm_topk_prob). Otherwise the softmax over all.
     Raises:
@@ -80,10 +80,11 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     check.array("logits", logits, "T E", FLOATS)
     check.array("choice", choice, "T k", jnp.int32)
     logits = logits.astype(jnp.float32)
+    there = choice < logits.shape[1]
     weights = reference.chosen(logits if renormalize else jax.nn.softmax(logits, axis=-1), choice)
-    if renormalize:
-        weights = jax.nn.softmax(weights, axis=-1)
-    return jnp.where(choice < logits.shape[1], weights, 0.0)
+    if renormalize:  # a finite number: a token may have no expert at all
+        weights = jax.nn.softmax(jnp.where(there, weights, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.where(there, weights, 0.0)
 
 
 @meshes.on_any_mesh

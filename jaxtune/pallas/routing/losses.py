@@ -58,7 +58,7 @@ def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
     check.array("logits", logits, "T E", FLOATS)
     check.array("choice", choice, "T k", jnp.int32)
     experts = logits.shape[1]
-    real = (choice[:, 0] < experts).astype(jnp.float32)
+    real = (choice < experts).any(1).astype(jnp.float32)
     logits = logits.astype(jnp.float32)
     return RouterSums(
         pairs=reference.expert_counts(choice, experts, real),
