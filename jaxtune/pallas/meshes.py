@@ -10,7 +10,7 @@ sharding of its result instead. `on_any_mesh` lets an op run under either.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Runs an op under the mesh of its arrays, or that in force, with axes for XLA to divide over.
 
-    Where axes of that mesh are Explicit, a result is divided as the op's first array is, along the leading axes in
-    which both have the same size; its other axes are whole on every device.
+    Where axes of that mesh are Explicit, a result is divided as the op's first jax.Array is, along the leading axes in
+    which both have the same size; its other axes, and all where there is no such array, are whole on every device.
     """
 
     @functools.wraps(function)
@@ -34,7 +34,7 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
         if mesh is None or (mesh == in_force and not mesh.explicit_axes):
             return function(*args, **kwargs)
         automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
-        first = jax.typeof(leaves[places[0]])
+        first = [jax.typeof(leaves[index]) for index in places[:1]]
         with jax.sharding.use_abstract_mesh(automatic):
             for index in places:
                 if mesh.explicit_axes:
@@ -55,13 +55,14 @@ def _mesh(arrays: list[Any]) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 
 
-def _as_first(first: Any, shape: tuple[int, ...]) -> PartitionSpec:
-    """The spec of the array `first`, for a result of this shape."""
+def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
+    """The spec of the array in `first`, if there is one, for a result of this shape."""
     spec = []
-    for axis, size, other in zip(first.sharding.spec, first.shape, shape, strict=False):
-        if size != other:
-            break
-        spec.append(axis)
+    for array in first:
+        for axis, size, other in zip(array.sharding.spec, array.shape, shape, strict=False):
+            if size != other:
+                break
+            spec.append(axis)
     return PartitionSpec(*spec)
 
 

@@ -132,6 +132,18 @@ def test_a_result_of_an_explicit_mesh_is_divided_as_the_first_array_is():
         assert out.sharding.spec == PartitionSpec("a", "b", None)
 
 
+def test_what_has_no_array_of_an_explicit_mesh_is_whole():
+    """Layouts of sizes alone, and numpy's arrays."""
+    ids, weight = np.asarray(IDS), np.asarray(draw(32, HIDDEN))
+    want = packed_layout(ids.shape), packed_layout(ids.shape, ids), NF4.encode(weight)
+    with jax.set_mesh(jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])):
+        found = packed_layout(ids.shape), packed_layout(ids.shape, ids), NF4.encode(weight)
+        traced = jax.jit(lambda: packed_layout(ids.shape))()
+    for got, one in zip(jax.tree.leaves((*found, traced)), jax.tree.leaves((*want, want[0])), strict=True):
+        np.testing.assert_array_equal(got, one)
+        assert got.sharding.is_fully_replicated
+
+
 @pytest.mark.parametrize("name", ["data", "x"])
 def test_a_kernel_runs_on_each_device(name):
     """Interpreted, where XLA divides: rows over the axis `data`, everything whole along another; inside a shard_map it
