@@ -311,3 +311,20 @@ def test_what_an_op_refuses(op, good, name, value, error, words):
         traced(op, {**good, name: value})
     named = op.__qualname__ if "." in op.__qualname__ else op.__name__
     assert named.split(".")[-1] in str(refused.value), "the sentence names the op"
+
+
+# Of an array [6, 64] in any float dtype.
+MIXED = {
+    "loss": lambda x: linear_cross_entropy(x[None], x, ints(1, 6), zeros(1, 6), label_smoothing=0.1)[0],
+    "linears": lambda x: quant_matmul(x, [x, NF4.encode(x)], [LoraWeights(x[:4], x[:, :4], zeros(6)), None])[0],
+    "bias": lambda x: grouped_bias(jnp.ones((ROWS, 64), x.dtype), x[:2], GROUPS),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", MIXED)
+def test_no_dtype_is_promoted_unasked(op, dtype):
+    """By JAX's strict rule, which is set for a whole process; in gradients neither."""
+    with jax.numpy_dtype_promotion("strict"):
+        gradient = jax.grad(lambda x: MIXED[op](x).astype(jnp.float32).sum())
+        assert jax.eval_shape(gradient, zeros(6, 64, dtype=dtype)).dtype == dtype

@@ -107,10 +107,31 @@ def test_weights_and_adapters_are_cast_to_the_dtype_of_x():
         np.testing.assert_array_equal(one, other)
 
 
+def test_no_tokens_give_no_rows():
+    [y] = quant_matmul(jnp.zeros((2, 0, 64)), [jnp.ones((8, 64))])
+    assert y.shape == (2, 0, 8)
+
+
 def test_lists_may_be_left_out():
     x, weights, _, _ = parts()
     for one, other in zip(quant_matmul(x, weights), quant_matmul(x, weights, [None] * 3, [None] * 3), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05])
+def test_numbers_beside_16_bits_are_not_rounded_to_them(rate):
+    """A rounded scale or rate of dropout shifts all outputs one way (1.6 by 1e-3, 0.95 by 8e-4), and gradients."""
+    x = jax.random.uniform(jax.random.key(0), (1 << 14, 1), minval=1, maxval=2).astype(jnp.bfloat16)
+    lora = LoraWeights(jnp.ones((1, 1)), jnp.ones((1, 1)), None, 1.6)
+
+    def run(x):
+        return quant_matmul(x, [jnp.zeros((1, 1))], [lora], dropout_rate=rate, dropout_key=jax.random.key(1))[0]
+
+    y, pullback = jax.vjp(run, x)
+    (dx,) = pullback(x)
+    kept = wide(y) != 0
+    for got in (y, dx):
+        np.testing.assert_allclose((wide(got)[kept] / wide(x)[kept]).mean(), 1.6 / (1 - rate), rtol=2e-4)
 
 
 def test_dropout_is_one_mask_for_the_group_and_keeps_the_mean():

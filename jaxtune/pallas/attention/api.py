@@ -210,7 +210,8 @@ def decode_attention(query, key_cache, value_cache, lengths, *, scale, window=No
 
     Args:
       query: [B, N, heads, D] bfloat16, float16 or float32, the last N tokens of each row (N = 1 while decoding).
-      key_cache, value_cache: [B, capacity, kv_heads, D], a float dtype; entries at and past lengths are ignored.
+      key_cache, value_cache: [B, capacity, kv_heads, D], a float dtype; entries at and past lengths do not count, and
+        must be finite.
       lengths: int32[B], tokens in the cache with the new ones.
     Returns:
       [B, N, heads, D] in query's dtype.

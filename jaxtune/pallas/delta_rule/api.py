@@ -59,7 +59,7 @@ def gated_delta_rule(
     Args:
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
       value: [B, T, heads, V] in key's dtype, heads a multiple of key_heads: heads / key_heads neighbours share one.
-      decay: float32[B, T, heads], the logarithm of what remains of the state, at most 0.
+      decay: float32[B, T, heads], the logarithm of what remains of the state, finite, at most 0; -104 leaves nothing.
       beta: float32[B, T, heads], in [0, 1].
       layout: document bounds.
       implementation: "triton", "chunked", "reference", or None for the first that supports the call.

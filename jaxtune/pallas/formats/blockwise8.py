@@ -87,7 +87,7 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
         start = jnp.where(above, start_above, start)
         last = jnp.where(above, last_above, last)
     place = jnp.minimum(magnitude * per_unit + start, last).astype(jnp.int32)
-    place += magnitude > jnp.asarray(upper_bounds(signed)).at[place].get(mode="clip")
+    place += (magnitude > jnp.asarray(upper_bounds(signed)).at[place].get(mode="clip")).astype(jnp.int32)
     if signed:
         place = jnp.where(x < 0, SIGNED_ZERO - jnp.minimum(place, SIGNED_ZERO), SIGNED_ZERO + place)
     return place.astype(jnp.uint8)

@@ -24,6 +24,7 @@ from jaxtune.pallas.grouped_matmul import (
 )
 from jaxtune.pallas.grouped_matmul.layout import Groups
 from jaxtune.pallas.quant_matmul import decoded
+from jaxtune.pallas.quant_matmul.reference import scaled
 
 _PRODUCTS = {
     "mosaic": mosaic.product, "mosaic_ahead": mosaic.product, "triton": triton.product, "reference": reference.product
@@ -99,10 +100,6 @@ def implementations(
     return table
 
 
-def _scaled(rows, scale):
-    return rows if scale == 1.0 else (rows * scale).astype(rows.dtype)
-
-
 def gathers(implementation: str) -> bool:
     """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
@@ -152,7 +149,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
     if lora is not None:
         a, b = lora
         inner = _thin(x, a, groups, 2, static.implementation, tokens)
-        extra = (_scaled(inner, static.scale), b.mT if static.transposed else b)
+        extra = (scaled(inner, static.scale), b.mT if static.transposed else b)
     out = _product(x, weight, groups, contract, extra, static, tokens)
     return out, (x, weight, lora, groups, inner)
 
@@ -168,10 +165,10 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
     extra = dlora = None
     if lora is not None:
         a, b = lora
-        dinner = _scaled(_thin(dout, b, groups, 1, static.implementation, dout_tokens), static.scale)
+        dinner = scaled(_thin(dout, b, groups, 1, static.implementation, dout_tokens), static.scale)
         extra = (dinner, a.mT if static.transposed else a)
         da = _contracted(dinner, x, groups, a.shape[1], static.implementation, x_tokens)
-        db = _contracted(_scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation, dout_tokens)
+        db = _contracted(scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation, dout_tokens)
         # Else XLA keeps db as it is, and sums of it, up to the end of the program, where each is copied.
         db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
@@ -301,7 +298,7 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 @jax.custom_vjp
 def _biased(rows, bias, groups):
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
-    return (reference.tiled(rows, groups) + added).reshape(rows.shape).astype(rows.dtype)
+    return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
 
 
 def _bias_fwd(rows, bias, groups):

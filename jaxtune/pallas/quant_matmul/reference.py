@@ -88,8 +88,9 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
     return out if bias is None else out + bias.astype(out.dtype)
 
 
-def _scaled(part, scale):
-    return part if scale == 1.0 else (part * scale).astype(part.dtype)
+def scaled(part, scale):
+    """part times a number, which in part's dtype would be rounded first."""
+    return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
 def _parts(joined, loras):
@@ -123,7 +124,7 @@ def _products_fwd(x, source, weights, loras, biases, static):
     if loras:
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
-            more[owner] = (_scaled(part, scale), b)
+            more[owner] = (scaled(part, scale), b)
     coded: dict[bool, tuple] = {}  # x in e4m3, once for all weights whose scales stand where
     outputs = []
     for weight, added, bias in zip(weights, more, biases, strict=True):
@@ -147,8 +148,8 @@ def _products_bwd(static, residuals, doutputs):
         dinner = []
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
             dout = doutputs[owner]
-            dinner.append(_scaled(_product(dout, b, (1, 0)), scale))
-            dloras.append(_product(dout, _scaled(part, scale), (0, 0), b.dtype))
+            dinner.append(scaled(_product(dout, b, (1, 0)), scale))
+            dloras.append(_product(dout, scaled(part, scale), (0, 0), b.dtype))
         dinner = jnp.concatenate(dinner, axis=1)
         da = _product(dinner, x if source is None else source, (0, 0), loras[0][0].dtype)
         dloras = [(part.T, db) for part, db in zip(_parts(da.T, loras), dloras, strict=True)]
@@ -191,7 +192,7 @@ def dropout(x, rate, key, part=0):
     """Inverted dropout: zero with probability `rate`, the rest scaled by 1 / (1 - rate). The mask is `part` of one that
     is drawn for as many parts as there are, each as large as x."""
     keep = uniform(key, x.shape, part) < jnp.float32(1.0 - rate)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+    return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
@@ -210,9 +211,9 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, static)  # type: ignore
     finished = []
     for out, row_scale, bias in zip(outputs, row_scales, biases, strict=True):
-        out = out.reshape(*x.shape[:-1], -1)
+        out = out.reshape(*x.shape[:-1], out.shape[-1])
         if row_scale is not None:
-            out = (out * row_scale).astype(x.dtype)
+            out = (out.astype(jnp.float32) * row_scale.astype(jnp.float32)).astype(x.dtype)
             out = out if bias is None else out + bias.astype(out.dtype)
         finished.append(out)
     return tuple(finished)
