@@ -20,6 +20,7 @@ from jaxtune.profile import capture
 from jaxtune.train import metrics as m
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
+from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batches
 from jaxtune.train.monitor import Monitor
 from jaxtune.train.programs import Engine, Programs
@@ -50,14 +51,15 @@ class Profile:
         )
 
 
-def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str) -> bool:
+def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: TokenDataset | None) -> bool:
     """Whether a process that begins after `start` steps has to evaluate first: because it is due before the first step,
-    or was due after the last one of a process that was interrupted before it was done, or had other rows (`rows`, their
-    Documents.identity)."""
+    or was due after the last one of a process that was interrupted before it was done, or had other rows."""
+    if rows is None:
+        return False
     if start == 0:
         return wanted.at_start
     due = wanted.after_last(start) if start >= total_steps else wanted.between(start)
-    return due and not processes.of_first(lambda: start in m.evaluations(output / m.JSONL, rows))
+    return due and not processes.of_first(lambda: start in m.evaluations(output / m.JSONL, rows.documents.identity))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -317,9 +317,7 @@ class Trainer:
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         profile = Profile(self.profile_folder, traced, config.profile.start, self._traced)
-        owed = self.eval_data is not None and is_owed(
-            config.evaluation, start, self.total_steps, self.output, self.eval_data.documents.identity
-        )
+        owed = is_owed(config.evaluation, start, self.total_steps, self.output, self.eval_data)
         run = Run(
             self.engine, monitor, saver, self.total_steps, config.evaluation, owed, lambda: self.eval_batches, profile,
             self.model.finished,
