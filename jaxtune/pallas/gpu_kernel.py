@@ -118,9 +118,7 @@ def _compile(kernel: dict[str, Any], device: Any) -> None:
 @functools.cache
 def _name_modules_alike() -> None:
     """Gives every module of this process the same name for dumps, unless dumps are asked for."""
-    numbered = getattr(mgpu.dialect, "get_or_set_dump_options", None)
-    if numbered is None:
-        return
+    numbered = mgpu.dialect.get_or_set_dump_options
 
     def named(module):
         attributes = module.operation.attributes

@@ -286,7 +286,7 @@ class Progress:
     def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
         self.total_steps = total_steps
         self.console = console if console is not None else terminal.console(stderr=True)
-        self._start_step, self._line_seconds = start_step, line_seconds
+        self._line_seconds = line_seconds
         self._first: tuple[int, float] | None = None  # step and time from which the speed counts: after the compile
         self._last_line_seconds = self._evaluating_since = -math.inf
         self._live: Any = None
