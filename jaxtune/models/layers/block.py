@@ -92,7 +92,12 @@ class Block(nnx.Module):
     def part_segments(self, part: str) -> tuple[Segment, ...]:
         """Those of "mixer" or of "mlp"."""
         ends = (LAYER_INPUT, MID) if part == "mixer" else (MID, LAYER_OUTPUT)
-        return tuple(_in_block(segment, part, self._fed(part), *ends) for segment in getattr(self, part).segments())
+        post_norm = getattr(self, f"{part}_post_norm") is not None
+        return tuple(
+            made
+            for segment in getattr(self, part).segments()
+            for made in _in_block(segment, part, self._fed(part), *ends, post_norm)
+        )
 
     def residuals(self) -> tuple[Residual, ...]:
         """What the layer may leave for its backward, in the order in which it is made."""
@@ -114,33 +119,43 @@ class Block(nnx.Module):
         return values[LAYER_OUTPUT], state
 
 
-def _in_block(segment: Segment, part: str, fed: str, begins: str, ends: str) -> Segment:
+def _in_block(segment: Segment, part: str, fed: str, begins: str, ends: str, post_norm: bool) -> tuple[Segment, ...]:
     """A part's segment as one of the block: fed with the normed value `fed`, and added to `begins` where the part
-    ends."""
+    ends. There a norm of what the part gives is a segment of its own: its derivative reads that value, which would
+    otherwise have to be multiplied again."""
     ending = segment.outputs == (OUTPUT,)
     reads = tuple(fed if name == INPUT else name for name in segment.reads)
-    added = ending and begins not in reads
+    adds = ending and not post_norm
+    added = adds and begins not in reads
 
     def run(block: Block, context: Context, *values):
         own = values[:-1] if added else values
         own = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
         outputs = segment.run(getattr(block, part), context, *own)
-        if not ending:
+        if not adds:
             return tuple(outputs)
         return (block.added(part, values[-1 if added else reads.index(begins)], outputs[0]),)
+
+    def add(block: Block, context: Context, out: jax.Array, x: jax.Array):
+        del context
+        return (block.added(part, x, out),)
 
     backward = segment.backward
     if backward is not None:
         assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
         backward = functools.partial(_backward_in_block, segment.backward, part)
-    return dataclasses.replace(
+    made = f"{part}_out" if post_norm else ends
+    first = dataclasses.replace(
         segment,
         reads=(*reads, begins) if added else reads,
-        makes=(dataclasses.replace(segment.makes[0], name=ends),) if ending else segment.makes,
+        makes=(dataclasses.replace(segment.makes[0], name=made),) if ending else segment.makes,
         run=run,
         backward=backward,
         matrices=tuple(f"{part}.{name}" for name in segment.matrices),
     )
+    if not ending or adds:
+        return (first,)
+    return first, Segment(f"{part}_post_norm", (made, begins), (Residual(ends),), add, tokenwise=segment.tokenwise)
 
 
 def _backward_in_block(backward, part: str, block_of, trainable, *arguments):
