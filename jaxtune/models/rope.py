@@ -22,7 +22,8 @@ def rotary_frequencies(
     LongRoPE (arXiv 2402.13753), yarn from arXiv 2309.00071.
     """
     dim = int(head_dim * rope.partial_rotary_factor)
-    base = 1.0 / (rope.theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim))
+    # A power in float32 differs in its last bit between processors with and without AVX-512, and so did training.
+    base = (1.0 / rope.theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
     original = rope.original_max_position_embeddings or max_positions
     if rope.kind == "default":
         return base, None, 1.0

@@ -10,9 +10,17 @@ from flax import nnx
 from tiny_models import tiny_model
 
 from jaxtune.models.config import RopeConfig
-from jaxtune.models.rope import rotary_table, rotate
+from jaxtune.models.rope import rotary_frequencies, rotary_table, rotate
 
 HEAD_DIM = 32
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+def test_frequencies_are_the_same_on_every_processor(theta):
+    """Rounded once, from float64: powers in float32 are not."""
+    found = rotary_frequencies(RopeConfig(theta=theta), 128, 4096)[0]
+    np.testing.assert_array_equal(found, np.float32([theta ** (-index / 64) for index in range(64)]))
+    assert found.dtype == np.float32
 
 
 def by_complex_numbers(x, table):
