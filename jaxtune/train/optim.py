@@ -52,11 +52,17 @@ def decayed_tensors(parameters) -> list[bool]:
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
     """decayed: of parameters that come without their names, what decayed_tensors says of them."""
 
-    def update(updates, state, params=None, *, decayed=None, **others):
-        decayed = jax.tree.unflatten(jax.tree.structure(params), decayed or decayed_tensors(params))
-        return jax.tree.map(lambda u, p, decays: u + rate * p if decays else u, updates, params, decayed), state
+    def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
+        def mask(tree):
+            return jax.tree.unflatten(jax.tree.structure(tree), decayed or decayed_tensors(tree))
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+        return optax.add_decayed_weights(rate, mask)
+
+    def update(updates, state, params=None, *, decayed=None, **others):
+        del others
+        return decay(decayed).update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(decay().init, update)
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
