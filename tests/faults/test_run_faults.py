@@ -479,7 +479,7 @@ def test_a_run_at_a_constant_rate_can_be_given_more_steps(tmp_path, capsys):
     longer = trained("run", 6)
     assert "changed: config.steps: saved 4, now 6" in capsys.readouterr().out
     assert_same(longer, trained("straight", 6))
-    with pytest.raises(ValueError, match="config.steps: saved 6, now 5"):
+    with pytest.raises(ValueError, match="steps = 5: the last checkpoint is of step 6"):
         trained("run", 5)
 
 
