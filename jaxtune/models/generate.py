@@ -298,7 +298,7 @@ def _prefill(
         for layer, spec in zip(model.layers, model.config.layers, strict=True):
             layer_graph, *state = nnx.split(layer, nnx.Param, ...)
             x, kept, *_ = layer_forward(layer_graph, spec, layer.mixer.state_reads, *state, x, layout, None)
-            states.append(layer.mixer.first_state(kept, lengths, new_bucket))
+            states.append(layer.mixer.first_state(kept, lengths, new_bucket, Context(spec, layout)))
         seen = None
         if kind.penalises:
             row = jnp.arange(len(lengths))[:, None]

@@ -60,7 +60,7 @@ class DecayMixer(nnx.Module):
     def _leave(self, context, trail):
         return (self.out_proj(trail, context.key),)
 
-    def first_state(self, values, lengths, new_tokens):
+    def first_state(self, values, lengths, new_tokens, context):
         return jnp.take_along_axis(values["trail"], (lengths - 1)[:, None, None], axis=1)
 
     def step(self, x, state, at, context):

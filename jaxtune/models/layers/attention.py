@@ -37,6 +37,9 @@ class Attention(nnx.Module):
     """q_proj, k_proj, v_proj (or one qkv_proj) and o_proj, with optional norms of queries and keys.
 
     With attention_gate, q_proj gives each head a gate after its query, whose sigmoid multiplies what the head gives.
+
+    Queries and keys that are normed are residuals as the projections gave them: a norm's derivative reads what it
+    normed, which would otherwise be multiplied again. Attention norms and rotates them once more in the backward.
     """
 
     their_name = AttentionShape.their_name
@@ -116,6 +119,11 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
         """[B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated; and with
         attention_gate, the gates [B, T, heads, D]."""
+        query, key_, *others = self._projections(x, key)
+        return self._query(query, rotary), self._key(key_, rotary), *others
+
+    def _projections(self, x: jax.Array, key: jax.Array | None):
+        """What `project` gives, neither normed nor rotated."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)
@@ -123,16 +131,24 @@ class Attention(nnx.Module):
             query, key_, value = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
         else:
             query, key_, value = apply_together(x, (self.q_proj, self.k_proj, self.v_proj), key)
-        if config.qk_norm == "projection":
-            query, key_ = self.q_norm(query), self.k_norm(key_)
         gates = ()
         if config.attention_gate:
             query, *gates = jnp.split(query.reshape(*x.shape[:2], config.num_heads, -1), 2, axis=-1)
         query, key_, value = (a.reshape(*a.shape[:2], -1, config.head_dim) for a in (query, key_, value))
-        if config.qk_norm == "head":
-            query, key_ = self.q_norm(query), self.k_norm(key_)
-        query, key_ = (rotate(a, rotary, config.interleaved_rotary) for a in (query, key_))
-        return scaled_by_position(query, rotary), key_, value, *gates
+        return query, key_, value, *gates
+
+    def _query(self, x: jax.Array, rotary) -> jax.Array:
+        return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
+
+    def _key(self, x: jax.Array, rotary) -> jax.Array:
+        return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
+
+    def _normed(self, norm: str, x: jax.Array) -> jax.Array:
+        """x [B, T, heads, D] by the norm of that name, if there is one: each head alone, or all together."""
+        if self.config.qk_norm is None:
+            return x
+        shape = x.shape if self.config.qk_norm == "head" else (*x.shape[:2], -1)
+        return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
         """[B, T, heads, D], of a gate too -> [B, T, hidden]."""
@@ -141,9 +157,18 @@ class Attention(nnx.Module):
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
     def _project(self, context: Context, x: jax.Array):
-        return self.project(x, context.rotary, context.key)
+        if self.config.qk_norm is None:
+            return self.project(x, context.rotary, context.key)
+        return self._projections(x, context.key)
+
+    def attended(self, context: Context, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The residuals query and key, as attention reads them."""
+        if self.config.qk_norm is None:
+            return query, key
+        return self._query(query, context.rotary), self._key(key, context.rotary)
 
     def _attend(self, context: Context, query: jax.Array, key: jax.Array, value: jax.Array):
+        query, key = self.attended(context, query, key)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
     def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
@@ -151,10 +176,13 @@ class Attention(nnx.Module):
 
     # ---- generation
 
-    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int):
+    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """Keys and values [B, T, kv_heads, D] of the prompt, with room."""
+        key, value = values["key"], values["value"]
+        if self.config.qk_norm is not None:
+            key = self._key(key, context.rotary)
         room = ((0, 0), (0, new_tokens), (0, 0), (0, 0))
-        return tuple(jnp.pad(values[name], room) for name in self.state_reads)
+        return jnp.pad(key, room), jnp.pad(value, room)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         query, key, value, *gates = self.project(x, context.rotary)
@@ -168,8 +196,11 @@ class Attention(nnx.Module):
         return 0.7 * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Gradients of query, key and value, and what of the residual stream is beside them."""
+        """Gradients of query, key and value, those two as attention reads them, and what of the residual stream is
+        beside them."""
         stream = 2.2 * sizes["layer_input"]
+        if self.config.qk_norm is not None:
+            stream += sizes["query"] + sizes["key"]
         if sizes.tiles == 1:
             return 2 * sizes["query"] + sizes["key"] + sizes["value"] + stream
         # cuDNN's work space, which counts where nothing is larger: gradients of query in float32, and of key and value
@@ -181,13 +212,21 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
     """The kernels' own backward, from the saved output and log-sum-exp."""
     attention: Attention = module_of(trainable)
     options = attention.options(context.spec.window)
-    query, key, value = inputs
     out, lse = outputs
-    *dinputs, dsinks = attention_backward(query, key, value, out, lse, gradients[0], context.layout, **options)
-    if not isinstance(attention.sinks, nnx.Param):
-        return None, tuple(dinputs)
-    _, pullback = jax.vjp(lambda t: module_of(t).sinks[...], trainable)
-    return pullback(dsinks)[0], tuple(dinputs)
+
+    def read(trainable, query, key):
+        attention: Attention = module_of(trainable)
+        sinks = attention.sinks[...] if isinstance(attention.sinks, nnx.Param) else None
+        return *attention.attended(context, query, key), sinks
+
+    (query, key, sinks), pullback = jax.vjp(read, trainable, *inputs[:2])
+    dquery, dkey, dvalue, dsinks = attention_backward(
+        query, key, inputs[2], out, lse, gradients[0], context.layout, **options
+    )
+    if sinks is None and attention.config.qk_norm is None:
+        return None, (dquery, dkey, dvalue)
+    dtrainable, dquery, dkey = pullback((dquery, dkey, None if sinks is None else dsinks))
+    return dtrainable, (dquery, dkey, dvalue)
 
 
 def _written(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:

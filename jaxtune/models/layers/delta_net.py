@@ -205,7 +205,7 @@ class DeltaNet(nnx.Module):
 
     # ---- generation
 
-    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int):
+    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The last inputs of the convolution, and float32[B, heads, key_dim, value_dim]; of a row as long as it is."""
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]

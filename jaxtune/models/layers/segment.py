@@ -210,8 +210,11 @@ class Mixer(LayerPart, Protocol):
         """Bytes of what is half ready of it while the feed-forward's backward runs."""
         ...
 
-    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int) -> Any:
-        """The state after prompts of `lengths` int32[B], with room for so many tokens more; values: of state_reads."""
+    def first_state(
+        self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
+    ) -> Any:
+        """The state after prompts of `lengths` int32[B], with room for so many tokens more; values: of state_reads;
+        context: of the prompts."""
         ...
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
