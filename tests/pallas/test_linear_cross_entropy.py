@@ -56,15 +56,17 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 10, 2 * LENGTH])
+@pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])  # 16 bits: the head is filled up
 @pytest.mark.gpu
-def test_value_and_gradients(options, chunk_tokens):
-    arguments = operands()
+def test_value_and_gradients(options, chunk_tokens, dtype, error):
+    arguments = operands(dtype)
     loss, count, dhidden, dhead = value_and_gradients(arguments, chunk_tokens=chunk_tokens, **options)
     want_loss, want_dhidden, want_dhead = dense(*arguments, **options)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     assert float(count) == float(arguments[3].sum())
-    np.testing.assert_allclose(dhidden, want_dhidden, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dhead, want_dhead, rtol=1e-5, atol=1e-5)
+    assert (dhidden.dtype, dhead.dtype) == (dtype, dtype)
+    np.testing.assert_allclose(dhidden.astype(jnp.float32), want_dhidden, rtol=error, atol=error)
+    np.testing.assert_allclose(dhead.astype(jnp.float32), want_dhead, rtol=error, atol=error)
     only_value, _ = linear_cross_entropy(*arguments, chunk_tokens=chunk_tokens, **options)
     np.testing.assert_allclose(only_value, loss, rtol=1e-7)
 

@@ -32,6 +32,7 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.formats import FP8, FourBit, Stored
 from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
+from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train import optimizer_offload
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.optim import make_optimizer, weight_storage
@@ -145,7 +146,7 @@ class StepCost:
     fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained
     weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
-    float32. head_gradient_bytes: later, of it alone.
+    float32; and of the copy of a head that the loss fills up. head_gradient_bytes: later, of a trained one's alone.
     reference_runs: forward passes, in each micro-batch, of a model that does not train.
     shared_bytes: of experts' adapters as kernels take them, which XLA makes once for the forward and the backward where
     every residual is kept (the stack ties them to the backward elsewhere).
@@ -257,6 +258,7 @@ def step_cost(
     head_trains = isinstance(head, nnx.Param)
     head_size = math.prod(head.shape)
     head_loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
+    head_copy = 0.0 if head_trains and storage != "bf16" else 2.0 * fills_up(shape.vocab_size, dtype)
     return StepCost(
         rows=config.rows_per_step,
         length=length,
@@ -272,7 +274,7 @@ def step_cost(
         kinds=tuple({id(kind): kind for kind in kinds}.values()),
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
-        head_bytes=head_size * head_loss if head_trains else 0.0,
+        head_bytes=head_size * (head_loss * head_trains + head_copy),
         head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
         head_trains=head_trains,
         trained=nbytes(masters) / 4,

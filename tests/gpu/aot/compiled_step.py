@@ -26,10 +26,11 @@ from tests.gpu.aot.target import Target
 @dataclasses.dataclass(frozen=True)
 class Peaks:
     """Bytes of a step at its peak: memory_analysis of its programs with what lies beside their arguments, and the
-    planner's."""
+    planner's. text: the program that adds up gradients, as it is compiled."""
 
     compiled: float
     predicted: float
+    text: str
 
 
 def step_peaks(
@@ -83,7 +84,8 @@ def step_peaks(
             jax.jit(program.accumulate, donate_argnums=0).lower(sums, state, placed(frozen), batch, index),
             jax.jit(program.update, donate_argnums=(0, 1)).lower(state, sums),
         )
-    found = [one.compile(compiler_options=options).memory_analysis() for one in lowered]
+    programs = [one.compile(compiler_options=options) for one in lowered]
+    found = [one.memory_analysis() for one in programs]
     needs = [m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found]
     predicted = forecasts.forecast(parts, step_plan, find_device(target.kind)).peak_bytes
-    return Peaks(parts.fixed_bytes(1) + max(needs), predicted)
+    return Peaks(parts.fixed_bytes(1) + max(needs), predicted, programs[0].as_text())
