@@ -195,7 +195,7 @@ def measure(options) -> dict:
             float(latest["loss"])
     step_seconds = rate(arrivals)
     counts = [c for _, c in loaded]
-    flops = statistics.mean(trainer.flops(c["tokens"], c["sum_squared"]) for c in counts)
+    flops = statistics.mean(trainer.flops(c["lengths"]) for c in counts)
     peak_flops = device_peak_flops(jax.devices()[0].device_kind)  # of one device
     slots = options.rows * options.length
     planner = trainer.planner

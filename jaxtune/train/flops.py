@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 
 import numpy as np
@@ -12,17 +13,13 @@ from jaxtune.models.lora import experts, linears
 from jaxtune.train.data import Batch
 
 
-def sum_squared_documents(batch: Batch) -> int:
-    """Sum over the batch's documents of length squared."""
-    total = 0
-    for row in np.asarray(batch.segment_ids):
-        lengths = np.bincount(row)[1:].astype(np.int64)
-        total += int((lengths * lengths).sum())
-    return total
+def document_lengths(batch: Batch) -> np.ndarray:
+    """Tokens of each of the batch's documents."""
+    return np.concatenate([np.bincount(row)[1:] for row in np.asarray(batch.segment_ids)])
 
 
-def flop_counter(model: Decoder) -> Callable[[int, int], float]:
-    """(real tokens, sum of squared document lengths) -> model FLOPs of a step; see model_flops_per_step."""
+def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
+    """Lengths of a step's documents -> model FLOPs of the step; see model_flops_per_step."""
     config = model.config
     matmul = trained = adapters = 0
     for _, linear in linears(model):
@@ -43,22 +40,30 @@ def flop_counter(model: Decoder) -> Callable[[int, int], float]:
     matmul += head.size
     trained += head.size if isinstance(head, nnx.Param) else 0
 
-    segments = [segment for layer in model.layers for segment in layer.segments()]
-    # What is neither a matrix nor attention: in the backward, as much for each of the two arguments of a product.
-    beside = 3 * sum(segment.token_flops for segment in segments)
-    width = sum(segment.attention_width for segment in segments)
+    beside, widths = 0.0, collections.Counter[int | None]()  # of attentions, by their window
+    for layer, spec in zip(model.layers, config.layers, strict=True):
+        for segment in layer.segments():
+            # What is neither a matrix nor attention: in the backward, as much for each of a product's two arguments.
+            beside += 3 * segment.token_flops
+            widths[spec.window] += segment.attention_width
 
-    def flops(tokens: int, sum_squared: int) -> float:
+    def flops(lengths: np.ndarray) -> float:
+        tokens = int(lengths.sum())
         return beside * tokens + model_flops_per_step(
             tokens=tokens,
             matmul_params=matmul,
             trained_matmul_params=trained,
             adapter_params=adapters,
-            attention_width=width,
-            sum_squared_document_tokens=sum_squared,
+            attention=sum(width * _seen(lengths, window) for window, width in widths.items()),
         )
 
     return flops
+
+
+def _seen(lengths: np.ndarray, window: int | None) -> float:
+    """Twice the pairs of tokens that see each other in documents: length^2, less what lies before a window."""
+    hidden = 0 if window is None else np.maximum(lengths - window, 0)
+    return float((lengths.astype(float) ** 2 - hidden**2).sum())
 
 
 def model_flops_per_step(
@@ -67,15 +72,14 @@ def model_flops_per_step(
     matmul_params: int,
     trained_matmul_params: int,
     adapter_params: int = 0,
-    attention_width: int,
-    sum_squared_document_tokens: int,
+    attention: float,
 ) -> float:
     """FLOPs that the model needs for one optimizer step, whatever the program recomputes; for model FLOP utilisation.
 
     With T tokens (padding left out), N = matmul_params (every matrix a token is multiplied by, the head included, the
     embedding look-up not, of a mixture only the experts a token visits), N' = trained_matmul_params, A =
-    adapter_params, W = attention_width (query heads times their size, summed over the layers), and S = sum over
-    documents of length^2:
+    adapter_params, and W S = attention (summed over the layers: W is query heads times their size, and S the sum over
+    documents of length^2, or of that less (length - window)^2 where a window slides):
 
         forward    2 N T                        each weight: one multiply, one add a token
                  + 2 A T                        the adapters beside them
@@ -86,10 +90,9 @@ def model_flops_per_step(
                  + twice the forward attention  dv, dp, dq, dk
 
     Full fine-tuning (N' = N, A = 0) is thus 6 N T + 6 W S, the formula of PaLM (arXiv 2204.02311, appendix B) with
-    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 W S. A sliding window is not taken off S here: the caller
-    passes the visible pairs times two.
+    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 W S.
     """
-    attention_forward = 4 * attention_width * sum_squared_document_tokens / 2
+    attention_forward = 4 * attention / 2
     forward = 2 * (matmul_params + adapter_params) * tokens + attention_forward
     backward = (2 * matmul_params + 2 * trained_matmul_params + 4 * adapter_params) * tokens + 2 * attention_forward
     return float(forward + backward)

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtune.train import metrics as m
 from jaxtune.train.callbacks import Callback
@@ -81,7 +82,7 @@ class Watched:
     """What a Monitor knows of the run that it watches.
 
     total_steps: of the run. batches: of its steps. unit: what a step's loss is a mean of (Objective.unit). trained:
-    names of the trainable tensors. flops: (tokens, sum of squared document lengths) -> model FLOPs of a step.
+    names of the trainable tensors. flops: lengths of a step's documents -> model FLOPs of it.
     peak_flops: of all devices together, a second; None where it is not known. history: is given every step's line.
     """
 
@@ -90,7 +91,7 @@ class Watched:
     batches: Batches
     unit: str
     trained: Sequence[str]
-    flops: Callable[[int, int], float]
+    flops: Callable[[np.ndarray], float]
     peak_flops: float | None
     planner: Planner
     history: list[dict[str, Any]]
@@ -187,7 +188,7 @@ class Monitor:
         values = {key: value for key, value in jax.device_get(latest).items() if key != "grad_norms"}
         now = stamp.result()
         seconds, self._counted = now - self._counted, now
-        flops = self.run.flops(counts["tokens"], counts["sum_squared"])
+        flops = self.run.flops(counts["lengths"])
         slots = config.rows_per_step * self.run.batches.length
         work = _Work(1, seconds, slots, counts["tokens"], counts["trained_tokens"], flops, data_wait)
         done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])

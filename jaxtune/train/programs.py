@@ -24,7 +24,7 @@ from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch, Batches, Rows
-from jaxtune.train.flops import sum_squared_documents
+from jaxtune.train.flops import document_lengths
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.step import StepProgram, Sums, TrainState
 
@@ -151,14 +151,14 @@ class Engine:
         piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
         return partition.put(piece, self._by_rows)
 
-    def load_step(self, step: int) -> tuple[list[Batch], dict[str, int]]:
-        """Device micro-batches of a step, and its token counts."""
+    def load_step(self, step: int) -> tuple[list[Batch], dict[str, Any]]:
+        """Device micro-batches of a step, its token counts and the lengths of its documents."""
         batch = self.batches.batch_at(step)
         parts = self.planner.plan.micro_batches
         counts = {
             "tokens": int((batch.segment_ids > 0).sum()),
             "trained_tokens": int(batch.weights.sum()),
-            "sum_squared": sum_squared_documents(batch),
+            "lengths": document_lengths(batch),
         }
         return [self.place(batch, part, parts) for part in range(parts)], counts
 

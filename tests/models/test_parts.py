@@ -139,8 +139,13 @@ def test_plans_know_its_residuals_and_what_they_take():
 
 
 def test_each_layer_counts_the_flops_of_its_own_attention():
-    """Two and four heads of 8, and two mixers that say 1: 2 products forward and 4 backward, half of a square seen."""
-    assert flop_counter(toy_model())(0, 20**2) == 6 * 2 * (16 + 32 + 1 + 1) * 20**2 / 2
+    """Two heads of 8, two mixers that say 1, and four heads of 8 in a window of 4: 2 products forward and 4 backward,
+    over the pairs of tokens that see each other."""
+    lengths = np.array([900, 400])
+    alone = flop_counter(toy_model())(np.ones(1300, int))  # the same tokens, of which none sees another
+    keys = np.concatenate([np.arange(length) + 1 for length in lengths])
+    seen = (16 + 1 + 1) * keys.sum() + 32 * np.minimum(keys, 4).sum()
+    assert flop_counter(toy_model())(lengths) - alone == pytest.approx(6 * 2 * seen, rel=0.005)
 
 
 def test_a_run_trains_it_under_a_plan(tmp_path):

@@ -408,7 +408,7 @@ def test_model_flops_are_those_of_the_derivatives():
         return total
 
     params, small = 2 * width * hidden, 2 * rank * (width + hidden)
-    shape = {"attention_width": 0, "sum_squared_document_tokens": 0, "tokens": tokens}
+    shape = {"attention": 0, "tokens": tokens}
     full = counted(jax.value_and_grad(lambda x, weights: forward(x, weights, None), (0, 1)), x, frozen)
     assert full == model_flops_per_step(matmul_params=params, trained_matmul_params=params, **shape)
     assert full == 6 * params * tokens
@@ -420,9 +420,9 @@ def test_model_flops_of_attention():
     """Llama-3.1-8B at 8 rows x 2,048 in LoRA: 4 N T, and causal attention over whole rows."""
     layers, heads, head_dim, rows, length = 32, 32, 128, 8, 2048
     none = {"matmul_params": 0, "trained_matmul_params": 0, "tokens": rows * length}
-    none["attention_width"] = layers * heads * head_dim
-    whole = model_flops_per_step(**none, sum_squared_document_tokens=rows * length**2)
+    width = layers * heads * head_dim
+    whole = model_flops_per_step(**none, attention=width * rows * length**2)
     # 2 products forward and 4 backward, 2 FLOPs a multiply-add, half of the square visible
     assert whole == (2 + 4) * 2 * layers * heads * head_dim * rows * length**2 / 2
-    halves = model_flops_per_step(**none, sum_squared_document_tokens=2 * rows * (length // 2) ** 2)
+    halves = model_flops_per_step(**none, attention=width * 2 * rows * (length // 2) ** 2)
     assert halves == whole / 2

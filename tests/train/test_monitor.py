@@ -32,7 +32,7 @@ class Machine:
             peak_flops=devices * device_peak_flops("NVIDIA H200", "bfloat16"),
             callbacks=(),
             history=[],
-            flops=lambda tokens, squared: 989e12 * STEP,
+            flops=lambda lengths: 989e12 * STEP,
         )
         logger = SimpleNamespace(log=lambda step, values: self.lines.append({"step": step, **values}))
         progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
@@ -48,7 +48,7 @@ class Machine:
         self.free = max(self.free, self.now) + seconds
         values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, count=9, skipped=0, skipped_in_row=0, finite=True)
         values["own"] = {}
-        counts = dict(tokens=60, trained_tokens=30, sum_squared=900)
+        counts = dict(tokens=60, trained_tokens=30, lengths=[30, 30])
         self.monitor.step_dispatched(self.done, values | {"done": self.free}, counts)
         self.done += 1
 
