@@ -93,9 +93,15 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _points(lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
-    """(step, value) of the lines that have a finite number there."""
-    found = [(line["step"], line[key] * scale) for line in lines if isinstance(line.get(key), int | float)]
-    return [(step, value) for step, value in found if math.isfinite(value)]
+    """(step, value) of the lines that have a number there."""
+    return [(line["step"], line[key] * scale) for line in lines if isinstance(line.get(key), int | float)]
+
+
+def _seconds(line: dict[str, Any]) -> float:
+    """What a line adds to the wall clock of a run (monitor.py): of its steps, or of a pause and its parts."""
+    if _points([line], "step_seconds"):
+        return line["step_seconds"] * line.get("steps", 1)
+    return sum(line[key] for key in line if key.endswith("_seconds") and _points([line], key))
 
 
 def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -103,10 +109,11 @@ def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tup
     facts: list[tuple[str, str]] = []
     if lines:
         facts.append(("steps", f"{lines[-1]['step']:,}"))
-    if len(lines) > 1:
-        facts.append(("time", m.duration(max(0.0, lines[-1]["time"] - lines[0]["time"]))))
+        facts.append(("time", m.duration(sum(map(_seconds, lines)))))  # without that between a kill and its resume
+    rows = next((line.get(m.ROWS) for line in reversed(lines) if "eval_loss" in line), None)
+    alike = [line for line in lines if line.get(m.ROWS, rows) == rows]  # evaluations of other rows compare with none
     for key, name in (("loss", "training loss, first and last"), ("eval_loss", "evaluation loss, first and last")):
-        if points := _points(lines, key):
+        if points := _points(alike, key):
             facts.append((name, f"{points[0][1]:.4f}, {points[-1][1]:.4f}"))
     matches = [(when, results[when]["exact_match"]) for when in ("before", "after") if _scored(results, when)]
     if matches:
@@ -161,7 +168,9 @@ def _number(value: float) -> str:
 
 
 def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, float]]]]) -> str:
-    """Lines over the steps; a second series is drawn with dots, as it has few points. Empty without any point."""
+    """Lines over the steps, through what is finite; a second series is drawn with dots, as it has few points. Empty
+    without any point."""
+    series = [(label, [point for point in values if math.isfinite(point[1])]) for label, values in series]
     points = [point for _, values in series for point in values]
     if not points:
         return ""

@@ -23,10 +23,13 @@ def run(tmp_path):
              {"step": 0, "time": 1000.0, "compile_seconds": 2.0, "plan": ["plan: no <gate>", "  up"]}]  # fmt: skip
     lines += [
         {"step": n, "time": 1000.0 + 10 * n, "loss": 4.0 / n, "learning_rate": 1e-3 / n, "tokens_per_second": 100.0 * n,
-         "peak_memory_bytes": 2e9, "skipped": 0}
+         "peak_memory_bytes": 2e9, "skipped": 0, "steps": 2, "step_seconds": 4.5, "data_wait_seconds": 1.0}
         for n in range(1, 8)
     ]  # fmt: skip
-    lines += [{"step": 4, "time": 1041.0, "eval_loss": 1.5}, {"step": 7, "time": 1075.0, "eval_loss": 1.25}]
+    lines += [
+        {"step": 4, "time": 1041.0, "eval_loss": 1.5, "eval_seconds": 7.0},
+        {"step": 7, "time": 9075.0, "eval_loss": 1.25},
+    ]
     lines[4]["loss"] = "nan"
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
     (folder / "config.yaml").write_text(f"output: '{HOSTILE}'\n")
@@ -52,6 +55,17 @@ def test_the_page_has_what_the_run_wrote(run, capsys):
     assert heights == sorted(heights)  # the loss falls, so the line goes down the page
     assert '<div id="plan"><p>plan: no &lt;gate&gt;</p><p class=in>up</p></div>' in page and "keep all" not in page
     assert HOSTILE not in page and not re.search(r"https?://(?!www\.w3\.org)", page)
+
+
+def test_evaluations_of_other_rows_and_the_last_one_that_failed(run):
+    """The first and the last loss are of the same rows, whatever they are."""
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, loss, rows in ((8, 9.0, "before"), (9, 2.0, "now"), (10, 1.75, "now")):
+            file.write("\n" + json.dumps({"step": step, "time": 1.0, "eval_loss": loss, "eval_rows": rows}))
+    assert "<td>1.5000, 1.7500</td>" in run_page(run)
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(re.sub(r'"eval_loss": 1.75', '"eval_loss": "nan"', text))
+    assert "<td>1.5000, nan</td>" in run_page(run)
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
