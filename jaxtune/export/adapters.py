@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from jaxtune.models.adapter_config import WEIGHTS_NAME, config_of
+from jaxtune.models.adapter_config import WEIGHTS_NAME, config_of, is_nested, peft_name
 from jaxtune.models.adapter_files import adapter_content, write_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import require_space
@@ -49,6 +49,11 @@ def servers(model: Decoder) -> list[str]:
             "Servers that go by target_modules leave them out: serve the merged model there (--to merged)"
         ]
     notes = []
+    if is_nested(model):
+        notes.append(
+            "modules are named as in the base's model with a vision tower, which AutoModelForCausalLM or "
+            "AutoModelForImageTextToText makes of its folder: the text model alone does not take the adapter"
+        )
     if any(lora.magnitude is not None for lora in adapted):
         notes.append("DoRA: PEFT loads this adapter; vLLM, SGLang and llama.cpp do not: serve the merged model there")
     if any(module is not None and module.original is not None for module in (model.embedding, model.head)):
@@ -78,7 +83,8 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
             continue
         a, b = (np.asarray(part[...], np.float64) for part in (matrix.lora.a, matrix.lora.b))
         expected = b @ a
-        if not np.allclose(_peft_product(name, found, matrix.num_experts), expected, rtol=1e-5, atol=1e-8):
+        product = _peft_product(peft_name(model, name), found, matrix.num_experts)
+        if not np.allclose(product, expected, rtol=1e-5, atol=1e-8):
             raise ArithmeticError(f"{WEIGHTS_NAME}: {name}, merged as PEFT does it, is not what the model computes")
 
 

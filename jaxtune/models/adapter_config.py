@@ -12,6 +12,7 @@ from jaxtune.models import values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings
 from jaxtune.models.model_folder import read_json
+from jaxtune.models.registry import whole_tensor_name
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -40,6 +41,16 @@ _EXPERTS_NAMES = ("gate_proj", "up_proj", "down_proj")
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
+def peft_name(model: Decoder, name: str) -> str:
+    """The name that a module of the model, or a tensor, has in what transformers makes of its base's folder."""
+    return whole_tensor_name(name) if is_nested(model) else name
+
+
+def is_nested(model: Decoder) -> bool:
+    """Whether transformers makes a model with a vision tower of the base's folder; see config.Source."""
+    return model.source is not None and model.source.nested
+
+
 def config_of(model: Decoder) -> dict[str, Any]:
     """adapter_config.json, derived from the modules."""
     settings = adapter_settings(model)
@@ -47,6 +58,9 @@ def config_of(model: Decoder) -> dict[str, Any]:
         raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
     if model.config.family in _TAKEN_FOR_EXPERTS:
         settings |= _as_parameters(settings)
+    settings["target_modules"] = [peft_name(model, name) for name in settings["target_modules"]]
+    for key in ("rank_pattern", "alpha_pattern"):
+        settings[key] = {peft_name(model, name): value for name, value in settings[key].items()}
     return settings | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.config.num_labels is None else SCORES,
@@ -55,7 +69,8 @@ def config_of(model: Decoder) -> dict[str, Any]:
         "base_model_name_or_path": None if model.source is None else model.source.path,
         "revision": None,
         "inference_mode": True,
-        "exclude_modules": None,
+        # Linears of the tower have the names of layers'.
+        "exclude_modules": r".*\.(vision_tower|multi_modal_projector)\..*" if is_nested(model) else None,
         # A tied head stays tied when PEFT loads it.
         "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
         "bias": "none",

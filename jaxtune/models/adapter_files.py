@@ -29,7 +29,14 @@ from flax import nnx
 from safetensors import safe_open
 
 from jaxtune.models import partition, shards, values
-from jaxtune.models.adapter_config import CONFIG_NAME, SCORES, WEIGHTS_NAME, config_of, read_adapter_config
+from jaxtune.models.adapter_config import (
+    CONFIG_NAME,
+    SCORES,
+    WEIGHTS_NAME,
+    config_of,
+    peft_name,
+    read_adapter_config,
+)
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.folders import new_folder
@@ -39,12 +46,15 @@ from jaxtune.models.lora import (
     freeze,
     get_peft_model,
     linears,
+    matrices,
     name_matches,
     pattern_values,
 )
+from jaxtune.models.registry import whole_tensor_name
 from jaxtune.models.reward import reward_model
 
 _PREFIX = "base_model.model."
+_WHOLE = f"{_PREFIX}model.language_model."
 _FINGERPRINT = "jaxtune_base_fingerprint"
 
 
@@ -147,7 +157,10 @@ def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarra
             f"save_adapter: {_some(others)} are trained too, and an adapter file cannot hold them; "
             "save the whole model (save_pretrained)"
         )
-    arrays = {key: partition.on_host(variable.get_value()).astype(np.float32) for key, variable in variables.items()}
+    arrays = {
+        _PREFIX + peft_name(model, key.removeprefix(_PREFIX)): partition.on_host(v.get_value()).astype(np.float32)
+        for key, v in variables.items()
+    }
     broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
     if broken:
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
@@ -180,11 +193,15 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
             f"{folder}: this adapter was trained on another base (fingerprint {theirs}, this model's is {ours}); "
             "load the base that it names in base_model_name_or_path"
         )
-    names = [name for name, _ in linears(model)]
+    # Of a model with a vision tower: the config then has the names that linears have in that.
+    spelled = whole_tensor_name if any(key.startswith(_WHOLE) for key in arrays) else str
+    arrays = {key.replace(_WHOLE, f"{_PREFIX}model."): array for key, array in arrays.items()}
+    own = {spelled(name): name for name, _ in matrices(model)}
+    names = [spelled(name) for name, _ in linears(model)]
     chosen = _targets(where, config, names)
     parameters = config.get("target_parameters") or []
     weights = [name for name in names if any(name_matches(f"{name}.weight", target) for target in parameters)]
-    expert_names = [name for name, _ in experts(model) if any(name_matches(name, target) for target in parameters)]
+    expert_names = [name for name in own if name not in names and any(name_matches(name, each) for each in parameters)]
     if parameters and not weights + expert_names:
         raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts and no linear of this model")
     if not chosen + weights + expert_names:
@@ -194,7 +211,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         )
 
     # What PEFT's patterns are matched with. It lets a pattern match nothing.
-    adapted_names = {name: name for name in chosen + expert_names} | {f"{name}.weight": name for name in weights}
+    adapted_names = {name: own[name] for name in chosen + expert_names}
+    adapted_names |= {f"{name}.weight": own[name] for name in weights}
 
     def patterns(key):
         found = pattern_values(f"{where}: {key}", config.get(key) or {}, list(adapted_names))
@@ -203,8 +221,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     settings = dict(
         r=config["r"],
         lora_alpha=config.get("lora_alpha", 8),
-        target_modules=[name for name in names if name in {*chosen, *weights}],
-        target_parameters=expert_names,
+        target_modules=[own[name] for name in names if name in {*chosen, *weights}],
+        target_parameters=[own[name] for name in expert_names],
         lora_dropout=config.get("lora_dropout", 0.0),
         use_rslora=config.get("use_rslora", False),
         use_dora=config.get("use_dora", False),
@@ -271,7 +289,7 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     # A whole name in the list is taken whatever its layer is, as in PEFT.
     listed = config.get("target_modules", ())
     listed = () if isinstance(listed, str) else listed
-    return [name for name in chosen if name in listed or int(name.split(".")[2]) in numbers]
+    return [name for name in chosen if name in listed or int(name.split(".layers.")[1].split(".")[0]) in numbers]
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

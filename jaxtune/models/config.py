@@ -281,9 +281,11 @@ class Source:
 
     path: folder, or folder of the local Hugging Face cache. config: config.json as text.
     generation_config: generation_config.json as text, or None. carried: what else the folder holds, or None.
+    nested: whether the text model is `model.language_model` of what transformers makes of the folder.
     """
 
     path: str
     config: str
     generation_config: str | None = None
     carried: Carried | None = None
+    nested: bool = False

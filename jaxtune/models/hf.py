@@ -37,7 +37,7 @@ from jaxtune.models.model_folder import (
     resolve_folder,
     weight_entries,
 )
-from jaxtune.models.registry import config_from_hf, family, text_config, text_tensor_name
+from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.pallas.formats import FP8, FourBit, Stored
 
 _PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry, fp8_files.FP8Entry)
@@ -219,15 +219,14 @@ class Pretrained:
         self, path: str | os.PathLike, dtype="bfloat16", load_in: str | None = None, max_length: int | None = None
     ):
         quant.check_load_in(load_in)
-        self._path, self._dtype = path, _dtype_name(dtype)
+        self._dtype = _dtype_name(dtype)
         self.folder = folder = resolve_folder(path)
         whole = read_config(folder)
         try:
-            self._hf = hf = text_config(whole)
+            hf = text_config(whole)
             self.config = config = config_from_hf(hf)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
-        self._generation_config = read_generation_config(folder)
         positions = config.max_position_embeddings
         if max_length is not None and not 0 < max_length <= positions:
             raise ValueError(
@@ -243,7 +242,9 @@ class Pretrained:
         norms = family(config.family).NORMS
         self._variables = {tensor_name(where, norms, config.layers, config.head_name): (where, v) for where, v in flat}
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
-        entries, self._carried = carried.divide(entries, config, hf, whole)
+        entries, beside = carried.divide(entries, config, hf, whole)
+        generation = read_generation_config(folder)
+        self._source = Source(os.fspath(path), json.dumps(hf), generation, beside, is_nested(whole))
         if hf is not whole:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
@@ -286,8 +287,7 @@ class Pretrained:
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
             model = freeze(model)
-        model.source = Source(os.fspath(self._path), json.dumps(self._hf), self._generation_config, self._carried)
-        model.base_fingerprint = fingerprint
+        model.source, model.base_fingerprint = self._source, fingerprint
         return model
 
 

@@ -111,6 +111,12 @@ def is_carried(name: str, model_type: str) -> bool:
     return model_type in _CARRIES and name.startswith(_CARRIED)
 
 
+def is_nested(hf: dict) -> bool:
+    """Whether transformers makes a model with a vision tower of a config.json, for AutoModelForCausalLM too, which of
+    Qwen3.5 makes the text model alone."""
+    return hf.get("model_type") in tuple(TEXT_PARTS) and text_config(hf)["model_type"] not in _CARRIES
+
+
 def whole_tensor_name(name: str) -> str:
     """The name that a tensor of the text model has in a checkpoint with more to it."""
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")

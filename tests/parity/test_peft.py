@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import checks
 import jax.numpy as jnp
 import numpy as np
+import peft
 import peft_reference
 import pytest
 import reference
+import torch
+import transformers
 from peft_cases import GOLDEN_CASES, LIVE_CASES
 from safetensors.numpy import load_file
 from tiny import CONFIGS, golden_tokens
@@ -102,6 +107,51 @@ def test_adapter_made_here(tmp_path, config, settings):
     merged = theirs.merge_and_unload()
     tied = merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
     assert tied == CONFIGS[config]["tie_word_embeddings"]
+
+
+_TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+              patch_size=14)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "settings"),
+    [
+        ("gemma3", "gemma3", dict(rank_pattern={"layers.1.mlp.down_proj": 3}, modules_to_save=["lm_head"])),
+        ("mistral3", "mistral", dict(alpha_pattern={"layers.0.self_attn.q_proj": 5})),
+    ],
+)
+def test_base_with_a_vision_tower(tmp_path, whole, text, settings):
+    """PEFT is given the whole model, whose tower has linears of the same names; files in both directions."""
+    inner = {key: value for key, value in CONFIGS[text].items() if key not in ("architectures", "torch_dtype")}
+    inner["final_logit_softcapping"] = None  # the whole model has none
+    tower = _TOWER | {"model_type": "siglip_vision_model" if whole == "gemma3" else "pixtral"}
+    parts = dict(text_config=inner, vision_config=tower, tie_word_embeddings=inner["tie_word_embeddings"])
+    hf = transformers.AutoConfig.for_model(whole, image_token_index=100, **parts)
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(hf).save_pretrained(tmp_path / "base")
+
+    def base():
+        return transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+
+    plain, _ = from_pretrained(tmp_path / "base", dtype="float32")
+    targets = ["q_proj", "model.layers.1.mlp.down_proj"]
+    model = shaken(jaxtune.get_peft_model(plain, r=2, target_modules=targets, **settings))
+    jaxtune.save_adapter(model, tmp_path / "ours")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        theirs = peft.PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
+    tokens = golden_tokens()
+    expected = np.asarray(model(jnp.asarray(tokens)))
+    np.testing.assert_allclose(reference.logits(theirs, tokens), expected, atol=TOLERANCE, rtol=0)
+    assert np.abs(np.asarray(plain(jnp.asarray(tokens))) - expected).max() > 100 * TOLERANCE
+    again = jaxtune.load_adapter(plain, tmp_path / "ours")
+    np.testing.assert_array_equal(again(jnp.asarray(tokens)), model(jnp.asarray(tokens)))
+
+    language = r"model\.language_model\..*\.(o|up)_proj"
+    made = peft.get_peft_model(base(), peft.LoraConfig(r=2, target_modules=language, init_lora_weights=False)).eval()
+    made.save_pretrained(tmp_path / "theirs")
+    got = jaxtune.load_adapter(plain, tmp_path / "theirs")(jnp.asarray(tokens))
+    np.testing.assert_allclose(got, reference.logits(made, tokens), atol=TOLERANCE, rtol=0)
 
 
 def test_peft_adapter_that_unties_is_refused(tmp_path):
