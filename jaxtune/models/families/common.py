@@ -330,7 +330,9 @@ def gemma_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 DELTA_DEFAULTS = {
+    "num_key_value_heads": 2,
     "head_dim": 256,
+    "hidden_act": "silu",
     "partial_rotary_factor": 0.25,
     "full_attention_interval": 4,
     "linear_num_key_heads": 16,

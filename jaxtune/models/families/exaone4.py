@@ -7,7 +7,7 @@ from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.families import common
 
 NORMS = common.POST_NORMS
-_DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
+_DEFAULTS = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
 
 
 def from_hf(hf: dict) -> DecoderConfig:

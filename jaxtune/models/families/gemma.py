@@ -6,7 +6,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families import common
 
 NORMS = common.LLAMA_NORMS
-_DEFAULTS = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 
 def from_hf(hf: dict) -> DecoderConfig:

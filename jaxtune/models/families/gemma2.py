@@ -7,6 +7,7 @@ from jaxtune.models.families import common
 
 NORMS = common.GEMMA_NORMS
 _DEFAULTS = {
+    "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,

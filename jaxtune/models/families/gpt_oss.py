@@ -10,6 +10,7 @@ NORMS = common.LLAMA_NORMS
 _DEFAULTS = common.ROUTER_DEFAULTS | {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,
     "sliding_window": 128,

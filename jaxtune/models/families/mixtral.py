@@ -9,6 +9,7 @@ NORMS = common.LLAMA_NORMS | {"router": "gate"}
 EXPERT_FILES = common.ExpertFiles("block_sparse_moe", "w1", "w3", "w2")
 _DEFAULTS = common.ROUTER_DEFAULTS | {
     "num_key_value_heads": 8,
+    "rope_theta": 1_000_000.0,
     "rms_norm_eps": 1e-5,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,

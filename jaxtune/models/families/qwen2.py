@@ -6,9 +6,11 @@ from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.families import common
 
 NORMS = common.LLAMA_NORMS
+_DEFAULTS = {"num_key_value_heads": 32}
 
 
 def from_hf(hf: dict) -> DecoderConfig:
+    hf = _DEFAULTS | hf
     windows = common.upper_windows(hf)
     return common.decoder_config(hf, layers=tuple(LayerSpec(window) for window in windows), qkv_bias=True)
 

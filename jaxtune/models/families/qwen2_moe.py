@@ -8,6 +8,7 @@ from jaxtune.models.families import common
 NORMS = common.LLAMA_NORMS | {"router": "gate"}
 EXPERT_FILES = common.ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
 _DEFAULTS = common.ROUTER_DEFAULTS | {
+    "num_key_value_heads": 16,
     "num_experts": 60,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,

@@ -6,7 +6,7 @@ from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.families import common
 
 NORMS = common.LLAMA_NORMS
-_DEFAULTS = {"head_dim": 128}
+_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}
 
 
 def from_hf(hf: dict) -> DecoderConfig:

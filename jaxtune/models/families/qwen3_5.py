@@ -6,11 +6,12 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families import common
 
 NORMS = common.LLAMA_NORMS
+_DEFAULTS = common.DELTA_DEFAULTS | {"num_key_value_heads": 4}
 
 
 def from_hf(hf: dict) -> DecoderConfig:
     # Positions of text are the same along all of its rotary axes: mrope_section changes nothing.
-    return common.delta_config(common.DELTA_DEFAULTS | hf)
+    return common.delta_config(_DEFAULTS | hf)
 
 
 def to_hf(config: DecoderConfig) -> dict:

@@ -8,6 +8,7 @@ from jaxtune.models.families import common
 NORMS = common.LLAMA_NORMS | {"router": "gate"}
 EXPERT_FILES = common.ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
 _DEFAULTS = common.ROUTER_DEFAULTS | {
+    "num_key_value_heads": 4,
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
