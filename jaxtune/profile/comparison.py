@@ -92,11 +92,13 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
     """
     a = a if isinstance(a, Report) else show(a)
     b = b if isinstance(b, Report) else show(b)
-    notes = []
+    notes = [f"{name}: {note}" for name, report in (("A", a), ("B", b)) for note in report.notes]
     scale = 1.0
     if a.tokens_per_step and b.tokens_per_step and a.tokens_per_step != b.tokens_per_step:
         scale = a.tokens_per_step / b.tokens_per_step
         notes.append(f"B's steps have {b.tokens_per_step:,} tokens, A's {a.tokens_per_step:,}: B is scaled to A's")
+    elif bool(a.tokens_per_step) != bool(b.tokens_per_step):
+        notes.append(f"{'B' if a.tokens_per_step else 'A'} has no tokens_per_step: steps are compared as they are")
     if a.device != b.device:
         notes.append(f"different devices: {a.device or 'unknown'} and {b.device or 'unknown'}")
     for name, report in (("A", a), ("B", b)):

@@ -89,6 +89,14 @@ def test_another_number_of_tokens_is_scaled(base):
     assert "A token takes 0.38 us in A, 0.10 us in B" in comparison.sentences[0]
 
 
+def test_what_is_said_of_a_profile_is_said_of_it_in_a_comparison(base):
+    a, b = show(base), show(base)
+    a.tokens_per_step, b.notes = 1000, ["no shapes in it"]
+    notes = ["B: no shapes in it", "B has no tokens_per_step: steps are compared as they are"]
+    assert compare(a, b).notes == notes
+    assert all(f"note: {note}" in compare(a, b).to_text() for note in notes)
+
+
 def test_other_scopes_meet_in_regions(tmp_path, base):
     renamed = torch_trace()
     names = {"mlp": "expand", "attention": "attend"}
