@@ -305,6 +305,8 @@ def moved_bytes(instruction: Instruction) -> int:
     An operand that a fusion only slices counts what is sliced; one that the output updates in place counts the
     update.
     """
+    if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
+        return instruction.shape.num_bytes  # their operands are a part of the result
     workspace = 0
     if instruction.shape.parts and "matmul" in instruction.target:
         workspace = instruction.shape.parts[-1].num_bytes  # cuBLASLt's scratch, declared as an s8 output

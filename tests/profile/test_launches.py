@@ -117,6 +117,39 @@ def test_a_program_cut_at_its_end_keeps_what_is_known(module):
     assert wrong <= 2
 
 
+_COLLECTIVES = """HloModule m, is_scheduled=true
+
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT s = f32[] add(a, b)
+}
+
+scatter {
+  p = f32[64] parameter(0)
+  ROOT reduce-scatter = f32[32] reduce-scatter(p), replica_groups={{0,1}}, dimensions={0}, to_apply=add
+}
+
+ENTRY main {
+  x = f32[64] parameter(0)
+  gather = (f32[64], f32[128]) all-gather-start(x), replica_groups={{0,1}}, dimensions={0}
+  gathered = f32[128] all-gather-done(gather)
+  reduce = f32[64] all-reduce-start(x), replica_groups={{0,1}}, to_apply=add
+  reduced = f32[64] all-reduce-done(reduce)
+  scatter = ((f32[64]), f32[32]) async-start(x), calls=scatter
+  scattered = f32[32] async-done(scatter), calls=scatter
+  ROOT out = (f32[128], f32[64], f32[32]) tuple(gathered, reduced, scattered)
+}
+"""
+
+
+def test_asynchronous_collectives_read_their_operand_once():
+    """What begins one gives its operand beside its result."""
+    module = parsed(_hlo.hlo_module_from_text(_COLLECTIVES).as_serialized_hlo_module_proto())
+    moved = {i.name: moved_bytes(i) for i in module.launches()}
+    assert moved == {"gather": 4 * (64 + 128), "reduce": 4 * (64 + 64), "scatter": 4 * (64 + 32)}
+
+
 def test_loops_repeat_their_body():
     def loop(x, w):
         return jax.lax.fori_loop(0, 7, lambda _, x: jnp.tanh(x @ w), x)
