@@ -210,7 +210,7 @@ def _transfers(report: Report) -> str:
     rows = []
     for row in report.transfers:
         rows.append((row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(row.hidden), f"{row.exposed_ms:.2f}",
-                     f"{row.gb_per_s:.1f}", row.longest_wait))  # fmt: skip
+                     f"{row.gb_per_s:.1f}" if row.gb else "", row.longest_wait))  # fmt: skip
     head = ("", "count", "ms/step", "under compute", "exposed ms", "GB/s", "longest wait")
     return _table("Transfers and waits", head, rows, "transfers") + text
 

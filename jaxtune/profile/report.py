@@ -14,7 +14,7 @@ from jaxtune.profile.device import Ceilings, known_ceilings
 from jaxtune.profile.reading import read
 from jaxtune.profile.roofline import LAUNCH_GAP_NS, Loss, floor_ns, losses
 from jaxtune.profile.scopes import CATEGORIES, readable
-from jaxtune.profile.timeline import TRANSFERS, charge, gaps
+from jaxtune.profile.timeline import TRANSFERS, charge, gaps, length, union
 from jaxtune.profile.trace import Event, Trace
 
 _MS = 1e-6
@@ -56,7 +56,7 @@ class KernelRow:
 
 @dataclasses.dataclass
 class Transfer:
-    """Copies over the host link, or collectives, per step: how much of their time ran under compute."""
+    """Copies over the host link, or collectives, per step: how much of the time in which they ran was under compute."""
 
     name: str
     count: float
@@ -243,13 +243,15 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
     rows = []
+    busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
     for kind, name in names.items():
         members = [e for e in events if e.kind == kind]
         if not members:
             continue
-        whole = sum(e.duration_ns for e in members)
-        exposed = sum(e.self_ns for e in members)
+        # Transfers run beside each other: each is exposed where no kernel runs, though a category counts that once.
+        took = union([(e.start_ns, e.end_ns) for e in members])
+        whole, exposed = length(took), length(union(took + busy)) - length(busy)
         moved = sum(e.moved_bytes for e in members)
         worst = sorted((e for e in members if e.self_ns > 0), key=lambda e: -e.self_ns)[:5]
         waits = [{"ms": e.self_ns * _MS, "op": e.op or e.name, "scope": e.scope, "step": e.step} for e in worst]

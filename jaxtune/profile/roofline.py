@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxtune.profile.device import Ceilings
+from jaxtune.profile.timeline import length, union
 from jaxtune.profile.trace import Event
 
 EIGHT_BIT = ("f8", "s8", "u8", "float8", "c10::Float8")
@@ -60,10 +61,11 @@ def losses(
                 Loss(kind, ms, text + f"up to {ms:.1f} ms are won by fusing them into the products beside them.")
             )
         elif kind in TRANSFER_CATEGORIES:
-            whole = sum(e.duration_ns for e in members) * per_step
+            whole = length(union([(e.start_ns, e.end_ns) for e in members])) * per_step
             moved = sum(e.moved_bytes for e in members) / num_steps / 1e9
-            text = f"{kind.capitalize()} take {whole:.1f} ms ({moved:.2f} GB), of which {ms:.1f} ms do not run under "
-            out.append(Loss(kind, ms, text + f"compute: {ms:.1f} ms are won by overlapping them."))
+            size = f" ({moved:.2f} GB)" if moved else ""
+            text = f"{kind.capitalize()} take {whole:.1f} ms{size}, for which the step waits {ms:.1f} ms: won by "
+            out.append(Loss(kind, ms, text + "overlapping them with compute."))
         else:
             out.append(_passes(kind, members, ms, per_step, ceilings))
     if idle_ms > 0:

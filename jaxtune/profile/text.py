@@ -122,7 +122,8 @@ def report_text(report: Report, width: int) -> str:
         )
         for row in report.transfers:
             table.add_row(row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(row.hidden), f"{row.exposed_ms:.2f}",
-                          f"{row.gb:.3f}", f"{row.gb_per_s:.1f}", row.longest_wait)  # fmt: skip
+                          f"{row.gb:.3f}" if row.gb else "", f"{row.gb_per_s:.1f}" if row.gb else "",
+                          row.longest_wait)  # fmt: skip
         console.print(table)
 
     idle = report.idle

@@ -42,6 +42,10 @@ def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return out
 
 
+def length(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
 def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: list[float]) -> float:
     total, index = 0.0, max(0, bisect.bisect_right(starts, start) - 1)
     while index < len(busy) and busy[index][0] < end:

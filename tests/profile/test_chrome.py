@@ -82,6 +82,17 @@ def test_what_an_operator_does_counts_before_the_range_that_it_stands_in(tmp_pat
     }  # fmt: skip
 
 
+def test_collectives_whose_size_is_unknown_have_no_size(tmp_path):
+    trace = TorchTrace()
+    trace.kernel("nvjet_tst_128x256", 0, 500, 100)
+    trace.kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1, 500, 2100, stream=11)
+    report = show(trace.write(tmp_path / "run.json"))
+    assert report.losses[0].text.startswith("Collectives take 2.1 ms, for which the step waits 2.0 ms: won by")
+    rows = [line.split() for line in report.to_text(width=160).split("\nTransfers")[1].splitlines()]
+    assert ["collectives", "1", "2.10", "4.8", "%", "2.00", "2.00", "ms,"] in [row[:8] for row in rows]
+    assert '<td class="n">2.00</td><td class="n"></td><td>2.00 ms, nccl' in report.to_html()
+
+
 def test_gzip_reads_the_same(tmp_path, report):
     again = show(torch_trace().write(tmp_path / "run.json.gz"))
     assert again.categories == report.categories

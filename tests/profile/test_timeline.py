@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxtune.profile.report import make_report
 from jaxtune.profile.timeline import charge, find_period, gaps
-from jaxtune.profile.trace import KERNEL, TO_HOST, Event
+from jaxtune.profile.trace import KERNEL, TO_DEVICE, TO_HOST, Event, Trace
 
 
 def events_of(rows):
@@ -25,6 +26,17 @@ def test_a_copy_counts_only_where_no_kernel_runs():
     kernel, copy, second = events_of([(0, 10, KERNEL), (5, 10, TO_HOST), (12, 10, TO_HOST)])
     charge([kernel, copy, second])
     assert [e.self_ns for e in (kernel, copy, second)] == [10, 5, 7]
+
+
+def test_copies_that_run_beside_each_other_are_not_under_compute():
+    rows = [(0, 10, KERNEL), (5, 15, TO_HOST), (8, 12, TO_DEVICE), (10, 10, TO_DEVICE), (20, 5, KERNEL)]
+    events = events_of(rows)
+    for event in events:
+        event.step = 0
+    report = make_report(Trace("a", "jax", "", events, [(0.0, 25.0)]))
+    times = {row.name: (row.ms, row.hidden_ms, row.exposed_ms) for row in report.transfers}
+    expected = {"copies to device": (12e-6, 2e-6, 10e-6), "copies to host": (15e-6, 5e-6, 10e-6)}
+    assert times == {name: pytest.approx(row) for name, row in expected.items()}
 
 
 @given(
