@@ -172,7 +172,7 @@ def make_report(trace: Trace) -> Report:
         kernels=_kernels(inside, num_steps, ceilings),
         transfers=_transfers(inside, num_steps),
         idle=idle,
-        peak_memory_bytes=trace.peak_memory_bytes,
+        peak_memory_bytes=trace.peak_memory_bytes or sum(buffer.num_bytes for buffer in trace.buffers),
         buffers=_buffers(trace),
         flops_per_step=sum(event.flops for event in inside) / num_steps,
         ceilings=ceilings,

@@ -75,7 +75,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
     if not modules:
         notes.append("the trace holds no HLO: kernels are told by their names, without scopes, FLOPs or bytes")
     used = {event.module for event in events}
-    buffers, program_bytes = _buffers([module for module in modules.values() if module.name in used])
+    buffers = _buffers([module for module in modules.values() if module.name in used])
     return Trace(
         path=path,
         framework="jax",
@@ -85,7 +85,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
         num_devices=max(1, len(by_device)),
         versions=versions,
         notes=notes,
-        peak_memory_bytes=peak or program_bytes,
+        peak_memory_bytes=peak,
         buffers=buffers,
         unmatched_ns=unmatched_ns,
     )
@@ -325,15 +325,15 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
     return steps
 
 
-def _buffers(modules: list[Module]) -> tuple[list[Buffer], int]:
-    """Buffers live at the peak of the program that needs most, and that peak."""
+def _buffers(modules: list[Module]) -> list[Buffer]:
+    """Buffers live at the peak of the program that needs most."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()
         rows = [Buffer(size, _what(what, kind), kind) for size, what, kind in peak if size > 0]
         if sum(r.num_bytes for r in rows) > sum(r.num_bytes for r in best):
             best = rows
-    return best, sum(r.num_bytes for r in best)
+    return best
 
 
 def _what(instruction: Instruction | None, kind: str) -> str:

@@ -76,6 +76,15 @@ def test_a_damaged_record_beside_the_trace(tmp_path, trace_file):
         show(tmp_path)
 
 
+def test_the_peak_is_what_the_allocator_said(tmp_path, trace_file):
+    """The trace of a CPU has no allocator: without a record, the largest program's buffers are all that is known."""
+    (tmp_path / trace_file.name).write_bytes(trace_file.read_bytes())
+    report = show(tmp_path)
+    assert report.peak_memory_bytes == sum(row["bytes"] for row in report.buffers) > 123
+    (tmp_path / "profile.json").write_text('{"peak_memory_bytes": 123}')
+    assert show(tmp_path).peak_memory_bytes == 123
+
+
 def test_the_latest_of_several_is_read(tmp_path):
     import os
 
