@@ -135,10 +135,14 @@ def _cpu_events(plane) -> list[_Raw]:
     for line in plane.lines:
         if line.name == "python" or line.name.startswith("python3"):
             continue
+        rows: list[_Raw] = []
         for event in line.events:
             stats = {k: v for k, v in event.stats if k}
             if "hlo_op" in stats and "hlo_module" in stats and event.duration_ns > 0:
-                out.append(_Raw(event.start_ns, event.end_ns, event.name, line.name.split("/")[0], stats))
+                rows.append(_Raw(event.start_ns, event.end_ns, event.name, line.name.split("/")[0], stats))
+        rows.sort(key=lambda row: (row.start_ns, -row.end_ns))
+        # The time of a loop or a branch is that of what runs inside it.
+        out += [row for row, after in zip(rows, [*rows[1:], None]) if after is None or after.start_ns >= row.end_ns]
     return out
 
 

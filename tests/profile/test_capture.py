@@ -123,6 +123,24 @@ def test_an_error_in_the_block_passes_and_leaves_no_trace_running(tmp_path):
     assert show(tmp_path / "a").steps_ms
 
 
+def test_the_time_of_loops_and_branches_is_that_of_what_they_run(tmp_path):
+    @jax.jit
+    def loop(x):
+        def body(count, x):
+            return jax.lax.cond(count < 4, lambda x: x @ x, lambda x: x @ x + x, x)
+
+        return jax.lax.fori_loop(0, 5, body, x)
+
+    x = jnp.eye(256)
+    loop(x).block_until_ready()
+    with jaxtune.profile.capture(tmp_path / "a"):
+        loop(x).block_until_ready()
+    report = show(tmp_path / "a")
+    products = [row for row in report.kernels if row.tflops]
+    assert sum(row.count for row in products) == 5 and {row.category for row in products} == {"GEMM"}
+    assert sum(row.ms for row in products) > 0.5 * report.step_ms and not report.notes
+
+
 def test_jax_profilers_own_folder_reads_too(tmp_path):
     x = jnp.ones((256, 256))
     multiply = jax.jit(lambda x: x @ x)
