@@ -328,7 +328,8 @@ def _stack_bwd(static: _Static, residuals, gradient):
         whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
         # Where memory is short these are tied too: a plan counts none of what is made of them.
         free = {name: saved.pop(name) for name in layer.free if name in kept[index] and not static.short}
-        saved, dx, trainable = optimization_barrier((saved, dx, whole))
+        key = _layer_key(keys, index)
+        saved, dx, trainable, drawn = optimization_barrier((saved, dx, whole, key))
         coming = tuple(hosted[index - 1].values()) if index else ()
         gradients[index], dx, arrived, gathered, parts = layer_backward(
             layer.graph,
@@ -338,7 +339,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
             {**saved, **free},
             dx,
             layout,
-            _layer_key(keys, index),
+            drawn if static.short else key,
             coming,
             [] if static.stays_whole(index - 1) else _shards_of(trainables, frozens, index - 1),
             scatters,

@@ -188,7 +188,8 @@ def layer_forecasts(
         leaving=leaving,
         arriving=arriving,
         work_forward=work_forward,
-        work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving), at_mixer + 2 * hosted), 0.0),
+        work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving), at_mixer + 2 * hosted), 0.0)
+        + parts.dropout_bytes * tokens,
         forward=forward + waits[0] + _CARRY_LOSS * link,
         backward=backward + waits[1] + _CARRY_LOSS * link,
         recompute=again,
@@ -367,7 +368,8 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     what, residuals, work, whole = max(moments, key=lambda moment: sum(moment[1:]))
     bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
     if all(layer == KEEP for layer in plan.residuals.layers):
-        bytes_["experts' adapters in the compute dtype"] = parts.shared_bytes
+        bytes_["experts' adapters in the compute dtype"] = parts.adapter_bytes
+        bytes_["masks of the adapters' dropout"] = parts.mask_bytes * tokens
     if parts.cast_bytes:
         bytes_["trained weights in the compute dtype"] = parts.cast_bytes
     if parts.head_gradient_bytes and what.startswith("the backward"):

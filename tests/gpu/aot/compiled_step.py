@@ -34,15 +34,24 @@ class Peaks:
 
 
 def step_peaks(
-    target: Target, shape: str, layers: int, rows: int, length: int, rank: int, load_in: Any, plan: str
+    target: Target,
+    shape: str,
+    layers: int,
+    rows: int,
+    length: int,
+    rank: int,
+    load_in: Any,
+    plan: str,
+    dropout: float = 0.0,
 ) -> Peaks:
-    """Of `layers` layers of a shape in one micro-batch. rank: of LoRA on all linears and experts; 0: all trains."""
+    """Of `layers` layers of a shape in one micro-batch. rank: of LoRA on all linears and experts, with this dropout;
+    0: all trains."""
     hf = SHAPES[shape] | {"num_hidden_layers": layers}
     experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if config_from_hf(hf).moe is not None else None
     config = TrainConfig(
         model=ModelConfig(path=shape, load_in=load_in),
         data=DataConfig(train="none", length=length),
-        adapter=AdapterConfig(r=rank, target_parameters=experts) if rank else None,
+        adapter=AdapterConfig(r=rank, lora_dropout=dropout, target_parameters=experts) if rank else None,
         rows_per_step=rows,
         steps=10,
         micro_batches=1,
@@ -69,6 +78,7 @@ def step_peaks(
         weights=optim.weights or "fp32",
         bound=update_bound(optim, config.max_grad_norm),
         by_tensor=config.adapter is None,
+        dropout=dropout > 0,
     )
     where = target.sharding()
 
