@@ -155,6 +155,23 @@ def test_key_that_is_left_out(name):
         assert config_from_hf(theirs.to_dict()) == ours, key
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma3", "olmo3"])
+def test_rope_scaling_beside_rope_parameters(name):
+    """Somebody adds rope_scaling, as model cards advise for long texts, to a config.json that transformers 5 wrote."""
+    saved = transformers.AutoConfig.for_model(**CONFIGS[name]).to_dict()
+    scaling = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e4}
+    if name == "phi3":
+        scaling = {"type": "longrope", "short_factor": [1.5] * 6, "long_factor": [4.5] * 6}
+    both = saved | {"rope_scaling": scaling}
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(both))).to_dict()
+    ours = config_from_hf(both)
+    assert ours == config_from_hf(theirs) != config_from_hf(saved)
+    assert ours.rotary[0].kind == scaling.get("rope_type", "longrope")
+    # What we write beside each other means the same to both.
+    written = family(ours.family).to_hf(ours)
+    assert config_from_hf(transformers.AutoConfig.for_model(**written).to_dict()) == ours == config_from_hf(written)
+
+
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_cast_while_loading_rounds_as_torch(stored, dtype, tmp_path):

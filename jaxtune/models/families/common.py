@@ -116,13 +116,16 @@ def layer_windows(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[int | Non
 
 
 def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
-    """Rotary parameters as one flat dict, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
+    """Rotary parameters as one flat dict, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4); of
+    both in one config transformers goes by rope_scaling.
 
-    layer_type: which entry, where rope_parameters holds one dict for each kind of layer.
+    layer_type: which entry, where rope_parameters holds one dict for each kind of layer; rope_scaling then changes that
+      of full layers.
     """
-    both = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if layer_type is not None and isinstance(both.get(layer_type), Mapping):
-        both = both[layer_type]
+    scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    both = scaling or parameters
+    if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
+        both = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
     given = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
     given |= {key: value for key, value in both.items() if value is not None}
     given["rope_type"] = given.get("rope_type") or given.get("type") or "default"

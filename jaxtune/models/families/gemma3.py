@@ -24,13 +24,12 @@ _KINDS = (common.FULL, common.SLIDING)  # LayerSpec.rotary is the index in here
 
 
 def _rotary(hf: dict, kind: str):
-    if hf.get("rope_parameters"):
-        given = {"rope_theta": _THETA[kind], **common.rope_parameters({"rope_parameters": hf["rope_parameters"]}, kind)}
-    elif kind == common.FULL:
-        given = {"rope_theta": _THETA[kind], **common.rope_parameters(hf)}
+    if kind == common.FULL:
+        own = {"rope_theta": _THETA[kind], **hf}
     else:  # rope_scaling is for the full layers
-        given = {"rope_theta": hf.get("rope_local_base_freq", _THETA[kind]), "rope_type": "default"}
-    return common.rope_config(hf, given)
+        theta = hf.get("rope_local_base_freq", _THETA[kind])
+        own = {"rope_theta": theta, "rope_parameters": hf.get("rope_parameters")}
+    return common.rope_config(hf, common.rope_parameters(own, kind))
 
 
 def from_hf(hf: dict) -> DecoderConfig:

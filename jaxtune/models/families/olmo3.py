@@ -11,11 +11,9 @@ _KINDS = (common.FULL, common.SLIDING)  # LayerSpec.rotary is the index in here
 
 
 def _rotary(hf: dict, kind: str) -> RopeConfig:
-    given = hf.get("rope_parameters") or {}
-    if isinstance(given.get(kind), dict):
-        return common.rope_config(hf, common.rope_parameters({**hf, "rope_scaling": None}, kind))
-    given = common.rope_parameters(hf)  # one for all layers, of which only full ones are stretched
-    if kind == common.SLIDING:
+    given = common.rope_parameters(hf, kind)
+    if kind == common.SLIDING and not isinstance((hf.get("rope_parameters") or {}).get(kind), dict):
+        # One for all layers, of which only full ones are stretched.
         given = {"rope_theta": given["rope_theta"], "rope_type": "default"}
     return common.rope_config(hf, given)
 
