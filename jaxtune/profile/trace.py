@@ -17,10 +17,10 @@ class TraceError(ValueError):
 class Event:
     """One piece of work on the device.
 
-    start_ns, end_ns: device clock, from the trace's first event. module: the program. stream: its line in the trace.
-    scope: canonical named scope ("layer/mix"); phase: "forward", "recompute", "backward" or "". op: the HLO instruction
-    or framework operator that launched it; shape: its operands and result in words. flops, moved_bytes: of the whole
-    operator, on its main kernel; 0 where shapes do not tell. dtype: of the operands.
+    start_ns, end_ns: device clock, from the trace's first event. module: the program, by its number or name. stream:
+    its line in the trace. scope: canonical named scope ("layer/mix"); phase: "forward", "recompute", "backward" or "".
+    op: the HLO instruction or framework operator that launched it; shape: its operands and result in words. flops,
+    moved_bytes: of the whole operator, on its main kernel; 0 where shapes do not tell. dtype: of the operands.
     """
 
     start_ns: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -75,7 +76,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
     if not modules:
         notes.append("the trace holds no HLO: kernels are told by their names, without scopes, FLOPs or bytes")
     used = {event.module for event in events}
-    buffers = _buffers([module for module in modules.values() if module.name in used])
+    buffers = _buffers([module for key, module in modules.items() if key in used or module.name in used])
     return Trace(
         path=path,
         framework="jax",
@@ -191,11 +192,16 @@ def _kind(raw: _Raw) -> str:
 
 
 def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
-    """(events, runs, ns not found in the HLO); a run is (start, module name, execution)."""
+    """(events, runs, ns not found in the HLO); a run is (start, program, its function)."""
+    # A function that is compiled for several shapes is several programs of one name, told apart by their numbers.
+    programs = [
+        str(event.stats.get("program_id") or event.stats["hlo_module"]) if event.stats.get("hlo_module") else ""
+        for event in raw
+    ]
     groups: dict[str, list[int]] = collections.defaultdict(list)
-    for index, event in enumerate(raw):
-        if event.stats.get("hlo_module"):
-            groups[str(event.stats.get("program_id") or event.stats["hlo_module"])].append(index)
+    for index, program in enumerate(programs):
+        if program:
+            groups[program].append(index)
     by_name = {module.name: module for module in modules.values()}
     joined: dict[int, Launch] = {}
     unmatched = 0.0
@@ -215,7 +221,7 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
         launch = joined.get(index)
         event = Event(
             item.start_ns - origin, item.end_ns - origin, item.name, item.stream, _kind(item),
-            module=str(item.stats.get("hlo_module", "")),
+            module=programs[index],
         )  # fmt: skip
         instruction = None if launch is None else launch.instruction
         if launch is not None:
@@ -223,7 +229,7 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
             key = (event.module, launch.execution)
             if key not in running:
                 running[key] = True
-                runs.append((event.start_ns, *key))
+                runs.append((event.start_ns, event.module, str(item.stats["hlo_module"])))
         if instruction is not None:
             event.scope, event.phase = scope_of(work.scope(instruction))
             linear = work.linear(instruction)
@@ -297,16 +303,17 @@ class _WorkCache:
 
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
-    """Steps from the rhythm in which the programs run. Work before the first program belongs to none."""
+    """Steps from the rhythm in which the programs run; from that of their functions, where shapes change without one.
+    Work before the first program belongs to none."""
     busy: dict[str, float] = collections.defaultdict(float)
     for event in events:
         busy[event.module] += event.duration_ns
     total = sum(busy.values())
     count = len({number for _, number in marks})
     major, period = [], 0
-    for share in _MINOR:
+    for column, share in itertools.product((1, 2), _MINOR):
         major = sorted(run for run in runs if busy[run[1]] >= share * total)
-        period = find_period([name for _, name, _ in major])
+        period = find_period([run[column] for run in major])
         if period < len(major):
             break
     if not major:
@@ -316,6 +323,8 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
         period = len(names) // count
     elif count:
         notes.append(f"{count} marked steps, but {len(names)} program runs: steps follow the runs")
+    elif period == len(names) > 1:
+        notes.append(f"{len(names)} program runs without a rhythm, and no step is marked: they are taken as one step")
     starts = [major[index][0] for index in range(0, len(names) - period + 1, period)]
     end = max(event.end_ns for event in events if event.module in names)
     if len(names) % period:

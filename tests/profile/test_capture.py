@@ -123,6 +123,38 @@ def test_an_error_in_the_block_passes_and_leaves_no_trace_running(tmp_path):
     assert show(tmp_path / "a").steps_ms
 
 
+@pytest.mark.parametrize(
+    ("sizes", "steps"),
+    [
+        ((192, 192, 256) * 3, 3),  # a step runs the small one twice, then the large one
+        ((192, 256, 192, 192, 256), 5),  # no rhythm: each run is a step
+    ],
+)
+def test_steps_of_a_function_compiled_for_two_shapes(tmp_path, sizes, steps):
+    """They are two programs of one name."""
+    multiply = jax.jit(lambda x: x @ x)
+    arrays = {size: jnp.ones((size, size)) for size in sizes}
+    jax.block_until_ready([multiply(x) for x in arrays.values()])
+    with jaxtune.profile.capture(tmp_path / "a"):
+        for size in sizes:
+            multiply(arrays[size]).block_until_ready()
+    report = show(tmp_path / "a")
+    assert len(report.steps_ms) == steps and not report.notes
+    assert report.flops_per_step == pytest.approx(sum(2 * size**3 for size in sizes) / steps)
+
+
+def test_programs_without_a_rhythm_are_said_to_be(tmp_path):
+    first, second = jax.jit(jnp.matmul), jax.jit(jnp.inner)
+    x = jnp.ones((256, 256))
+    jax.block_until_ready((first(x, x), second(x, x)))
+    with jaxtune.profile.capture(tmp_path / "a"):
+        for function in (first, first, second):
+            function(x, x).block_until_ready()
+    report = show(tmp_path / "a")
+    assert len(report.steps_ms) == 1
+    assert report.notes == ["3 program runs without a rhythm, and no step is marked: they are taken as one step"]
+
+
 def test_the_time_of_loops_and_branches_is_that_of_what_they_run(tmp_path):
     @jax.jit
     def loop(x):
