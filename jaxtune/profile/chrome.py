@@ -37,6 +37,7 @@ _PRODUCTS = {
 # The argument is_causal of ATen's attention operators.
 _IS_CAUSAL = {
     "flash_attention_backward": 11,
+    "flash_attention_for_cpu_backward": 7,
     "cudnn_attention_backward": 14,
     "efficient_attention_backward": 11,
     "flash_attention": 4,

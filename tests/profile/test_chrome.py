@@ -82,6 +82,16 @@ def test_what_an_operator_does_counts_before_the_range_that_it_stands_in(tmp_pat
     }  # fmt: skip
 
 
+def test_the_backward_of_causal_attention_on_a_cpu_is_causal_too(tmp_path):
+    trace, shape = TorchTrace(), [2, 4, 128, 64]
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for operator, arrays in ((name, 3), (f"{name}_backward", 6)):
+        arguments = {"Input Dims": [shape] * arrays, "Input type": ["float"] * arrays}
+        trace.call(operator, 10 * arrays, 9, **arguments, **{"Concrete Inputs": [""] * arrays + ["0.", "True"]})
+    (tmp_path / "run.json").write_text(json.dumps(trace.rows))
+    assert show(tmp_path / "run.json").flops_per_step == (2 + 5) * 2 * 2 * 4 * 128 * 128 * 64 / 2
+
+
 def test_collectives_whose_size_is_unknown_have_no_size(tmp_path):
     trace = TorchTrace()
     trace.kernel("nvjet_tst_128x256", 0, 500, 100)
