@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -44,8 +45,10 @@ _IS_CAUSAL = {
     "cudnn_attention": 6,
     "efficient_attention": 6,
 }
-_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "int": 4, "long int": 8, "bool": 1,
-          "unsigned char": 1, "signed char": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}  # fmt: skip
+_FLOATS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
+_BYTES = {**_FLOATS, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1, "signed char": 1}
+# These write their first array without reading it; other operators that end with "_" do both.
+_ONLY_WRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
 _SHORT = {"c10::BFloat16": "bf16", "c10::Half": "f16", "float": "f32", "double": "f64", "long int": "s64", "int": "s32"}
 
 
@@ -390,30 +393,51 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
     operator = next(iter(attention or shaped), None)
     if operator is None:
         return
-    dims = [d for d in operator.args["Input Dims"] if isinstance(d, list) and d and all(isinstance(x, int) for x in d)]
-    types = [t for t in operator.args.get("Input type", []) if t in _BYTES]
-    if not dims or not types:
+    arrays = _arrays(operator.args)
+    if not arrays:
         return
-    short = str(_SHORT.get(types[0], types[0]))
-    event.dtype = short
-    event.shape = ", ".join(f"{short}[{','.join(map(str, d))}]" for d in dims[:3])
+    dims = [own for own, _, _ in arrays]
+    dtype = result = arrays[0][1]
+    event.dtype = _SHORT.get(dtype, dtype)
+    event.shape = ", ".join(_words(own, kind) for own, kind, _ in arrays[:3])
     if operator.main_counted:
         return
     operator.main_counted = True
+    read = sum(num_bytes for _, _, num_bytes in arrays)
     out: Sequence[int] = ()
     name = operator.name
     if name in ("aten::mm", "aten::bmm", "aten::_scaled_mm") and len(dims) >= 2:
         event.flops, out = 2.0 * math.prod(dims[0]) * dims[1][-1], (*dims[0][:-1], dims[1][-1])
     elif name in ("aten::addmm", "aten::baddbmm", "aten::addmm_") and len(dims) >= 3:
         event.flops, out = 2.0 * math.prod(dims[1]) * dims[2][-1], (*dims[1][:-1], dims[2][-1])
+    elif name == "aten::gather" and len(dims) >= 2:  # what an embedding launches on a GPU
+        out = dims[1]
+        read = arrays[1][2] + _BYTES[dtype] * math.prod(out)  # of the table, what is looked up
     elif attention:
         event.flops = _attention_flops(name, dims, operator.args)
     if out:
-        event.shape += f" -> {short}[{','.join(map(str, out))}]"
-    elif not name.endswith("_"):
+        event.shape += f" -> {_words(out, dtype)}"
+    elif name.endswith("_"):
+        out = () if name in _ONLY_WRITE else dims[0]
+    else:
         out = max(dims, key=math.prod)
-    size = _BYTES[types[0]]
-    event.moved_bytes = float(size * (sum(math.prod(d) for d in dims) + math.prod(out) * bool(out)))
+        result = max((kind for _, kind, _ in arrays if kind in _FLOATS), key=_BYTES.__getitem__, default=dtype)
+    event.moved_bytes = float(read + _BYTES[result] * math.prod(out) * bool(out))
+
+
+def _arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
+    """(dimensions, type, bytes) of an operator's arrays; an expanded dimension, whose stride is 0, takes nothing."""
+    given = (args.get(name, []) for name in ("Input Dims", "Input type", "Input Strides"))
+    out = []
+    for dims, kind, strides in itertools.zip_longest(*given):
+        if kind in _BYTES and isinstance(dims, list) and dims and all(isinstance(x, int) for x in dims):
+            held = [size for size, stride in zip(dims, strides or [1] * len(dims)) if stride]
+            out.append((dims, kind, _BYTES[kind] * math.prod(held)))
+    return out
+
+
+def _words(dims: Sequence[int], kind: str) -> str:
+    return f"{_SHORT.get(kind, kind)}[{','.join(map(str, dims))}]"
 
 
 def _attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:

@@ -12,6 +12,7 @@ from jaxtune.profile import TraceError, show
 # A step of the trace that programs.torch_trace builds, in us.
 ATTENTION, PRODUCT, COPY, LOSS, BACKWARD, SILU, WAIT, ADAM = 50, 100, 20, 20, 110, 30, 10, 40
 STEP = ATTENTION + PRODUCT + COPY + LOSS + BACKWARD + SILU + WAIT + ADAM
+HALF = "c10::BFloat16"
 
 
 @pytest.fixture
@@ -80,6 +81,33 @@ def test_what_an_operator_does_counts_before_the_range_that_it_stands_in(tmp_pat
         "copy_kernel": "device copies", "some_kernel": "attention", "norm_kernel": "optimizer",
         "Memcpy DtoD (Device -> Device)": "device copies",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("operator", "types", "dims", "strides", "moved"),
+    [
+        ("copy_", [HALF, "float"], [[64, 32], [64, 32]], [[32, 1], [32, 1]], 64 * 32 * (2 + 4)),  # casts
+        ("copy_", ["float", HALF], [[64, 32], [64, 32]], [[32, 1], [32, 1]], 64 * 32 * (4 + 2)),
+        ("add", [HALF, "float"], [[64, 32], [64, 32]], [[32, 1], [32, 1]], 64 * 32 * (2 + 4 + 4)),
+        ("add_", [HALF, "float"], [[64, 32], [64, 32]], [[32, 1], [32, 1]], 64 * 32 * (2 + 4 + 2)),  # in place
+        ("fill_", [HALF], [[64, 32]], [[32, 1]], 64 * 32 * 2),
+        ("masked_fill", [HALF, "bool"], [[64, 32], [64, 32]], [[32, 1], [32, 1]], 64 * 32 * (2 + 1 + 2)),
+        ("copy_", [HALF, HALF], [[4, 8, 32], [4, 8, 32]], [[256, 32, 1], [32, 0, 1]], 2 * (4 * 8 * 32 + 4 * 32)),
+        # An embedding: of the table only what is looked up is read, by one number for each row.
+        ("gather", [HALF, "long int", HALF], [[5000, 32], [64, 32], [64, 32]], [[32, 1], [1, 0], [32, 1]],
+         64 * (8 + 2 * 32 * 2)),
+    ],
+)  # fmt: skip
+def test_bytes_are_those_of_each_array_in_its_own_type(tmp_path, operator, types, dims, strides, moved):
+    trace = TorchTrace()
+    arguments = {"Input Dims": [*dims, []], "Input type": [*types, "Scalar"], "Input Strides": [*strides, []]}
+    trace.call(f"aten::{operator}", 0, 9, **arguments)
+    trace.kernel("kernel", 1, 500, 5)
+    (row,) = show(trace.write(tmp_path / "run.json")).kernels
+    assert row.tbps * 5e6 == pytest.approx(moved)
+    short = {HALF: "bf16", "float": "f32", "long int": "s64", "bool": "bool"}
+    words = [f"{short[kind]}[{','.join(map(str, own))}]" for own, kind in zip(dims, types, strict=True)]
+    assert row.shape.startswith(", ".join(words))
 
 
 def test_the_backward_of_causal_attention_on_a_cpu_is_causal_too(tmp_path):
