@@ -36,11 +36,19 @@ def servers(model: Decoder) -> list[str]:
     """Which servers can load the model's adapter as it is, a sentence each."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
+    notes = []
+    if model.source is not None and model.source.carried is not None and model.source.carried.config is not None:
+        notes.append(
+            "modules are named as in the base's text model, which AutoModelForCausalLM makes of its folder. vLLM and "
+            "AutoModelForImageTextToText make the whole model, in which the adapter does nothing, and vLLM does not "
+            "say so: serve the merged model there (--to merged)"
+        )
     if of_experts:
         return [
+            *notes,
             "adapters of experts are in PEFT's layout (target_parameters): PEFT 0.18 and later load it. vLLM, SGLang "
             "and TGI expect a linear for each expert, and refuse these files or answer wrongly with them: serve the "
-            "merged model there (--to merged). llama.cpp loads the adapter as --to gguf-adapter writes it"
+            "merged model there (--to merged). llama.cpp loads the adapter as --to gguf-adapter writes it",
         ]
     if config_of(model)["target_parameters"]:
         return [
@@ -48,7 +56,6 @@ def servers(model: Decoder) -> list[str]:
             "among target_modules for experts': PEFT loads it so, without DoRA and with lora_dropout 0. "
             "Servers that go by target_modules leave them out: serve the merged model there (--to merged)"
         ]
-    notes = []
     if is_nested(model):
         notes.append(
             "modules are named as in the base's model with a vision tower, which AutoModelForCausalLM or "

@@ -16,6 +16,7 @@ from tiny_models import adapted_model, named
 from jaxtune.export import adapters, api, folders, w4a16
 from jaxtune.export.hub import push
 from jaxtune.models import hf
+from jaxtune.models.config import Carried, Source
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
 from jaxtune.models.merge import merge_adapter
@@ -235,6 +236,11 @@ def test_adapters_of_experts_are_merged_as_peft_does_and_said_to_be_such(tmp_pat
 
 def test_which_servers_load_an_adapter():
     assert "vLLM, SGLang and TGI load" in adapters.servers(adapted_model(made("qwen2"), r=2))[0]
+    carried = Source("base", "{}", carried=Carried((), "{}"))
+    for settings in ({}, {"target_parameters": ["experts.down_proj"]}):
+        model = adapted_model(made("qwen3_5_moe"), r=2, **settings)
+        model.source = carried
+        assert "vLLM does not say so: serve the merged model" in adapters.servers(model)[0]
     assert "DoRA" in adapters.servers(adapted_model(made("qwen2"), r=2, use_dora=True))[0]
     assert "go by target_modules leave them out" in adapters.servers(adapted_model(made("qwen3_next"), r=2))[0]
 

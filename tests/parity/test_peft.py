@@ -154,6 +154,34 @@ def test_base_with_a_vision_tower(tmp_path, whole, text, settings):
     np.testing.assert_allclose(got, reference.logits(made, tokens), atol=TOLERANCE, rtol=0)
 
 
+def test_adapter_of_a_text_model_in_the_whole(tmp_path):
+    """Of Qwen3.5's folder AutoModelForCausalLM makes the text model, whose names our files have."""
+    text = {key: value for key, value in CONFIGS["qwen3_5"].items() if key not in ("architectures", "torch_dtype")}
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
+    hf = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(hf).save_pretrained(tmp_path / "base")
+    plain, _ = from_pretrained(tmp_path / "base", dtype="float32")
+    model = shaken(jaxtune.get_peft_model(plain, r=2))
+    jaxtune.save_adapter(model, tmp_path / "ours")
+    tokens = golden_tokens()
+    expected = np.asarray(model(jnp.asarray(tokens)))
+    assert np.abs(np.asarray(plain(jnp.asarray(tokens))) - expected).max() > 100 * TOLERANCE
+    # As docs/export.md says.
+    settings = {
+        transformers.AutoModelForCausalLM: {},
+        transformers.AutoModelForImageTextToText: {"key_mapping": {r"model\.layers\.": "model.language_model.layers."}},
+    }
+    for kind, mapping in settings.items():
+        base = kind.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours", **mapping).eval()
+        np.testing.assert_allclose(reference.logits(theirs, tokens), expected, atol=TOLERANCE, rtol=0)
+    theirs.save_pretrained(tmp_path / "theirs")  # the whole model's names
+    assert any(".language_model." in key for key in load_file(tmp_path / "theirs" / "adapter_model.safetensors"))
+    again = jaxtune.load_adapter(plain, tmp_path / "theirs")
+    np.testing.assert_allclose(again(jnp.asarray(tokens)), expected, atol=TOLERANCE, rtol=0)
+
+
 def test_peft_adapter_that_unties_is_refused(tmp_path):
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])
     settings = GOLDEN_CASES["saved_tied"][1] | dict(ensure_weight_tying=False)
