@@ -91,7 +91,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
         "general.file_type": gguf_file.OUTTYPES[outtype][1],
         "general.quantization_version": 2,
         **{f"{arch.name}.{key}": value for key, value in keys.items()},
-        **tokenizer_fields(job.tokenizer, model.config.vocab_size),
+        **tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends),
     }
     tensors = gguf_tensors.of_model(_whole(model), arch)
     short = [tensor for tensor in tensors if not tensor.plain and gguf_file.stored_type(tensor, outtype) == "F16"]

@@ -33,7 +33,8 @@ class Architecture:
     it must be tied. wide_scale_layers: with so many layers queries are scaled by the hidden size a head, not the
     head's size (Gemma's 27B). nope_period: every such layer has no position encoding. partial: it rotates a part of
     each head. factors: it reads the model's factors on embedding, scores, layers and logits, and divides by the last.
-    gemma: it scales the embedding by the root of its size, and has GELU in place of SiLU.
+    gemma: it scales the embedding by the root of its size, and has GELU in place of SiLU. ends: (its name of what the
+    token ends, the token) of tokens that end a text and that it does not know by theirs.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Architecture:
     partial: bool = False
     factors: bool = False
     gemma: bool = False
+    ends: tuple[tuple[str, str], ...] = ()
 
 
 _LLAMA = Architecture(
@@ -71,7 +73,9 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", permuted=True, split_heads=True, nope_period=4),
     "seed_oss": Architecture("seed_oss", biases=frozenset({_QKV})),
     "granite": dataclasses.replace(_LLAMA, name="granite", factors=True),
-    "glm4": Architecture("glm4", biases=frozenset({_QKV}), partial=True),
+    "glm4": Architecture(
+        "glm4", biases=frozenset({_QKV}), partial=True, ends=(("eot", "<|user|>"), ("eom", "<|observation|>"))
+    ),
     "cohere2": Architecture("cohere2", period=4, nope_period=4, split_heads=True, tied_output=True, ropes=("default",)),
 }
 

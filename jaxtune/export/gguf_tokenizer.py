@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _GPT4_WORDS = (
@@ -34,11 +35,12 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # SentencePiece's sign of a space
 
 
-def tokenizer_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
     """GGUF's metadata of a tokenizer and its chat template.
 
     Args:
       vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
+      ends: see architectures.Architecture.
     Raises:
       ValueError: no tokenizer, or one that llama.cpp does not have.
     """
@@ -71,6 +73,7 @@ def tokenizer_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         number = getattr(tokenizer, f"{name}_token_id")
         if number is not None:
             fields[f"tokenizer.ggml.{key}_token_id"] = int(number)
+    fields |= {f"tokenizer.ggml.{key}_token_id": tokens.index(text) for key, text in ends if text in tokens}
     ids = tokenizer("a")["input_ids"]
     fields["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
     fields["tokenizer.ggml.add_eos_token"] = tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id

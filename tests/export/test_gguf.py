@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import numpy as np
@@ -232,6 +233,26 @@ def test_an_encoder_that_errs_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf.quants, "quantize", lambda wide, kind: right(1.02 * wide, kind))
     with pytest.raises(ArithmeticError, match=r"q8_0|Q8_0 is further from the model's values than it rounds"):
         written(made("qwen2"), tmp_path, "q8_0")
+
+
+def exported(model, path, tokenizer) -> tuple[dict, tuple[str, ...]]:
+    """(the keys of the file, the notes)"""
+    done = api.export_model(model, path, "gguf", tokenizer=tokenizer)
+    fields = gguf.GGUFReader(done.folder / done.files[0]).fields
+    return {key: field.contents() for key, field in fields.items()}, done.notes
+
+
+def test_other_ends_of_turns(tmp_path, tokenizer):
+    """llama.cpp ends a text where these keys say, and knows neither token of GLM-4 by its text; to others they are no
+    ends."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|user|>", "<|observation|>"], special_tokens=True)
+    ids = dict(zip(("eot", "eom"), tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"]), strict=True))
+    for name, wanted in (("glm4", ids), ("phi3", {})):
+        keys, _ = exported(made(name), tmp_path / name, tokenizer)
+        found = {end: keys.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")}
+        assert {end: number for end, number in found.items() if number is not None} == wanted
+        assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("where", ["tensor", "key", "type", "magic"])
