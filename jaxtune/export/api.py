@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
-from jaxtune.export.gguf_tokenizer import tokenizer_fields
+from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder, require_new, require_space
 from jaxtune.models.lora import has_adapter
@@ -85,13 +86,19 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
+    tokens, name = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends), job.name
+    if strips_as_phi3(job.tokenizer) and not re.search("phi-?3", name, re.IGNORECASE):
+        name = f"{name} (Phi-3)"
+        notes.append(
+            f"general.name is {name!r}: by it llama.cpp drops the line breaks after marks, as the tokenizer does"
+        )
     fields = {
         "general.type": "model",
-        "general.name": job.name,
+        "general.name": name,
         "general.file_type": gguf_file.OUTTYPES[outtype][1],
         "general.quantization_version": 2,
         **{f"{arch.name}.{key}": value for key, value in keys.items()},
-        **tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends),
+        **tokens,
     }
     tensors = gguf_tensors.of_model(_whole(model), arch)
     short = [tensor for tensor in tensors if not tensor.plain and gguf_file.stored_type(tensor, outtype) == "F16"]

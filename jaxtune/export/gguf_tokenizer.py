@@ -33,6 +33,14 @@ _NAMES = {
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # SentencePiece's sign of a space
+_NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # after which Phi-3's tokenizer keeps whitespace
+
+
+def strips_as_phi3(tokenizer: Any) -> bool:
+    """Whether the tokenizer drops whitespace after its added tokens as Phi-3's does. llama.cpp does that where
+    general.name has "phi-3" in it, and for no other model."""
+    marks = [token for token in tokenizer.added_tokens_decoder.values() if token.content not in _NOT_STRIPPED]
+    return bool(marks) and all(token.rstrip for token in marks)
 
 
 def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:

@@ -16,6 +16,7 @@ gguf = pytest.importorskip("gguf")
 from jaxtune.export import api, gguf_file, gguf_tensors  # noqa: E402
 from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
 from jaxtune.models.merge import merge_adapter  # noqa: E402
+from tests.export.test_gguf_tokenizer import changed  # noqa: E402
 
 
 def written(model, tmp_path, outtype="f32"):
@@ -253,6 +254,21 @@ def test_other_ends_of_turns(tmp_path, tokenizer):
         found = {end: keys.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")}
         assert {end: number for end, number in found.items() if number is not None} == wanted
         assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_name_by_which_line_breaks_after_marks_are_dropped(tmp_path, tokenizer):
+    def stripping(parts):
+        for token in parts["added_tokens"]:
+            token["rstrip"] = True
+
+    as_phi3 = changed(tokenizer, stripping)
+    assert as_phi3("<|end|>\nthe")["input_ids"] == as_phi3("<|end|>the")["input_ids"]
+    for path, which, name in (
+        ("mine", as_phi3, "mine (Phi-3)"), ("Phi-3-mine", as_phi3, "Phi-3-mine"), ("plain", tokenizer, "plain"),
+    ):  # fmt: skip
+        keys, notes = exported(made("phi3"), tmp_path / path, which)
+        assert keys["general.name"] == name
+        assert any("general.name" in note for note in notes) == (name != path)
 
 
 @pytest.mark.parametrize("where", ["tensor", "key", "type", "magic"])
