@@ -25,7 +25,7 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.sampling import Kind, Numbers, Sampling, filtered, penalised
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout
-from jaxtune.pallas.linear_cross_entropy import linear_token_losses
+from jaxtune.pallas.linear_cross_entropy import filled_up, linear_token_losses
 
 _SMALLEST_LENGTH = 16  # of a bucket of prompts or of new tokens
 _STEPS_BETWEEN_LOOKS = 16  # tokens between looks for stop strings; what a row has past one is dropped
@@ -253,7 +253,7 @@ class _Carry(NamedTuple):
 
 def _append(model: Decoder, kind: Kind, request: _Request, carry: _Carry, hidden) -> _Carry:
     """The carry with the next token of each row, chosen from the hidden state [B, 1, hidden] of its last one."""
-    logits = model.logits(model.norm(hidden))[:, 0].astype(jnp.float32)
+    logits = model.logits(model.norm(hidden))[:, 0, : model.config.vocab_size].astype(jnp.float32)
     numbers, row = request.numbers, jnp.arange(len(carry.lengths))
     scores = penalised(logits, carry.seen, numbers.repetition_penalty) if kind.penalises else logits
     if kind.draws:
@@ -331,6 +331,9 @@ def _decode(graph, kind: Kind, trainable, frozen, carry: _Carry, request: _Reque
     model = nnx.merge(graph, trainable, frozen)
     config = model.config
     splits = [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
+    if len(carry.lengths) > 1:  # a product with one row is none of those that XLA fills up
+        head = model.head_variable
+        head.set_value(filled_up(head[...].astype(model.dtype)))
 
     def unfinished(loop):
         step, carry = loop

@@ -303,6 +303,17 @@ def test_log_probabilities_are_the_forwards():
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_log_probabilities_beside_a_head_that_is_filled_up():
+    """Of a vocabulary that is no multiple of 8 in 16 bits, in the loop over several rows: what is filled up is no
+    token."""
+    model = tiny_model("bfloat16", vocab_size=45, tie_embeddings=True)
+    settings = dict(max_new_tokens=8, output_logprobs=True)
+    answers, logprobs = generate(model, PROMPTS, **settings)
+    again, forward = generate(model, PROMPTS, deterministic=True, **settings)
+    assert answers == again
+    np.testing.assert_allclose(logprobs, forward, atol=0.02)
+
+
 class _Letters:
     """A tokenizer whose token i is the letter i."""
 

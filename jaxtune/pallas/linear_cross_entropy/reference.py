@@ -14,6 +14,11 @@ def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
     return vocab_size % _MULTIPLE != 0 and jnp.dtype(dtype).itemsize == 2
 
 
+def filled_up(head: jax.Array) -> jax.Array:
+    """The head [V, D] with rows of zeros behind the vocabulary, where it is filled up."""
+    return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
+
+
 def _chunk(
     hidden, head, targets, weights, gradients, *, size, soft_cap, logit_scale, label_smoothing, z_loss, head_gradient
 ):
@@ -56,9 +61,7 @@ def forward(hidden, head, targets, weights, *, chunk_length, gradients, **option
     gradients of the weighted losses' sum; see api.linear_cross_entropy."""
     rows, length, _ = hidden.shape
     size = len(head)
-    cast = head.astype(hidden.dtype)
-    if fills_up(size, hidden.dtype):
-        cast = jnp.pad(cast, ((0, -size % _MULTIPLE), (0, 0)))
+    cast = filled_up(head.astype(hidden.dtype))
     if chunk_length >= length:
         losses, dhidden, dhead = _chunk(hidden, cast, targets, weights, gradients, size=size, **options)
         return losses, dhidden, None if dhead is None else dhead[:size].astype(head.dtype)
