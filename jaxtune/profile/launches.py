@@ -3,8 +3,9 @@
 A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel bears the
 graph's name. XLA also compiles one kernel for all fusions that are alike, named after the first. So: instructions and
 kernels are put into classes of what could have launched what, and within a class the n-th kernel of a program's
-execution belongs to the n-th instruction of its schedule. Where the counts of a class do not fit, only the stretch
-between two kernels that are known is searched.
+execution belongs to the n-th instruction of its schedule. The trace may lack the beginning of the first execution and
+the end of the last. Where the counts of a class do not fit, only the stretch between two kernels that are known is
+searched.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from jaxtune.profile.hlo import Instruction, Module
 from jaxtune.profile.scopes import is_attention_kernel, is_gemm_kernel
 
+_TRIED = 16  # places of a cut that explain equally well how many launches of each class there are
+_Counts = collections.Counter[Hashable]
 _MANGLED = re.compile(r"[^A-Za-z0-9_]")
 # Kernels that a library launches beside its main one: (pattern, whether the main one comes after).
 _SATELLITES = (
@@ -60,15 +65,14 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
         else:
             seen[key].append(index)
 
-    executions = _executions(wanted, seen)
-    position = [-1] * len(launches)  # in the schedule repeated `executions` times
-    for key, indices in seen.items():
-        places = wanted[key]
-        if len(indices) == len(places) * executions:
-            for count, index in enumerate(indices):
-                position[index] = count // len(places) * len(schedule) + places[count % len(places)]
-        else:
-            rest += indices
+    guesses = _guesses(wanted, seen, len(schedule))
+    if all(launch.hlo_op in known for launch in launches):
+        guesses = itertools.islice(
+            guesses, 1
+        )  # a CPU runs instructions in an order of its own, from which nothing follows
+    executions, placed = max(guesses, key=lambda guess: len(_in_order(guess[1])), default=(1, {}))
+    rest += [index for indices in seen.values() for index in indices if index not in placed]
+    position = [placed.get(index, -1) for index in range(len(launches))]  # in the schedule repeated `executions` times
     _drop_disorder(position)
     _fill(position, sorted(rest), launches, schedule, executions, known, kernel_owner, classes)
     _attach_satellites(position, launches, schedule)
@@ -140,25 +144,63 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
     return None
 
 
-def _executions(wanted, seen) -> int:
-    """How often the program ran, by the votes of the classes that fit; where none does, of all, the cut run counted."""
+def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
+    """How often the program may have run, a cut run counted, and the positions of launches whose classes fit that."""
     votes: collections.Counter[int] = collections.Counter()
-    cut: collections.Counter[int] = collections.Counter()
     for key, indices in seen.items():
-        count, rest = divmod(len(indices), len(wanted[key]))
-        (cut if rest else votes)[count + bool(rest)] += len(indices)
-    votes = votes or cut
-    return max(votes, key=lambda n: votes[n]) if votes else 1
+        votes[math.ceil(len(indices) / len(wanted[key]))] += len(indices)
+    counts = [count for count, _ in votes.most_common(3)]
+    for executions in dict.fromkeys([*counts, *(count + 1 for count in counts[:1])]):
+        lacks = {key: len(wanted[key]) * executions - len(indices) for key, indices in seen.items()}
+        lacks = {key: count for key, count in lacks.items() if 0 <= count <= 2 * len(wanted[key])}
+        order = [key for _, key in sorted((place, key) for key in lacks for place in wanted[key])]
+        for before, after in _cuts(lacks, order, _first_place(lacks, order, seen)):
+            placed = {}
+            for key in (key for key, lack in lacks.items() if lack == before[key] + after[key]):
+                places = wanted[key]
+                for count, index in enumerate(seen[key], before[key]):
+                    placed[index] = count // len(places) * size + places[count % len(places)]
+            yield executions, placed
 
 
-def _drop_disorder(position: list[int]) -> None:
-    """Keeps a longest increasing run of positions and forgets the rest, which contradict it."""
+def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[Hashable, list[int]]) -> int:
+    """Where in `order` the trace begins, as the classes say that stand in it once."""
+    launched = {index: rank for rank, index in enumerate(sorted(index for key in lacks for index in seen[key]))}
+    often = collections.Counter(order)
+    votes = collections.Counter(
+        (place - launched[seen[key][0]]) % len(order) for place, key in enumerate(order) if often[key] == 1
+    )
+    return max(votes, key=lambda place: votes[place], default=0)
+
+
+def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iterator[tuple[_Counts, _Counts]]:
+    """How many launches of each class the trace may lack at its beginning and at its end: none, or stretches of the
+    schedule that explain best what each lacks. order: the classes as scheduled; first: where it may begin."""
+    total, size = sum(lacks.values()), len(order)
+    yield collections.Counter(), collections.Counter()
+    if not 0 < total < 2 * size:
+        return
+    leads = range(max(0, total - size), min(total, size) + 1)
+    unexplained = collections.Counter(lacks)
+    unexplained.subtract(order[: leads[0]] + order[size - total + leads[0] :])
+    wrong = [sum(map(abs, unexplained.values()))]
+    for lead in leads[:-1]:  # one more at the beginning, one fewer at the end
+        wrong.append(wrong[-1])
+        for key, change in ((order[lead], -1), (order[size - total + lead], 1)):
+            wrong[-1] += abs(unexplained[key] + change) - abs(unexplained[key])
+            unexplained[key] += change
+    least = min(wrong)
+    alike = [lead for lead, count in zip(leads, wrong) if count == least]
+    for lead in sorted(alike, key=lambda lead: min((lead - first) % size, (first - lead) % size))[:_TRIED]:
+        yield collections.Counter(order[:lead]), collections.Counter(order[size - total + lead :])
+
+
+def _in_order(position: dict[int, int]) -> list[int]:
+    """The launches of a longest run of positions that increase."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}
-    for index, place in enumerate(position):
-        if place < 0:
-            continue
+    for index, place in sorted(position.items()):
         at = bisect.bisect_left(tails, place)
         if at == len(tails):
             tails.append(place)
@@ -168,13 +210,17 @@ def _drop_disorder(position: list[int]) -> None:
             tail_index[at] = index
         if at:
             before[index] = tail_index[at - 1]
-    keep = set()
-    index = tail_index[-1] if tail_index else None
-    while index is not None:
-        keep.add(index)
-        index = before.get(index)
-    kept = [position[i] for i in sorted(keep)]
-    places = sorted(keep)
+    out = tail_index[-1:]
+    while out and out[-1] in before:
+        out.append(before[out[-1]])
+    return out[::-1]
+
+
+def _drop_disorder(position: list[int]) -> None:
+    """Keeps a longest increasing run of positions and forgets the rest, which contradict it."""
+    places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
+    keep = set(places)
+    kept = [position[i] for i in places]
     for index, place in enumerate(position):
         if place >= 0 and index not in keep:
             # Concurrent kernels of a graph change places with near neighbours: only what is far off is forgotten.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -115,6 +116,28 @@ def test_a_program_cut_at_its_end_keeps_what_is_known(module):
     wrong = sum(a is not None and a != b for a, b in zip(found, expected, strict=True))
     assert right >= len(expected) - 4
     assert wrong <= 2
+
+
+def test_a_trace_that_begins_or_ends_within_a_program_finds_the_instructions_of_the_rest():
+    """As where a capture begins while it runs; its layers are not all alike."""
+    module = module_of(layers, (64, 32), (32, 48), *[(48, 48)] * 4, (48, 16))
+    size = len(launches_of(module, 1)[0])
+    for first, last in itertools.product(range(size), repeat=2):  # missing of the first and of the last execution
+        if first + last > 2 * size - 4:
+            continue  # nearly nothing of either is there
+        rows = slice(first, 3 * size - last)
+        launches, expected = (made[rows] for made in launches_of(module, 3))
+        join(module, launches)
+        assert [launch.instruction and launch.instruction.name for launch in launches] == expected, (first, last)
+        assert [launch.execution for launch in launches] == [index // size for index in range(3 * size)][rows]
+
+
+def test_instructions_that_a_cpu_runs_in_another_order_are_of_one_run(module):
+    names = [instruction.name for instruction in module.launches()]
+    launches = [Launch(name, name, False) for name in names[len(names) // 2 :] + names[: len(names) // 2]]
+    join(module, launches)
+    assert [launch.instruction and launch.instruction.name for launch in launches] == [one.name for one in launches]
+    assert {launch.execution for launch in launches} == {0}
 
 
 _COLLECTIVES = """HloModule m, is_scheduled=true
