@@ -335,7 +335,27 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
         index = bisect.bisect_right(starts, event.start_ns) - 1
         if index >= 0 and event.start_ns <= steps[index][1]:
             event.step = index
-    return steps
+    return _whole(steps, events, {program for _, program, _ in major}, notes)
+
+
+def _whole(
+    steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
+) -> list[tuple[float, float]]:
+    """The steps without a first or last one that has clearly fewer kernels than any other: the capture cut it."""
+    counts = collections.Counter(event.step for event in events if event.module in programs)
+    cut = []
+    for index in {0, len(steps) - 1}:
+        others = range(1, len(steps) - 1) if len(steps) > 3 else {*range(len(steps))} - {index}
+        fewest = min((counts[other] for other in others), default=0)
+        if counts[index] < 0.9 * fewest:
+            cut.append(index)
+            which = "last" if index else "first"
+            notes.append(
+                f"the {which} step has {counts[index]} kernels, others {fewest} or more: it is left out as cut"
+            )
+    for event in events:
+        event.step = -1 if event.step in cut else max(-1, event.step - (0 in cut))
+    return [step for index, step in enumerate(steps) if index not in cut]
 
 
 def _buffers(modules: list[Module]) -> list[Buffer]:

@@ -7,7 +7,7 @@ import json
 import pytest
 from golden import DATA, GOLDEN, figures_of
 
-from jaxtune.profile import compare
+from jaxtune.profile import compare, xplane
 from jaxtune.profile.reading import read
 from jaxtune.profile.report import Report, make_report, show
 from jaxtune.profile.timeline import TRANSFERS
@@ -82,6 +82,23 @@ def test_torch_products_and_attention_have_flops():
     assert known > 0.8 * sum(row.ms for row in timed)
     assert {"mlp", "attention"} <= {part for row in report.scopes for part in row.name.split("/")}
     assert {"forward", "backward"} <= {row.phase for row in report.scopes}
+
+
+@pytest.mark.parametrize(
+    ("place", "kept", "whole"), [("first", slice(60, None), slice(1, 3)), ("last", slice(None, -60), slice(0, 2))]
+)
+def test_a_step_that_the_capture_cuts_is_left_out(monkeypatch, place, kept, whole):
+    """As where it begins or ends while a step runs: the others are read as in the whole trace."""
+    expected = show(DATA / GOLDEN["ours"])
+    all_of = xplane._device_events
+    monkeypatch.setattr(
+        xplane, "_device_events", lambda plane: sorted(all_of(plane), key=lambda raw: raw.start_ns)[kept]
+    )
+    report = show(DATA / GOLDEN["ours"])
+    assert report.steps_ms == pytest.approx(expected.steps_ms[whole])
+    found = {(row.name, row.phase): row.per_step_ms for row in report.scopes}
+    assert found == {(row.name, row.phase): pytest.approx(row.per_step_ms[whole]) for row in expected.scopes}
+    assert any(f"the {place} step has 37" in note and "others 432 or more" in note for note in report.notes)
 
 
 def test_a_run_against_itself_has_no_change(name):
