@@ -82,11 +82,20 @@ def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
-def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment], Context]:
-    """The context of each segment. Dropout keys are those of a layer that runs whole and has no aux values."""
+def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
+    """(segment, values) -> (its context, the values). Dropout keys are those of a layer that runs whole and has no aux
+    values. Masks are drawn when these values are there: XLA would draw those of all layers at once, or keep the
+    forward's for the backward."""
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    return lambda segment: Context(spec, layout, keys.get(segment.name))
+
+    def context_of(segment: Segment, values):
+        if segment.name not in keys:
+            return Context(spec, layout), values
+        key, values = optimization_barrier((keys[segment.name], values))
+        return Context(spec, layout, key), values
+
+    return context_of
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("tile", "in_fp8"))
@@ -123,7 +132,8 @@ def layer_forward(
         collectives = CollectiveSchedule(gathers, (), work)
         for stage, segment in enumerate(segments):
             inputs = collectives.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
-            outputs = _run(segment, block, context_of(segment), inputs)
+            context, inputs = context_of(segment, inputs)
+            outputs = _run(segment, block, context, inputs)
             outputs = collectives.finish(stage, copies.finish(stage, outputs))
             values.update(zip(segment.outputs, outputs, strict=True))
         found = {name: values[name] for name in wanted if name in values}
@@ -178,11 +188,11 @@ def layer_backward(
     def block_of(trainable):
         return nnx.merge(graph, trainable, frozen)
 
-    def pullback_of(segment, inputs):
+    def pullback_of(segment, context, inputs):
         """(outputs, their derivative)"""
 
         def run(trainable, *values):
-            return tuple(_run(segment, block_of(trainable), context_of(segment), values))
+            return tuple(_run(segment, block_of(trainable), context, values))
 
         return jax.vjp(run, trainable, *inputs)
 
@@ -191,11 +201,12 @@ def layer_backward(
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
                 inputs = start(stage, [dense(values[name]) for name in segment.reads])
+                context, inputs = context_of(segment, inputs)
                 at_once = order.derivatives_at_once or segment.held_bytes is not None
                 if at_once and segment.differentiable and segment.backward is None:
-                    outputs, pullbacks[segment.name] = pullback_of(segment, inputs)
+                    outputs, pullbacks[segment.name] = pullback_of(segment, context, inputs)
                 else:
-                    outputs = _run(segment, block, context_of(segment), inputs)
+                    outputs = _run(segment, block, context, inputs)
                 outputs = finish(stage, outputs)
                 values = {**dict(zip(segment.outputs, outputs, strict=True)), **values}
         with jax.named_scope("backward"):
@@ -210,14 +221,15 @@ def layer_backward(
                 else:
                     held, doutputs = optimization_barrier((held, doutputs))
                 inputs = start(stage, [dense(held.get(name, values[name])) for name in segment.reads])
+                context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
                     with jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext():
                         dtrainable, dinputs = segment.backward(
-                            block_of, trainable, context_of(segment), tuple(inputs), outputs, doutputs
+                            block_of, trainable, context, tuple(inputs), outputs, doutputs
                         )
                 else:
-                    pullback = pullbacks.get(segment.name) or pullback_of(segment, inputs)[1]
+                    pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
@@ -328,8 +340,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
         whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
         # Where memory is short these are tied too: a plan counts none of what is made of them.
         free = {name: saved.pop(name) for name in layer.free if name in kept[index] and not static.short}
-        key = _layer_key(keys, index)
-        saved, dx, trainable, drawn = optimization_barrier((saved, dx, whole, key))
+        saved, dx, trainable = optimization_barrier((saved, dx, whole))
         coming = tuple(hosted[index - 1].values()) if index else ()
         gradients[index], dx, arrived, gathered, parts = layer_backward(
             layer.graph,
@@ -339,7 +350,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
             {**saved, **free},
             dx,
             layout,
-            drawn if static.short else key,
+            _layer_key(keys, index),
             coming,
             [] if static.stays_whole(index - 1) else _shards_of(trainables, frozens, index - 1),
             scatters,

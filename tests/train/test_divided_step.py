@@ -17,7 +17,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.extend.random import threefry2x32_p
 from jax.sharding import NamedSharding
 from tiny_models import tiny_model
 
@@ -28,8 +27,6 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import prepare_qat, quantize
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.models.reward import reward_model
-from jaxtune.pallas import draws
-from jaxtune.pallas.quant_matmul import reference
 from jaxtune.train import trainer as trainer_module
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
 from jaxtune.train.data.pairs import PackedPairs
@@ -281,31 +278,6 @@ def test_devices_exchange_nothing_until_the_update():
     collectives = ("all-reduce(", "all-gather(", "all-to-all(", "collective-permute(", "reduce-scatter(")
     assert not any(each in found["NF4, recomputed"] for each in collectives)
     assert not any(each in found["experts whole, with routers' losses"] for each in collectives[1:])
-
-
-def test_parts_of_a_dropout_mask_are_those_of_the_whole():
-    key, rate, parts, tokens, width = jax.random.key(3), 0.3, 4, 6, 40
-    x = jnp.ones((parts * tokens, width))
-    part = jax.jit(lambda x, index: reference.dropout(x, rate, key, index))
-    got = jnp.concatenate([part(x[:tokens], jnp.int32(index)) for index in range(parts)])
-    np.testing.assert_array_equal(got, reference.dropout(x, rate, key))
-    # Past 2^32 elements: the numbers of the elements, as JAX hashes them.
-    tokens, width, index = 70_000, 30_000, 3
-    number = np.uint64(width) * (np.uint64(index * tokens) + np.arange(tokens - 2, tokens, dtype=np.uint64))
-    number = number[:, None] + np.arange(width, dtype=np.uint64)
-    assert (number >> np.uint64(32)).min() == 1
-    words = [jnp.asarray(word.astype(np.uint32)) for word in (number >> np.uint64(32), number & np.uint64(0xFFFFFFFF))]
-    one, other = threefry2x32_p.bind(*jax.random.key_data(key), *words)
-    got = draws.bits_of_rows(key, jnp.arange(index * tokens, (index + 1) * tokens, dtype=jnp.uint32)[-2:], width)
-    np.testing.assert_array_equal(got, one ^ other)
-
-
-def test_what_a_part_of_a_mask_cannot_be():
-    x = jnp.ones((2, 1 << 16))
-    with pytest.raises(ValueError, match="65536 columns in parts"):
-        reference.dropout(x, 0.5, jax.random.key(0), jnp.int32(1))
-    with pytest.raises(ValueError, match="needs a threefry2x32 key, this is rbg"):
-        reference.dropout(x[:, :4], 0.5, jax.random.key(0, impl="rbg"), jnp.int32(1))
 
 
 @pytest.mark.parametrize(

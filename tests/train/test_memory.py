@@ -146,14 +146,14 @@ def test_experts_count_as_a_token_meets_them():
     attention = rank * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
     assert parts.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
     # In 16 bits, with 16 ranks in the room of 64, once for both directions where every residual is kept.
-    assert parts.adapter_bytes == 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048))
+    assert parts.shared_bytes == 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048))
     one = dataclasses.replace(config, micro_batches=1)
     keeps = choose(parts, one, H200, 140e9)
-    assert residuals_text(keeps.plan.residuals) == "keep" and parts.adapter_bytes in keeps.parts.values()
-    for budget in (keeps.peak_bytes - 1, keeps.peak_bytes - parts.adapter_bytes):  # others share nothing
+    assert residuals_text(keeps.plan.residuals) == "keep" and parts.shared_bytes in keeps.parts.values()
+    for budget in (keeps.peak_bytes - 1, keeps.peak_bytes - parts.shared_bytes):  # others share nothing
         less = choose(parts, one, H200, budget)
         assert residuals_text(less.plan.residuals) != "keep" and less.peak_bytes <= budget
-        assert parts.adapter_bytes not in less.parts.values()
+        assert parts.shared_bytes not in less.parts.values()
     # Small micro-batches pay for empty rows: half a tile an expert.
     (work,) = (segment.work for segment in parts.segments if segment.name == "expand")
     assert work.empty_flops == work.flops / 8 * 128 * 64

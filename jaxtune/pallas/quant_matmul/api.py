@@ -58,9 +58,9 @@ def quant_matmul(
         the backward.
       loras, biases: one entry a weight (float[out_i]), or None for none at all.
       dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
-        each module); no dropout without a key.
+        each module); no dropout without a key. The rate is rounded to 2^-16.
       dropout_part: int32[], which of equal parts x is of all the tokens that the mask is drawn for, in order: the same
-        mask however tokens are divided over devices. Other parts than 0 need a key of JAX's default kind (threefry).
+        mask however tokens are divided over devices.
       fp8: weights in FP8 are multiplied as they are stored: rows of x, and of gradients, are rounded to e4m3, each by
         its largest magnitude, or for scales of 128 x 128 each 128 of a row by theirs, and sums are float32
         (fp8_product.py). Adapters multiply x as it is.

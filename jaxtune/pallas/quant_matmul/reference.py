@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
-from jaxtune.pallas.draws import uniform
+from jaxtune.pallas import draws
 from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.quant_matmul import fp8_product
@@ -191,7 +191,7 @@ _products.defvjp(_products_fwd, _products_bwd)
 def dropout(x, rate, key, part=0):
     """Inverted dropout: zero with probability `rate`, the rest scaled by 1 / (1 - rate). The mask is `part` of one that
     is drawn for as many parts as there are, each as large as x."""
-    keep = uniform(key, x.shape, part) < jnp.float32(1.0 - rate)
+    keep = draws.mask(key, x.shape, rate, part)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 

@@ -257,8 +257,7 @@ def _best_pair(
     _, _, number, first, last = min(found, key=lambda best: best[:2])
     layers = (plans[first],) * number + (plans[last],) * (count - number)
     best = forecast(parts, StepPlan(ResidualPlan(layers, tile, resident=resident), micro, chunk_tokens), device)
-    shared = parts.shared_bytes(_tokens(parts, micro))
-    alone = best.peak_bytes - shared
+    alone = best.peak_bytes - parts.shared_bytes
     if alone <= room < best.peak_bytes:  # it keeps everything; other plans share nothing, and any of them takes less
         return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident)
     return best

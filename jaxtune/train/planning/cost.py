@@ -148,9 +148,9 @@ class StepCost:
     gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
     float32; and of the copy of a head that the loss fills up. head_gradient_bytes: later, of a trained one's alone.
     reference_runs: forward passes, in each micro-batch, of a model that does not train.
-    adapter_bytes, mask_bytes: of experts' adapters as kernels take them, and for one token of the adapters' dropout
-    masks, which XLA makes once for the forward and the backward where every residual is kept (the stack ties them to
-    the backward elsewhere). dropout_bytes: for one token, a layer's masks, and the largest of its inputs as masked.
+    shared_bytes: of experts' adapters as kernels take them, which XLA makes once for the forward and the backward where
+    every residual is kept (the stack ties them to the backward elsewhere). dropout_bytes: for one token, the largest
+    input of an adapter with dropout as it is masked, and its mask.
     whole_layer_bytes, whole_head_bytes: of the largest layer's and the head's weights that are divided over devices,
     whole. whole_gradient_bytes: of a layer's gradients that are, as they come and as they are added up.
     frozen_layer_bytes: of the largest layer's, what does not train. resident_layer_bytes, resident_around_bytes: what a
@@ -184,8 +184,7 @@ class StepCost:
     less_sums: float = 0.0
     reference_runs: int = 0
     exchange: Exchange = Exchange()
-    adapter_bytes: float = 0.0
-    mask_bytes: float = 0.0
+    shared_bytes: float = 0.0
     dropout_bytes: float = 0.0
     whole_layer_bytes: float = 0.0
     whole_head_bytes: float = 0.0
@@ -203,10 +202,6 @@ class StepCost:
         """What a device holds more where the frozen weights of so many layers are whole on it all the time."""
         around = self.resident_around_bytes if resident == self.num_layers else 0.0
         return resident * self.resident_layer_bytes + around
-
-    def shared_bytes(self, tokens: float) -> float:
-        """What lives from the forward to the backward where every residual is kept, and is made twice elsewhere."""
-        return self.adapter_bytes + self.mask_bytes * tokens
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Of the mean layer, for `tokens` tokens on a device."""
@@ -254,7 +249,6 @@ def step_cost(
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
     }
     kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    masks = [_masks(kind.block) for kind in kinds]
     known, devices = residuals_of(model.layers), data * fsdp
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
@@ -293,9 +287,8 @@ def step_cost(
         update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
-        adapter_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
-        mask_bytes=float(sum(map(sum, masks))),
-        dropout_bytes=max(sum(of_layer) + max(of_layer, default=0) * float(dtype.itemsize) for of_layer in masks),
+        shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
+        dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         exchange=_exchange(kept, frozen, data, fsdp),
         whole_layer_bytes=max(
             sum(
@@ -350,13 +343,10 @@ def _adapter_bytes(layer: Block, dtype) -> float:
     return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts)
 
 
-def _masks(layer: Block) -> list[int]:
-    """Bytes for one token of each dropout mask of a layer's adapters; linears of a segment share that of an input."""
-    inputs = []
-    for segment in layer.segments():
-        matrices = (matrix_of(layer, name) for name in segment.matrices)
-        inputs += {matrix.sizes[0] for matrix in matrices if matrix.lora is not None and matrix.lora.rate}
-    return inputs
+def _masked_sizes(model: Decoder) -> list[int]:
+    """Of the inputs of adapters that have dropout."""
+    matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
+    return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 
 
 def _mean(values: list[float]) -> float:

@@ -368,8 +368,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     what, residuals, work, whole = max(moments, key=lambda moment: sum(moment[1:]))
     bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
     if all(layer == KEEP for layer in plan.residuals.layers):
-        bytes_["experts' adapters in the compute dtype"] = parts.adapter_bytes
-        bytes_["masks of the adapters' dropout"] = parts.mask_bytes * tokens
+        bytes_["experts' adapters in the compute dtype"] = parts.shared_bytes
     if parts.cast_bytes:
         bytes_["trained weights in the compute dtype"] = parts.cast_bytes
     if parts.head_gradient_bytes and what.startswith("the backward"):

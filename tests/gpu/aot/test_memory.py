@@ -39,7 +39,7 @@ def test_predicted_peak_beside_the_compilers(shape, layers, rows, length, rank, 
 
 
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
-def test_dropout_masks_are_counted_and_recomputed(plan):
+def test_dropout_masks_are_drawn_again_in_the_backward(plan):
     """Shared between forward and backward whatever the plan, and uncounted, they made the predictions 0.84 and 0.68 of
     the compiler's."""
     step = step_peaks(H200, "llama-3.2-1b", 4, 8, 2048, 16, None, plan, dropout=0.1)
