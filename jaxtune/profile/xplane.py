@@ -134,8 +134,6 @@ def _cpu_events(plane) -> list[_Raw]:
     """The CPU backend's thunks: host events that name an instruction and its module."""
     out = []
     for line in plane.lines:
-        if line.name == "python" or line.name.startswith("python3"):
-            continue
         rows: list[_Raw] = []
         for event in line.events:
             stats = {k: v for k, v in event.stats if k}

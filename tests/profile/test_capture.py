@@ -155,6 +155,17 @@ def test_programs_without_a_rhythm_are_said_to_be(tmp_path):
     assert report.notes == ["3 program runs without a rhythm, and no step is marked: they are taken as one step"]
 
 
+def test_small_programs_which_a_cpu_runs_on_the_calling_thread_count_too(tmp_path):
+    small = jax.jit(lambda x: jnp.sin(x) + 1)
+    x = jnp.ones(64)
+    small(x).block_until_ready()
+    with jaxtune.profile.capture(tmp_path / "a"):
+        for _ in range(3):
+            small(x).block_until_ready()
+    report = show(tmp_path / "a")
+    assert len(report.steps_ms) == 3 and [row.count for row in report.kernels] == [1]
+
+
 def test_the_time_of_loops_and_branches_is_that_of_what_they_run(tmp_path):
     @jax.jit
     def loop(x):
