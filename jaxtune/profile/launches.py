@@ -66,10 +66,8 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
             seen[key].append(index)
 
     guesses = _guesses(wanted, seen, len(schedule))
-    if all(launch.hlo_op in known for launch in launches):
-        guesses = itertools.islice(
-            guesses, 1
-        )  # a CPU runs instructions in an order of its own, from which nothing follows
+    if all(launch.hlo_op in known for launch in launches):  # on a CPU, whose own order says nothing of the schedule
+        guesses = itertools.islice(guesses, 1)
     executions, placed = max(guesses, key=lambda guess: len(_in_order(guess[1])), default=(1, {}))
     rest += [index for indices in seen.values() for index in indices if index not in placed]
     position = [placed.get(index, -1) for index in range(len(launches))]  # in the schedule repeated `executions` times
