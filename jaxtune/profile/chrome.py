@@ -62,7 +62,7 @@ class _Call:
     category: str
     args: dict[str, Any]
     parent: _Call | None = None
-    main_counted: bool = False  # its FLOPs are on a kernel already
+    main: Event | None = None  # the longest of its kernels so far, which bears its FLOPs and bytes
 
     def up(self) -> Iterable[_Call]:
         call: _Call | None = self
@@ -387,7 +387,7 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """FLOPs and bytes of the innermost operator that has shapes, on the first kernel that it launches."""
+    """FLOPs and bytes of the innermost operator that has shapes, on the longest kernel that it launches."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)
@@ -400,9 +400,11 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
     dtype = result = arrays[0][1]
     event.dtype = _SHORT.get(dtype, dtype)
     event.shape = ", ".join(_words(own, kind) for own, kind, _ in arrays[:3])
-    if operator.main_counted:
+    if operator.main is not None and event.duration_ns <= operator.main.duration_ns:
         return
-    operator.main_counted = True
+    if operator.main is not None:
+        operator.main.flops = operator.main.moved_bytes = 0.0
+    operator.main = event
     read = sum(num_bytes for _, _, num_bytes in arrays)
     out: Sequence[int] = ()
     name = operator.name

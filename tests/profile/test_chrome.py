@@ -110,6 +110,18 @@ def test_bytes_are_those_of_each_array_in_its_own_type(tmp_path, operator, types
     assert row.shape.startswith(", ".join(words))
 
 
+def test_the_longest_kernel_of_an_operator_bears_its_work(tmp_path):
+    """As of attention's backward, which cuDNN begins with a small kernel and ends with others."""
+    trace, shape = TorchTrace(), [2, 4, 128, 64]
+    arguments = {"Input Dims": [shape] * 4, "Input type": [HALF] * 4}
+    trace.call("aten::_scaled_dot_product_cudnn_attention_backward", 0, 50, **arguments)
+    for index, (name, length) in enumerate([("compute_dot_do_o", 10), ("bprop", 90), ("convert_dq", 20)]):
+        trace.kernel(name, index, 500 + 100 * index, length)
+    rows = {row.name: (row.tflops, row.tbps > 0) for row in show(trace.write(tmp_path / "run.json")).kernels}
+    rate = pytest.approx(5 * 2 * 2 * 4 * 128 * 128 * 64 / 90e6)
+    assert rows == {"compute_dot_do_o": (0, False), "bprop": (rate, True), "convert_dq": (0, False)}
+
+
 def test_the_backward_of_causal_attention_on_a_cpu_is_causal_too(tmp_path):
     trace, shape = TorchTrace(), [2, 4, 128, 64]
     name = "aten::_scaled_dot_product_flash_attention_for_cpu"
