@@ -465,6 +465,25 @@ def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, opt
     assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
 
 
+def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):
+    """Off, as TRL turns it, unless it is asked for."""
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+
+    def losses(name, rate, **options):
+        model = FastLanguageModel.get_peft_model(load(folder, peft=False)[0], r=2, lora_dropout=rate)
+        args = DPOConfig(str(tmp_path / name), save_strategy="no", max_steps=3, learning_rate=1e-2, **options)
+        made = DPOTrainer(model, args=args, train_dataset=PREFERENCES)
+        made.train()
+        return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+    without = losses("without", 0.0)
+    assert "lora_dropout" not in capsys.readouterr().out
+    assert losses("off", 0.5) == without
+    assert "DPOTrainer: lora_dropout = 0.5 is turned off, as in TRL; disable_d" in capsys.readouterr().out
+    assert losses("on", 0.5, disable_dropout=False) != without
+    assert "lora_dropout" not in capsys.readouterr().out
+
+
 def test_reward_trainer(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     args = RewardConfig(
@@ -507,13 +526,6 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
         (lambda: make(DPOTrainer, DPOConfig(**settings), ref_model=object()), "DPOTrainer: ref_model"),
         (lambda: make(KTOTrainer, KTOConfig(**settings)), "KTOTrainer: the data set has no column completion, label"),
         (lambda: make(DPOTrainer, DPOConfig(**settings), formatting_func=str), "DPOTrainer: it has no formatting_func"),
-        (
-            lambda: make(
-                DPOTrainer, DPOConfig(**settings),
-                model=FastLanguageModel.get_peft_model(load(folder, peft=False)[0], r=2, lora_dropout=0.1),
-            ),
-            "DPOTrainer: lora_dropout = 0.1: TRL turns dropout off",
-        ),
         (lambda: make(DPOTrainer, DPOConfig(**settings), model=trained), "DPOTrainer: the adapter has been trained"),
         (
             lambda: make(KTOTrainer, KTOConfig(**settings), LABELLED, model=trained),

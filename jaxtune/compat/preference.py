@@ -14,12 +14,20 @@ from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAIN
 from jaxtune.compat.trainer import SFTTrainer, loaded
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
+from jaxtune.terminal import say
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.config import ObjectiveConfig
 
 
 @dataclasses.dataclass(init=False)
-class DPOConfig(SFTConfig):
+class PreferenceConfig(SFTConfig):
+    """What the configs share. disable_dropout: the adapter's dropout is turned off."""
+
+    disable_dropout: bool = True
+
+
+@dataclasses.dataclass(init=False)
+class DPOConfig(PreferenceConfig):
     """TRL's DPOConfig, with Unsloth's defaults as SFTConfig; loss_type: sigmoid, hinge or ipo."""
 
     table = DPO
@@ -30,7 +38,7 @@ class DPOConfig(SFTConfig):
 
 
 @dataclasses.dataclass(init=False)
-class ORPOConfig(SFTConfig):
+class ORPOConfig(PreferenceConfig):
     """TRL's ORPOConfig."""
 
     table = ORPO
@@ -39,7 +47,7 @@ class ORPOConfig(SFTConfig):
 
 
 @dataclasses.dataclass(init=False)
-class KTOConfig(SFTConfig):
+class KTOConfig(PreferenceConfig):
     """TRL's KTOConfig."""
 
     table = KTO
@@ -51,7 +59,7 @@ class KTOConfig(SFTConfig):
 
 
 @dataclasses.dataclass(init=False)
-class RewardConfig(SFTConfig):
+class RewardConfig(PreferenceConfig):
     """TRL's RewardConfig."""
 
     table = REWARD
@@ -68,12 +76,14 @@ class PreferenceTrainer(SFTTrainer):
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
-        rates = [matrix.lora.rate for _, matrix in matrices(self.model.module) if matrix.lora is not None]
-        if any(rates):
-            raise ValueError(
-                f"{type(self).__name__}: lora_dropout = {max(rates)}: TRL turns dropout off for this trainer; load the "
-                "adapter with lora_dropout=0"
+        loras = [matrix.lora for _, matrix in matrices(self.model.module) if matrix.lora is not None]
+        rate = max((lora.rate for lora in loras), default=0.0)
+        if rate and self.args.disable_dropout:
+            say(
+                f"{type(self).__name__}: lora_dropout = {rate} is turned off, as in TRL; disable_dropout=False keeps it"
             )
+            for lora in loras:
+                lora.rate = 0.0
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
         name = type(self).__name__

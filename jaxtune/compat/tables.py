@@ -30,9 +30,7 @@ SAVE, GENERATE, RESPONSES, TEMPLATE = (_TABLES[name] for name in ("save", "gener
 REFERENCE_MODEL = _TABLES["reference_model"]
 ORPO = {name: fate for name, fate in SFT.items() if name != "loss_type"} | _TABLES["preference"]
 DPO, KTO = ORPO | _TABLES["dpo"], ORPO | _TABLES["kto"]
-REWARD = SFT | {
-    name: _TABLES["preference"][name] for name in ("disable_dropout", "pad_to_multiple_of", "train_sampling_strategy")
-}
+REWARD = SFT | {name: _TABLES["preference"][name] for name in ("pad_to_multiple_of", "train_sampling_strategy")}
 
 # ---- values that are followed under another name
 
