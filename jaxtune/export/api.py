@@ -87,10 +87,12 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
     tokens, name = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends), job.name
-    if strips_as_phi3(job.tokenizer) and not re.search("phi-?3", name, re.IGNORECASE):
-        name = f"{name} (Phi-3)"
+    named, strips = re.search("phi-?3", name, re.IGNORECASE), strips_as_phi3(job.tokenizer)
+    if bool(named) != strips:
+        name = f"{name} (Phi-3)" if strips else re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
         notes.append(
-            f"general.name is {name!r}: by it llama.cpp drops the line breaks after marks, as the tokenizer does"
+            f"general.name is {name!r}: llama.cpp drops line breaks after marks where it has phi-3 or phi3 in it, and "
+            f"this tokenizer {'does so' if strips else 'does not'}"
         )
     fields = {
         "general.type": "model",

@@ -37,10 +37,10 @@ _NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # after which Phi-3's tokeniz
 
 
 def strips_as_phi3(tokenizer: Any) -> bool:
-    """Whether the tokenizer drops whitespace after its added tokens as Phi-3's does. llama.cpp does that where
-    general.name has "phi-3" in it, and for no other model."""
+    """Whether the tokenizer drops whitespace after its added tokens as Phi-3's does, and has the tokens that llama.cpp
+    then asks for. It does both where general.name has "phi-3" or "phi3" in it, and nowhere else."""
     marks = [token for token in tokenizer.added_tokens_decoder.values() if token.content not in _NOT_STRIPPED]
-    return bool(marks) and all(token.rstrip for token in marks)
+    return {"</s>", *_NOT_STRIPPED} <= tokenizer.get_vocab().keys() and all(token.rstrip for token in marks)
 
 
 def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:

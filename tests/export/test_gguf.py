@@ -257,14 +257,22 @@ def test_other_ends_of_turns(tmp_path, tokenizer):
 
 
 def test_name_by_which_line_breaks_after_marks_are_dropped(tmp_path, tokenizer):
-    def stripping(parts):
-        for token in parts["added_tokens"]:
-            token["rstrip"] = True
+    """By it alone llama.cpp drops them; it then asks for four tokens, and does not load a file without them."""
+
+    def stripping(parts, room=2):
+        added = parts["added_tokens"]
+        del added[room:]
+        for content in ("</s>", "<unk>", "<s>", "<|endoftext|>")[: 6 - room]:
+            added.append(added[0] | {"id": len(parts["model"]["vocab"]) + len(added), "content": content})
+        for token in added:
+            token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
 
     as_phi3 = changed(tokenizer, stripping)
     assert as_phi3("<|end|>\nthe")["input_ids"] == as_phi3("<|end|>the")["input_ids"]
+    lacking = changed(tokenizer, lambda parts: stripping(parts, 3))
     for path, which, name in (
         ("mine", as_phi3, "mine (Phi-3)"), ("Phi-3-mine", as_phi3, "Phi-3-mine"), ("plain", tokenizer, "plain"),
+        ("no-phi3", tokenizer, "no-phi_3"), ("My-Phi-3", lacking, "My-Phi_3"),
     ):  # fmt: skip
         keys, notes = exported(made("phi3"), tmp_path / path, which)
         assert keys["general.name"] == name

@@ -1,20 +1,24 @@
-"""llama.cpp itself runs what export writes: the same greedy text, and logits, of a tiny model of each architecture.
+"""llama.cpp itself runs what export writes: the same greedy text, and logits, of a tiny model of each architecture, the
+same tokens, and the same ends.
 
 `make llama-cpp` builds llama-cpp-python from its source package into .venv-llama-cpp, once; `.ci/run` does not.
 """
 
 from __future__ import annotations
 
+import copy
+
 import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp_models import CHANGES, config_of, made
 
-from jaxtune.export import gguf_file, gguf_tensors
+from jaxtune.export import api, gguf_file, gguf_tensors
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import tokenizer_fields
 from jaxtune.models.generate import generate
 from tests.export.conftest import tokenizer  # noqa: F401, a fixture
+from tests.export.test_gguf_tokenizer import changed
 
 PROMPT, NEW = [5, 17, 3, 42, 9, 77, 30], 12
 CONTEXT = 256  # llama.cpp rounds a smaller one up to this
@@ -49,3 +53,42 @@ def test_greedy_text(name, tmp_path, tokenizer):  # noqa: F811
     assert found == generate(model, [PROMPT], NEW, eos_token_ids=[])[0]
     logits = np.asarray(model(np.asarray([PROMPT + found[:-1]])))[0]
     np.testing.assert_allclose(theirs.scores[: len(logits)], logits, atol=TOLERANCE.get(name, 1e-4), rtol=0)
+
+
+def served(model, folder, tokenizer) -> llama_cpp.Llama:  # noqa: F811
+    done = api.export_model(model, folder, "gguf", tokenizer=tokenizer)
+    return llama_cpp.Llama(str(done.folder / done.files[0]), n_ctx=CONTEXT, verbose=False, vocab_only=True)
+
+
+def test_where_a_text_ends(tmp_path, tokenizer):  # noqa: F811
+    """At the marks of GLM-4's next turns, which llama.cpp does not know by their text; elsewhere they end nothing."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|user|>", "<|observation|>"], special_tokens=True)
+    marks = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    for name, ends in (("glm4", True), ("qwen2", False)):
+        theirs = served(made(name), tmp_path / name, tokenizer)
+        vocab = llama_cpp.llama_model_get_vocab(theirs.model)
+        assert [llama_cpp.llama_vocab_is_eog(vocab, mark) for mark in marks] == [ends, ends]
+        assert llama_cpp.llama_vocab_is_eog(vocab, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize("name", ["mine", "phi3-mine"])
+@pytest.mark.parametrize("strips", [True, False])
+def test_line_breaks_after_marks(strips, name, tmp_path, tokenizer):  # noqa: F811
+    """Dropped where the tokenizer drops them, as Phi-3's does, whatever the folder's name."""
+
+    def change(parts):
+        vocab, added = parts["model"]["vocab"], parts["added_tokens"]
+        vocab |= {"Ċ": vocab.pop("}"), "Ġ": vocab.pop("~")}  # a line break and a space, which it has not
+        del added[2:]  # the model has room for four more
+        for content in ("</s>", "<unk>", "<s>", "<|endoftext|>") if strips else ():
+            added.append(added[0] | {"id": len(vocab) + len(added), "content": content})
+        for token in added:
+            token["rstrip"] = strips and token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+
+    tokenizer = changed(tokenizer, change)
+    text = "".join(f"{mark}\n the" for mark in tokenizer.get_added_vocab())
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (len(tokenizer("<|end|>\n", add_special_tokens=False)["input_ids"]) == 1) == strips
+    theirs = served(made("phi3"), tmp_path / name, tokenizer)
+    assert theirs.tokenize(text.encode(), add_bos=False, special=True) == ids
