@@ -91,8 +91,8 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     if bool(named) != strips:
         name = f"{name} (Phi-3)" if strips else re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
         notes.append(
-            f"general.name is {name!r}: llama.cpp drops line breaks after marks where it has phi-3 or phi3 in it, and "
-            f"this tokenizer {'does so' if strips else 'does not'}"
+            f"general.name is {name!r}: where it has phi-3 or phi3 in it llama.cpp drops line breaks after marks and "
+            f"needs Phi-3's tokens, and this tokenizer is {'' if strips else 'not '}such a one"
         )
     fields = {
         "general.type": "model",
