@@ -12,6 +12,7 @@ from jaxtune.models import shards
 from jaxtune.models.config import Carried, DecoderConfig
 from jaxtune.models.registry import config_from_hf, is_carried, whole_tensor_name
 
+_PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # of quantisation: what has none
 
 
@@ -29,7 +30,11 @@ def divide(
     for entry in beside:
         shards.check_entry(entry)
     rest = {name: entry for name, entry in entries.items() if not is_carried(name, config.family)}
-    return rest, Carried(beside, None if hf is whole else json.dumps(whole))
+    if hf is whole:
+        return rest, Carried(beside, None)
+    files = [beside[0].file.parent / name for name in _PROCESSORS]
+    processors = tuple((file.name, file.read_bytes()) for file in files if file.exists())
+    return rest, Carried(beside, json.dumps(whole), processors)
 
 
 def with_carried(planned: Mapping[str, Mapping[str, tuple]], carried: Carried | None) -> dict[str, dict[str, tuple]]:
@@ -74,14 +79,14 @@ def whole_config(
     if config_from_hf(whole) != config:
         text.pop("rope_parameters", None)
         text |= {key: value for key, value in own.items() if key != "architectures" and not key.endswith("_token_id")}
-    dtype = "dtype" if "dtype" in hf else "torch_dtype"
-    if "dtype" in text:
-        text["dtype"] = hf[dtype]
+    dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
+    whole |= {key: value for key, value in dtypes.items() if key in whole or key not in text}
+    text |= {key: value for key, value in dtypes.items() if key in text}
     for name in ("auto_map", "quantization_config", "qat"):
         whole.pop(name, None)
         if name in hf:
             whole[name] = hf[name]
-    whole |= {"text_config": text, dtype: hf[dtype], "tie_word_embeddings": config.tie_embeddings}
+    whole |= {"text_config": text, "tie_word_embeddings": config.tie_embeddings}
     return _with_skipped(whole, carried, whole_tensor_name)
 
 

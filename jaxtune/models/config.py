@@ -269,10 +269,12 @@ class Carried:
     tensors: where they lie (shards.TensorEntry): a vision tower, layers that predict further tokens.
     config: config.json of the whole as text, where the text part is nested in it; then the names of the text part's
       tensors have the prefix of families with a vision tower, model.language_model.
+    processors: (name, content) of the files that say how images and videos become the tower's inputs.
     """
 
     tensors: tuple[Any, ...]
     config: str | None
+    processors: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,3 +291,9 @@ class Source:
     generation_config: str | None = None
     carried: Carried | None = None
     nested: bool = False
+
+    @property
+    def companions(self) -> tuple[tuple[str, bytes], ...]:
+        """(name, content) of the files beside weights and config.json that are saved as they were."""
+        own = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
+        return own if self.carried is None else own + self.carried.processors

@@ -15,8 +15,11 @@ from jaxtune.files import sync, unfinished_name
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
-    """`path`, if it does not exist or is an empty folder; ValueError otherwise: nothing is ever overwritten."""
-    path = Path(path).absolute()
+    """`path`, or what it links to, if it does not exist or is an empty folder; ValueError otherwise: nothing is ever
+    overwritten."""
+    path = Path(path).resolve()
+    if path.is_mount():
+        raise ValueError(f"{what}: {path} is where a disk is mounted, which no new folder can replace; name one in it")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         kind = "folder that is not empty" if path.is_dir() else "file"
         raise ValueError(f"{what}: {path} is a {kind}; choose another path or remove it")

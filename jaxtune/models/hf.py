@@ -355,7 +355,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if hf.get(key) is None and tokenizer is not None:
             hf[key] = getattr(tokenizer, key, None)
-    hf["dtype" if "dtype" in hf else "torch_dtype"] = model.dtype
+    hf |= dict.fromkeys({"dtype", "torch_dtype"} & hf.keys() or {"torch_dtype"}, model.dtype)
     qat = quant.qat_config(model)
     if qat is not None:
         hf["qat"] = qat
@@ -425,9 +425,8 @@ def save_pretrained(
 
     Weights are written in model.dtype, those in four bits as bitsandbytes' checkpoints hold them (experts as those of
     transformers 4 do, see expert_files: transformers 5 has no experts in four bits), those in FP8 as Qwen's or as
-    compressed-tensors' do, see fp8_files; one tensor is in host memory at a
-    time. Weights that QAT put on a grid are written as they are, and config.json names the grid ("qat").
-    The folder appears whole or not at all.
+    compressed-tensors' do, see fp8_files; one tensor is in host memory at a time. Weights that QAT put on a grid are
+    written as they are, and config.json names the grid ("qat"). The folder appears whole or not at all.
 
     Args:
       path: a folder that does not exist or is empty.
@@ -489,9 +488,10 @@ def write_checkpoint(folder: Path, planned: Planned, hf: Mapping[str, Any], max_
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes what travels with the weights: generation_config.json and the tokenizer's files, where there are any."""
-    if model.source is not None and model.source.generation_config is not None:
-        (folder / "generation_config.json").write_text(model.source.generation_config, encoding="utf-8")
+    """Writes what travels with the weights, where there is any: generation_config.json, the tokenizer's files, and
+    those of the processors of what is carried."""
+    for name, content in model.source.companions if model.source is not None else ():
+        (folder / name).write_bytes(content)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -234,6 +234,7 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
 
     rewrite(tmp_path / "whole", change)
     (tmp_path / "whole" / "config.json").write_text(json.dumps(outer))
+    (tmp_path / "whole" / "preprocessor_config.json").write_text('{"patch_size": 16}')
     model, _ = from_pretrained(tmp_path / "whole", dtype="float32")
 
     def saved(model, out, shard_bytes=100_000):
@@ -247,6 +248,9 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     wanted = safetensors.numpy.load_file(tmp_path / "whole" / "model.safetensors")
     names = [{key for key in tensors if ".experts." not in key} for tensors in (content, wanted)]
     assert names[0] == names[1] and config == outer
+    # Without it no program makes inputs of images.
+    processor = tmp_path / "out" / "preprocessor_config.json"
+    assert processor.read_text() == '{"patch_size": 16}' if name == "qwen3_5" else not processor.exists()
     for key in names[0]:
         value = wanted[key]
         assert value.dtype == content[key].dtype
@@ -536,6 +540,26 @@ def test_trained_masters_are_cast_to_the_model_s_dtype(folder, tmp_path):
     entries = shards.read_header(tmp_path / "out" / "model.safetensors")
     assert {entry.dtype for entry in entries.values()} == {"BF16"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_config_with_both_names_of_the_dtype_says_the_new_one_twice(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32", "torch_dtype": "float32"}))
+    saved = hf.hf_config_of(from_pretrained(folder, dtype="bfloat16")[0])
+    assert (saved["dtype"], saved["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_a_link_to_an_empty_folder_is_followed(folder, tmp_path):
+    model, _ = from_pretrained(folder)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    save_pretrained(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "config.json").exists()
+
+
+def test_a_mounted_disk_is_refused_before_writing(folder):
+    with pytest.raises(ValueError, match="/proc is where a disk is mounted, which no new folder can replace"):
+        save_pretrained(from_pretrained(folder)[0], "/proc")
 
 
 def test_nothing_is_overwritten(folder, tmp_path):
