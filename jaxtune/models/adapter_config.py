@@ -152,14 +152,21 @@ def base_of(folder: str | os.PathLike) -> str | None:
     """The base model that an adapter folder names; None if the folder holds no adapter.
 
     Raises:
-      ValueError: the adapter names none, or cannot be read (see read_adapter_config).
+      ValueError: the adapter names none, or one that cannot be had; it cannot be read (see read_adapter_config).
     """
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
         return None
-    base = read_adapter_config(Path(folder)).get("base_model_name_or_path")
+    config = read_adapter_config(Path(folder))
+    base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not base:
         raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
+    if revision not in (None, "", "main") and not Path(base).expanduser().is_dir():
+        raise ValueError(
+            f"{path}: revision = {revision!r}: of {base} only the main revision is fetched, which the adapter may not "
+            f"fit: fetch that one (hf download {base} --revision {revision} --local-dir FOLDER), and set "
+            "base_model_name_or_path to FOLDER"
+        )
     return base
 
 
@@ -191,7 +198,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if (config.get("bias") or "none") != "none":
         raise ValueError(f"{path}: bias = {config['bias']!r} is not supported; only 'none' is")
     start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ValueError(
             f"{path}: init_lora_weights = {start!r} changes the base's weights, so this adapter does not fit the base; "
             "convert it with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"

@@ -54,7 +54,8 @@ from jaxtune.models.registry import whole_tensor_name
 from jaxtune.models.reward import reward_model
 
 _PREFIX = "base_model.model."
-_WHOLE = f"{_PREFIX}model.language_model."
+# Today's name of the text part of a model with a vision tower, and that of transformers until 4.51.
+_WHOLE = re.compile(rf"{re.escape(_PREFIX)}(model\.language_model|language_model\.model)\.")
 _FINGERPRINT = "jaxtune_base_fingerprint"
 
 
@@ -194,8 +195,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
             "load the base that it names in base_model_name_or_path"
         )
     # Of a model with a vision tower: the config then has the names that linears have in that.
-    spelled = whole_tensor_name if any(key.startswith(_WHOLE) for key in arrays) else str
-    arrays = {key.replace(_WHOLE, f"{_PREFIX}model."): array for key, array in arrays.items()}
+    spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
+    arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
     own = {spelled(name): name for name, _ in matrices(model)}
     names = [spelled(name) for name, _ in linears(model)]
     chosen = _targets(where, config, names)

@@ -51,6 +51,10 @@ def _complete(folder: Path) -> bool:
     return index.exists() and all((folder / name).exists() for name in set(_weight_map(index).values()))
 
 
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     """{tensor: name of its file} of an index."""
     weight_map = read_json(index).get("weight_map")
@@ -82,6 +86,9 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     with contextlib.suppress(LocalEntryNotFoundError):
         snapshot = Path(snapshot_download(name, local_files_only=True))
         if _complete(snapshot):
+            if not _has_tokenizer(snapshot):  # transformers fetches a model alone
+                with contextlib.suppress(LocalEntryNotFoundError, ConnectionError, HfHubHTTPError):
+                    snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
             return snapshot
     try:
         snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
@@ -214,7 +221,7 @@ def load_tokenizer(folder: Path):
     Raises:
       ValueError: files that make no tokenizer; where a value is of the wrong type, by file and key.
     """
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if not _has_tokenizer(folder):
         return None
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         if (folder / name).exists():

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, save_adapter
+from jaxtune.models.adapter_config import base_of
 from jaxtune.models.adapter_files import adapter_tensors
 from jaxtune.models.lora import copy_structure
 
@@ -179,6 +180,7 @@ def test_tensors_that_do_not_fit_are_listed_and_refused(tmp_path, changes, messa
         (dict(some_future_setting=3), "some_future_setting = 3"),
         (dict(bias="all"), "bias = 'all' is not supported"),
         (dict(init_lora_weights="pissa_niter_4"), "changes the base's weights"),
+        (dict(init_lora_weights="OLoRA"), "changes the base's weights"),  # PEFT takes it in any case
         (dict(peft_type="IA3"), "peft_type is 'IA3'"),
         (dict(r=None), "r is missing"),
         (dict(target_modules=["c_attn"]), "match no linear of this model"),
@@ -197,6 +199,18 @@ def test_settings_that_are_not_supported_are_named(tmp_path, changes, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=re.escape(message)):
         load_adapter(base, tmp_path / "a")
+
+
+def test_a_base_of_another_revision_is_not_taken_for_the_main_one(tmp_path):
+    save_adapter(adapted_model(tiny_model(), r=2), tmp_path / "a")
+    path = tmp_path / "a" / "adapter_config.json"
+    config = json.loads(path.read_text()) | dict(base_model_name_or_path="org/model", revision="v2")
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="revision = 'v2': of org/model only the main revision is fetched"):
+        base_of(tmp_path / "a")
+    for settings in (dict(base_model_name_or_path=str(tmp_path)), dict(revision="main"), dict(revision=None)):
+        path.write_text(json.dumps(config | settings))
+        assert base_of(tmp_path / "a") == settings.get("base_model_name_or_path", "org/model")
 
 
 def test_layers_to_transform_and_exclude_modules_are_followed(tmp_path):

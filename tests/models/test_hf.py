@@ -501,6 +501,24 @@ def test_hub_name_offline_is_one_clear_line(cache):
     assert "\n" not in str(error.value)
 
 
+def test_a_cached_model_without_a_tokenizer_gets_the_hub_s(cache, folder, test_data, monkeypatch):
+    """transformers' AutoModel leaves such a snapshot behind."""
+    import huggingface_hub
+
+    snapshot = _put_in_cache(cache, "org/model", folder)
+    assert from_pretrained("org/model")[1] is None  # offline
+    real = huggingface_hub.snapshot_download
+
+    def download(name, local_files_only=False, **rest):
+        if not local_files_only:
+            for file in (test_data / "tokenizers" / "qwen2.5").iterdir():
+                shutil.copy(file, snapshot)
+        return real(name, local_files_only=True)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert from_pretrained("org/model")[1]("one")["input_ids"]
+
+
 def test_half_a_model_in_the_cache_is_not_used(cache, sharded):
     snapshot = _put_in_cache(cache, "org/model", sharded)
     sorted(snapshot.glob("*.safetensors"))[0].unlink()

@@ -14,7 +14,7 @@ import reference
 import torch
 import transformers
 from peft_cases import GOLDEN_CASES, LIVE_CASES
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import CONFIGS, golden_tokens
 from tiny_models import shaken
 
@@ -152,6 +152,13 @@ def test_base_with_a_vision_tower(tmp_path, whole, text, settings):
     made.save_pretrained(tmp_path / "theirs")
     got = jaxtune.load_adapter(plain, tmp_path / "theirs")(jnp.asarray(tokens))
     np.testing.assert_allclose(got, reference.logits(made, tokens), atol=TOLERANCE, rtol=0)
+
+    file = tmp_path / "theirs" / "adapter_model.safetensors"  # as made with transformers 4.51, which PEFT still loads
+    names = {key: key.replace(".model.language_model.", ".language_model.model.") for key in load_file(file)}
+    save_file({names[key]: value for key, value in load_file(file).items()}, file)
+    theirs = peft.PeftModel.from_pretrained(base(), tmp_path / "theirs").eval()
+    np.testing.assert_allclose(reference.logits(theirs, tokens), reference.logits(made, tokens), atol=1e-6, rtol=0)
+    np.testing.assert_array_equal(jaxtune.load_adapter(plain, tmp_path / "theirs")(jnp.asarray(tokens)), got)
 
 
 def test_adapter_of_a_text_model_in_the_whole(tmp_path):
