@@ -51,10 +51,10 @@ def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Arr
         raise ValueError(f"random numbers of a row come of {width} hashes; there may be {(1 << 16) - 1}")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         threefry = str(jax.random.key_impl(key)) == "threefry2x32"
-        key = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,))
+        key = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
     lower, upper = (rows & 0xFFFF) * jnp.uint32(width), (rows >> 16) * jnp.uint32(width)
     first = (lower + (upper << 16))[:, None]
-    high = ((upper >> 16) + (first[:, 0] < lower))[:, None]
+    high = ((upper >> 16) + (first[:, 0] < lower).astype(jnp.uint32))[:, None]
     low = first + jnp.arange(width, dtype=jnp.uint32)
-    one, other = threefry2x32_p.bind(key[0], key[1], high + (low < first), low)
+    one, other = threefry2x32_p.bind(key[0], key[1], high + (low < first).astype(jnp.uint32), low)
     return one, other

@@ -75,7 +75,8 @@ _traced_once: dict[Hashable, Callable[..., Any]] = {}
 
 def _jitted(function, name: str) -> Callable[..., Any]:
     def call(*operands):
-        return function(*operands)
+        with jax.enable_x64(False):  # with which numbers that a kernel makes would have 64 bits
+            return function(*operands)
 
     call.__name__ = name
     return jax.jit(call, inline=True)

@@ -317,6 +317,9 @@ def test_what_an_op_refuses(op, good, name, value, error, words):
 MIXED = {
     "loss": lambda x: linear_cross_entropy(x[None], x, ints(1, 6), zeros(1, 6), label_smoothing=0.1)[0],
     "linears": lambda x: quant_matmul(x, [x, NF4.encode(x)], [LoraWeights(x[:4], x[:, :4], zeros(6)), None])[0],
+    "dropout": lambda x: quant_matmul(
+        x, [x], [LoraWeights(x[:4], x[:, :4])], dropout_rate=0.5, dropout_key=jax.random.key(0)
+    )[0],
     "bias": lambda x: grouped_bias(jnp.ones((ROWS, 64), x.dtype), x[:2], GROUPS),
 }
 

@@ -65,6 +65,13 @@ def test_keys_of_any_kind():
     np.testing.assert_array_equal(draws.mask(jax.random.key_data(KEY), (64, 64), 0.5), masks[0])
 
 
+def test_masks_are_the_same_under_jax_enable_x64():
+    for key in (KEY, jax.random.key(3, impl="rbg")):
+        want = draws.mask(key, (64, 64), 0.5)
+        with jax.enable_x64(True):
+            np.testing.assert_array_equal(draws.mask(key, (64, 64), 0.5), want)
+
+
 def test_what_is_too_wide():
     with pytest.raises(ValueError, match="65536 hashes"):
         draws.uniform(KEY, (1, 1 << 16))

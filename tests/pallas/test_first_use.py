@@ -79,6 +79,22 @@ def test_a_wrong_kernel_is_disabled_loudly(gpu, caplog, spoil, reason):
         dispatch.choose("op", table, "kernel")
 
 
+def test_a_case_is_the_same_under_jax_enable_x64(gpu):
+    """Of random numbers in float64 NF4 would make nothing, and its kernels would be disabled."""
+    made = []
+
+    def compare():
+        made.append(jax.random.normal(jax.random.key(0), (4,)))
+        return made, made
+
+    jax.config.update("jax_enable_x64", True)  # not for this thread alone
+    try:
+        assert dispatch.first_use("op", "kernel", "bfloat16", compare) is None
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert [each.dtype for each in made] == [jnp.float32]
+
+
 def test_it_runs_outside_of_whatever_is_being_traced(gpu):
     """Inside jit, grad, scan and shard_map; the comparison sees plain arrays and leaves nothing in the trace."""
     kernel = Counted()

@@ -104,6 +104,17 @@ def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     assert distance(got, want) <= 2 * distance(x @ weight.decode(jnp.bfloat16).T, want)
 
 
+def test_kernels_are_traced_alike_under_jax_enable_x64(monkeypatch):
+    weight, x = packed(16, 1024, True), normal(101, 7, 1024, dtype=jnp.bfloat16)
+
+    def traced(wide):
+        monkeypatch.setattr(gpu_kernel, "_traced_once", {})
+        with dispatch.compile_for((9, 0)), jax.enable_x64(wide):
+            return str(jax.make_jaxpr(lambda x, weight: mosaic.small_matmul(x, weight))(x, weight))
+
+    assert "f32" in traced(wide=True) and traced(wide=True) == traced(wide=False)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "double_quant", "dtype"),
     [

@@ -114,7 +114,7 @@ class DeltaNet(nnx.Module):
             self.in_proj_b = linear(keys[2], hidden, shape.heads)
             self.in_proj_a = linear(keys[3], hidden, shape.heads)
         self.conv1d = Convolution(mixed, shape.taps, std, keys[4], dtype)
-        speed = jax.random.uniform(keys[5], (shape.heads,), minval=0.01, maxval=16)
+        speed = jax.random.uniform(keys[5], (shape.heads,), jnp.float32, 0.01, 16)
         self.A_log = nnx.Param(jnp.log(speed).astype(dtype))
         self.dt_bias = nnx.Param(jnp.ones((shape.heads,), dtype))
         self.norm = RMSNorm(shape.value_dim, config.norm_eps, dtype=dtype)
