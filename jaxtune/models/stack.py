@@ -377,6 +377,24 @@ def _stack_bwd(static: _Static, residuals, gradient):
 _stack.defvjp(_stack_fwd, _stack_bwd)
 
 
+@jax.custom_vjp
+def _not_differentiated(frozens):
+    return frozens
+
+
+def _differentiated(frozens):
+    """The rule for a gradient of `Frozen` tensors: the stack makes none, and zeros would look like one."""
+    leaves = jax.tree_util.tree_leaves_with_path(frozens)
+    names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
+    raise TypeError(
+        f"a gradient is asked for of {names[0]} and {len(names) - 1} more frozen tensors, which get none: "
+        "differentiate with respect to what trains (nnx.split(model, nnx.Param, ...)), or use a model without adapters"
+    )
+
+
+_not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
+
+
 def run_stack(
     layers,
     specs: tuple[LayerSpec, ...],
@@ -389,7 +407,7 @@ def run_stack(
 ) -> tuple[jax.Array, dict[str, Any]]:
     """(what the layers make of x [B, T, hidden], {name: sum over the layers} of what leaves them beside it).
 
-    Differentiable with respect to x and to the layers' `nnx.Param`s; `Frozen` tensors get no cotangent.
+    Differentiable with respect to x and to the layers' `nnx.Param`s, and not to `Frozen` tensors.
 
     Args:
       layers: Blocks. specs: one LayerSpec each.
@@ -402,7 +420,7 @@ def run_stack(
       aux: names of what else is wanted of the layers that have it, such as router_sums.
     Raises:
       ValueError: a plan of another depth, or of residuals that no layer has; tiles that do not divide the rows, or are
-        asked for beside dropout; a name of `aux` that no layer has.
+        asked for beside dropout; a name of `aux` that no layer has. TypeError: a gradient by a `Frozen` tensor.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):
@@ -431,7 +449,8 @@ def run_stack(
         gradient_sums = tuple(gradient_sums.get(index, nnx.State({})) for index in range(len(layers)))
     short = any(layer != KEEP for layer in plan.layers)
     static = _Static(described, aux, short, max(plan.whole_weights, 1))
-    return _stack(static, tuple(s[1] for s in splits), tuple(s[2] for s in splits), x, layout, keys, gradient_sums)
+    frozens = _not_differentiated(tuple(s[2] for s in splits))
+    return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums)
 
 
 def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None) -> _Layer:

@@ -15,6 +15,7 @@ from benchmarks.serial import serial_transfers
 from jaxtune.models import transfers as schedule
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.layers.attention import Attention
+from jaxtune.models.linear import Frozen
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import attention
@@ -160,6 +161,22 @@ def test_equals_plain_differentiation():
         np.testing.assert_allclose(a, b, atol=2e-6 * scale, rtol=0, err_msg=jax.tree_util.keystr(path))
         names.add(jax.tree_util.keystr(path))
     assert len(names) == 1 + 3 * 3 * LAYERS  # x; a, b and magnitude of three linears: nothing frozen among them
+
+
+def test_a_gradient_of_frozen_tensors_is_refused():
+    """It was zero, in silence. Those outside the stack have one."""
+    model, tokens = make_model(target_modules=TARGETS), jnp.ones((1, 4), jnp.int32)
+
+    def total(model):
+        return model(tokens).sum()
+
+    of_frozen = nnx.DiffState(0, Frozen)
+    with pytest.raises(TypeError, match=r"gradient is asked for of layers.0..*weight.* frozen tensors, which get none"):
+        nnx.grad(total, argnums=of_frozen)(model)
+    with pytest.raises(TypeError, match="frozen tensors, which get none"):
+        nnx.grad(nnx.jit(total), argnums=of_frozen)(model)
+    gradient = nnx.grad(total, argnums=nnx.DiffState(0, nnx.PathContains("head")))(model)
+    assert [float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient)] == [True]
 
 
 @pytest.mark.parametrize("tile", [1, 4, 12])
