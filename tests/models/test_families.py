@@ -297,3 +297,16 @@ def test_model_from_config_starts_near_ln_v(tmp_path):
     np.testing.assert_array_equal(first(tokens), second(tokens))
     other = model_from_config({**CONFIGS["qwen3"]}, jax.random.key(6))
     assert not np.array_equal(first.embedding.weight[...], other.embedding.weight[...])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_random_weights_are_the_same_under_jax_enable_x64(name):
+    def made():
+        return model_from_config(CONFIGS[name], jax.random.key(5), "float32")
+
+    want = nnx.to_flat_state(nnx.state(made()))
+    with jax.enable_x64(True):
+        got = nnx.to_flat_state(nnx.state(made()))
+    for (path, one), (_, other) in zip(want, got, strict=True):
+        assert other.dtype == jnp.float32, path
+        np.testing.assert_array_equal(one.get_value(), other.get_value(), err_msg=str(path))
