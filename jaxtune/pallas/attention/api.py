@@ -99,7 +99,7 @@ def attention_forward(
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.
-      key, value: [B, T, kv_heads, D], heads a multiple of kv_heads.
+      key, value: [B, T, kv_heads, D], heads a multiple of kv_heads. All three must be finite at padding, too.
       layout: document bounds, `packed_layout((B, T), segment_ids)`; causal within a document.
       scale: factor on query . key.
       window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window), or None.

@@ -61,7 +61,7 @@ def gated_delta_rule(
       value: [B, T, heads, V] in key's dtype, heads a multiple of key_heads: heads / key_heads neighbours share one.
       decay: float32[B, T, heads], the logarithm of what remains of the state, finite, at most 0; -104 leaves nothing.
       beta: float32[B, T, heads], in [0, 1].
-      layout: document bounds.
+      layout: document bounds. At padding, too, the other arrays must be finite.
       implementation: "triton", "chunked", "reference", or None for the first that supports the call.
     Returns:
       [B, T, heads, V] in value's dtype; padding gives 0, and gets no gradient.
@@ -120,7 +120,7 @@ def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> 
     """silu of each channel's causal convolution along its document; differentiable. Sums are float32.
 
     Args:
-      x: [B, T, C] bfloat16, float16 or float32.
+      x: [B, T, C] bfloat16, float16 or float32, finite at padding, too.
       weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
       layout: document bounds.
     Returns:

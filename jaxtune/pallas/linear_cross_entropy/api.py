@@ -82,7 +82,8 @@ def linear_cross_entropy(
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32; head: [V, D], of these, cast to hidden's dtype for the product.
-      targets: int[B, T] in [0, V); weights: float32[B, T] (or 16 bits), 0 where a target does not count.
+      targets: int[B, T] in [0, V); weights: float32[B, T] (or 16 bits), 0 where a target does not count, whose hidden
+        state must be finite and whose target one of the vocabulary all the same.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
       chunk_tokens: tokens whose logits exist at a time; by default they and their gradient take about 0.8 GB. The loss
         does not depend on it, nor does hidden's gradient; the head's only in the order of fp32 sums.
