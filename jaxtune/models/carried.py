@@ -1,14 +1,18 @@
-"""What a checkpoint holds beside the text model: it stays where it lies, and is saved again as it is."""
+"""What a checkpoint holds beside the text model: it stays where it lies, and is saved again as it is, in 16 bits where
+it lies in FP8: the config of what is saved says then that none of it is quantised."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxtune.models import shards
+import jax
+import jax.numpy as jnp
+
+from jaxtune.models import fp8_files, shards
 from jaxtune.models.config import Carried, DecoderConfig
 from jaxtune.models.registry import config_from_hf, is_carried, whole_tensor_name
 
@@ -27,14 +31,24 @@ def divide(
     beside = tuple(entry for name, entry in entries.items() if is_carried(name, config.family))
     if not beside:
         return dict(entries), None
-    for entry in beside:
-        shards.check_entry(entry)
+    for entry in _gathered(beside):
+        if not isinstance(entry, fp8_files.FP8Entry):
+            shards.check_entry(entry)
     rest = {name: entry for name, entry in entries.items() if not is_carried(name, config.family)}
     if hf is whole:
         return rest, Carried(beside, None)
     files = [beside[0].file.parent / name for name in _PROCESSORS]
     processors = tuple((file.name, file.read_bytes()) for file in files if file.exists())
     return rest, Carried(beside, json.dumps(whole), processors)
+
+
+def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.TensorEntry]:
+    return fp8_files.gather_fp8({entry.name: entry for entry in tensors}).values()
+
+
+def _in_16_bits(entry: fp8_files.FP8Entry) -> jax.Array:
+    weight, _ = fp8_files.read_fp8(entry, "bfloat16")
+    return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 
 
 def with_carried(planned: Mapping[str, Mapping[str, tuple]], carried: Carried | None) -> dict[str, dict[str, tuple]]:
@@ -57,8 +71,10 @@ def with_carried(planned: Mapping[str, Mapping[str, tuple]], carried: Carried | 
                 f"save_pretrained: {entry.name} is saved as it lies in {entry.file}, from which the model came, and "
                 "it is not there any more; put the folder back"
             )
-        fetch = functools.partial(shards.read_tensor, entry)
-        whole[entry.name] = {entry.name: (entry.shape, shards.DTYPES[entry.dtype], fetch)}
+    for entry in _gathered(carried.tensors):
+        in_fp8 = isinstance(entry, fp8_files.FP8Entry)
+        fetch = functools.partial(_in_16_bits if in_fp8 else shards.read_tensor, entry)
+        whole[entry.name] = {entry.name: (entry.shape, shards.DTYPES["BF16" if in_fp8 else entry.dtype], fetch)}
     return whole
 
 
@@ -98,10 +114,8 @@ def _with_skipped(config: dict[str, Any], carried: Carried, name_of: Callable[[s
     """
     quantization = dict(config.get("quantization_config", {}))
     linears = [entry for entry in carried.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]
-    plain = sorted(entry.name.removesuffix(".weight") for entry in linears if not entry.dtype.startswith("F8"))
-    parts = {entry.name: "mtp" if entry.name.startswith("mtp.") else "model.visual" for entry in carried.tensors}
-    stored = {parts[entry.name] for entry in carried.tensors if entry.dtype.startswith("F8")}
-    whole = sorted(set(parts.values()) - stored)  # of which no tensor is quantised
+    plain = sorted(entry.name.removesuffix(".weight") for entry in linears)
+    whole = sorted({"mtp" if entry.name.startswith("mtp.") else "model.visual" for entry in carried.tensors})
     for key in set(SKIPPED) & set(quantization):
         begins = [rf"re:.*\b{part.removeprefix('model.')}\..*" for part in whole] if key == "ignore" else whole
         quantization[key] = [*map(name_of, quantization[key]), *begins, *plain]

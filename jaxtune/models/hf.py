@@ -297,7 +297,7 @@ def from_pretrained(
     """Loads a causal language model in Hugging Face's format; of one with a vision tower, the text part.
 
     What else a checkpoint of Qwen3-Next or Qwen3.5 holds (its vision tower, layers that predict further tokens) is not
-    loaded; save_pretrained writes it again, as it lies in the folder then. Of Gemma 3 the text part alone is saved.
+    loaded; save_pretrained writes it again from where it lies (carried.py). Of Gemma 3 the text part alone is saved.
 
     Args:
       path: folder with config.json and safetensors, or a hub name (the local cache comes first).

@@ -291,6 +291,28 @@ def test_experts_in_fp8_go_through_files(tmp_path):
         np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8), name)
 
 
+def test_what_is_carried_in_fp8_is_saved_in_16_bits(tmp_path):
+    """Qwen's FP8 checkpoints have the layers that predict further tokens in FP8 too."""
+    save_pretrained(made(CONFIGS["qwen3_next"]), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    rng = np.random.default_rng(0)
+    codes, scales = rng.normal(size=(130, 64)).astype(E4M3), np.float32([[0.5], [3.0]])
+    beside = {"mtp.up_proj.weight": codes, "mtp.up_proj.weight_scale_inv": scales, "mtp.norm.weight": np.float32([1.5])}
+    save_file(tensors | beside, tmp_path / "model" / "model.safetensors")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": OFFICIAL}))
+    model, _ = from_pretrained(tmp_path / "model", dtype="float32")
+    expected = (codes.astype(np.float32) * np.repeat(scales, [128, 2], axis=0)).astype(ml_dtypes.bfloat16)
+    for name, saved in {"plain": model, "fp8": quantize(model, "fp8")}.items():
+        save_pretrained(saved, tmp_path / name)
+        written = load_file(tmp_path / name / "model.safetensors")
+        np.testing.assert_array_equal(written["mtp.up_proj.weight"], expected)
+        assert written["mtp.norm.weight"] == 1.5 and "mtp.up_proj.weight_scale_inv" not in written
+        quantization = json.loads((tmp_path / name / "config.json").read_text()).get("quantization_config")
+        assert quantization is None if name == "plain" else "mtp.up_proj" in quantization["ignore"]
+        assert from_pretrained(tmp_path / name, dtype="float32")[0].source.carried.tensors
+
+
 def test_experts_in_fp8_multiply_as_they_are_stored():
     """Forward and backward, with adapters on experts: near what decoded weights give, and not the same."""
     model = quantize(made(CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}, "float32"), "fp8")
