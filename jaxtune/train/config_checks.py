@@ -33,7 +33,7 @@ LARGEST_INTEGER = 2**31 - 1
 _LARGEST_FLOAT, _SMALLEST_FLOAT = 3e38, 1e-37
 # Beyond any model and machine; numbers above them are slips that would ask for terabytes.
 _LIMITS = {
-    "seed": 2**63 - 1,  # random keys are of 64 bits
+    "seed": 2**32 - 1,  # jax.random.key takes no more of it: 2**32 was the seed 0
     "adapter.r": 65_536,
     "adapter.rank_pattern": 65_536,
     "data.num_workers": 1_024,

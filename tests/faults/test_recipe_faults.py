@@ -31,13 +31,14 @@ def read(tmp_path_factory, content: bytes, *overrides: str):
         ("[" * 50_000, "is nested too deeply"),
         ("steps: " + "9" * 5000, "steps = .*expected integer"),
         ("steps: 99999999999", r"steps = 99999999999: must be at most 2,147,483,647"),
+        ("seed: 4294967296", r"seed = 4294967296: must be at most 4,294,967,295"),
         ("adapter: {r: 1000000000}", r"adapter.r = 1000000000: must be at most 65,536"),
         ("optim: {eps: 1e-300}", "optim.eps = 1e-300: must be a number that float32 holds"),
         ("optim: {learning_rate: .nan}", "optim.learning_rate"),
         ("rows_per_step: 1000000", "times data.length = 2048 is 2,048,000,000 tokens a step|model.path|data"),
         ("data: {train: x, num_workers: 1000000}", "data.num_workers = 1000000: must be at most 1,024"),
     ],
-    ids=["bomb", "own key", "own item", "deep", "digits", "steps", "rank", "eps", "nan", "rows", "workers"],
+    ids=["bomb", "own key", "own item", "deep", "digits", "steps", "seed", "rank", "eps", "nan", "rows", "workers"],
 )
 def test_absurd_recipes_are_refused_in_words(tmp_path_factory, content, message):
     whole = "model: {path: m}\n" * ("model" not in content) + "data: {train: x}\n" * ("data" not in content)
