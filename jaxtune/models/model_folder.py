@@ -83,24 +83,26 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    whole = None
     with contextlib.suppress(LocalEntryNotFoundError):
-        snapshot = Path(snapshot_download(name, local_files_only=True))
-        if _complete(snapshot):
-            if not _has_tokenizer(snapshot):  # transformers fetches a model alone
-                with contextlib.suppress(LocalEntryNotFoundError, ConnectionError, HfHubHTTPError):
-                    snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
-            return snapshot
-    try:
+        cached = Path(snapshot_download(name, local_files_only=True))
+        whole = cached if _complete(cached) else None
+    if whole is not None and _has_tokenizer(whole):
+        return whole
+    try:  # one without a tokenizer, too: transformers caches a model alone
         snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
         if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns what there is of a snapshot
             return snapshot
     except (LocalEntryNotFoundError, ConnectionError):
         pass
     except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", "nothing")
-        raise ValueError(
-            f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
-        ) from None
+        if whole is None:
+            status = getattr(error.response, "status_code", "nothing")
+            raise ValueError(
+                f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
+            ) from None
+    if whole is not None:
+        return whole
     raise ValueError(
         f"{name}: no folder of that name, not whole in the local Hugging Face cache, and the hub cannot be reached; "
         "download it once while online, or give a folder"

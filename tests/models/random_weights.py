@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import safetensors.numpy
 
 from jaxtune.models import shards
 
@@ -30,3 +31,10 @@ def write_checkpoint(folder: Path, hf: dict, shapes: dict[str, tuple[int, ...]],
     planned = [(name, shape, dtype) for name, shape in shapes.items()]
     fetch = {name: random_tensor(name, shape).astype(dtype) for name, shape in shapes.items()}.__getitem__
     shards.write_file(folder / "model.safetensors", planned, fetch)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Applies change(tensors) to model.safetensors, written by the safetensors library."""
+    content = safetensors.numpy.load_file(folder / "model.safetensors")
+    change(content)
+    safetensors.numpy.save_file(content, folder / "model.safetensors")
