@@ -16,11 +16,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
 import jax
 import numpy as np
+
+from jaxtune.pallas import versions
 
 logger = logging.getLogger(__name__)
 
@@ -169,10 +170,10 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The file that says that a check passed with this kind of GPU, compiler and these kernels. JAXTUNE_CACHE moves its
-    folder."""
+    """The file that says that a check passed with this kind of GPU, these kernels and all that compiles and runs them.
+    JAXTUNE_CACHE moves its folder."""
     device = jax.local_devices()[0]
-    made_with = (device.device_kind, device.client.platform_version, metadata.version("jaxlib"), _sources())
+    made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
     return Path(root) / "first_uses" / hashlib.sha256("\n".join((op, name, call, *made_with)).encode()).hexdigest()
 

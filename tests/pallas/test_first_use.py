@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import attention, attention_forward, first_use, mosaic, packed_layout, reference
+from jaxtune.pallas import dispatch, versions
+from jaxtune.pallas.attention import (
+    attention,
+    attention_forward,
+    cudnn,
+    first_use,
+    mosaic,
+    packed_layout,
+    reference,
+)
 
 
 @pytest.fixture
@@ -216,3 +224,99 @@ def test_the_small_case_has_every_kind_of_token():
     runs = dict(first_use._RUNS[1:])
     assert first_use._RUNS[0][0] == 0 and 1 in runs.values()
     assert max(runs.values()) > first_use._WINDOW
+
+
+def test_cudnn_is_checked_with_as_many_documents_as_a_call_has(gpu, monkeypatch, caplog, tmp_path):
+    """Here dq is wrong from 24 documents a row on, and right with fewer, as cuDNN 9.19's is from somewhere above 32."""
+    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (10, 0))
+    monkeypatch.setattr(cudnn, "forward", reference.forward)
+
+    def backward(*arguments, **options):
+        dquery, *others = reference.backward(*arguments, **options)
+        return dquery * (1 if arguments[6].max_documents < 24 else 0.5), *others
+
+    monkeypatch.setattr(cudnn, "backward", backward)
+    query, key = jnp.ones((2, 96, 4, 64), jnp.bfloat16), jnp.ones((2, 96, 2, 64), jnp.bfloat16)
+
+    def chosen(most, **options):
+        layout = packed_layout((2, 96), jnp.ones((2, 96), jnp.int32), most)
+        jax.jit(lambda q, k: attention(q, k, k, layout, scale=1.0, **options))(query, key)
+        return dispatch.record["attention"]
+
+    assert [chosen(most)[0] for most in (1, 2, 16)] == ["cudnn"] * 3 and chosen(2, window=30)[0] == "cudnn"
+    assert "ERROR" not in [record.levelname for record in caplog.records]
+    name, refused = chosen(24)
+    assert name == "reference" and "differs from the reference in the check" in refused["cudnn"]
+    assert "result 2" in refused["cudnn"]  # dq
+    said = caplog.records[-1].getMessage()  # after the error
+    assert said.startswith("attention runs on reference (") and "cudnn: differs from the reference" in said
+    assert "implementation cudnn is disabled for bfloat16, 2 x 96 x 4 over 2 heads x 64, up to 24" in caplog.text
+    with pytest.raises(ValueError, match="'cudnn' cannot serve this call: differs from the reference"):
+        chosen(24, implementation="cudnn")
+
+
+@pytest.mark.parametrize("wrong", range(5))
+def test_cudnn_check_sees_each_wrong_result(gpu, monkeypatch, wrong):
+    """Of one document of the second row: out, lse, dq, dk, dv; and what is written at padding."""
+    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (10, 0))
+    token = 0 if wrong % 2 else 31  # a document's, or padding behind one of 24 tokens
+
+    def forward(*arguments, **options):
+        out, lse = reference.forward(*arguments, **options)
+        out = out.at[1, 16].mul(3) if wrong == 0 else out
+        return out, lse.at[1, :, 16].add(9) if wrong == 1 else lse
+
+    def backward(*arguments, **options):
+        gradients = list(reference.backward(*arguments, **options))
+        if wrong > 1:
+            gradients[wrong - 2] = gradients[wrong - 2].at[1, token + 16].add(2)
+        return tuple(gradients)
+
+    monkeypatch.setattr(cudnn, "forward", forward)
+    monkeypatch.setattr(cudnn, "backward", backward)
+    layout = packed_layout((2, 96), jnp.ones((2, 96), jnp.int32), 6)
+    query = jax.ShapeDtypeStruct((2, 96, 2, 64), jnp.bfloat16)
+    assert "differs from the reference" in first_use.cudnn_refusal(query, 2, layout, None)
+
+
+def test_a_pass_is_forgotten_with_another_version_of_what_makes_kernels(gpu, monkeypatch, tmp_path):
+    """Of Triton, jax-triton, cuDNN (a package's or the system's), the CUDA packages and the driver; not of others."""
+    kernel, installed, loaded = Counted(), {"numpy": "2", "triton": "3.6"}, {"cudnn": 91900}
+    driver = tmp_path / "version"
+
+    class Package:
+        def __init__(self, name):
+            self.metadata, self.version = {"Name": name}, installed[name]
+
+    class Loaded:
+        cudnn_get_version = staticmethod(lambda: loaded["cudnn"])
+
+    monkeypatch.setattr(versions.metadata, "distributions", lambda: [Package(name) for name in installed])
+    monkeypatch.setattr("jax._src.lib.cuda_versions", Loaded)
+    monkeypatch.setattr(versions, "_DRIVER", driver)
+
+    def checks_of_a_new_process():
+        versions.of_kernels.cache_clear()
+        monkeypatch.setattr(dispatch, "first_uses", {})
+        before = kernel.calls
+        assert check(kernel) is None
+        return kernel.calls - before
+
+    try:
+        assert [checks_of_a_new_process() for _ in range(2)] == [1, 0]
+        for changed, name, version in [
+            (installed, "triton", "3.7"),
+            (installed, "jax_triton", "0.4.1"),
+            (installed, "nvidia-cudnn-cu13", "9.20"),
+            (installed, "nvidia-cuda-nvcc", "13.1"),
+            (installed, "jax-cuda13-plugin", "0.11.2"),
+            (loaded, "cudnn", 92000),
+        ]:
+            changed[name] = version
+            assert [checks_of_a_new_process() for _ in range(2)] == [1, 0], name
+        driver.write_text("NVRM version: 580.95.05")
+        assert [checks_of_a_new_process() for _ in range(2)] == [1, 0]
+        installed["numpy"] = "3"
+        assert checks_of_a_new_process() == 0
+    finally:
+        versions.of_kernels.cache_clear()

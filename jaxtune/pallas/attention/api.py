@@ -29,6 +29,9 @@ def implementations(
     included; of query, only shape and dtype count."""
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
+    def vendor():
+        return cudnn.refusal(query, layout, **options) or first_use.cudnn_refusal(query, kv_heads, layout, window)
+
     def kernel(name):
         def refuse():
             module = IMPLEMENTATIONS[name]
@@ -40,7 +43,7 @@ def implementations(
         return refuse
 
     table: dispatch.Table = {
-        "cudnn": functools.partial(cudnn.refusal, query, layout, **options),
+        "cudnn": vendor,
         "mosaic": kernel("mosaic"),
         "triton": kernel("triton"),
         "reference": lambda: None,

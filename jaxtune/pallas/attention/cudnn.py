@@ -2,7 +2,8 @@
 
 cuDNN has no segment ids; it has a packed ("THD") path that takes the starts and lengths of at most n documents a
 row. Measured on an H200 with cuDNN 9.19: exact up to 32 documents a row, its dq wrong at 64. So it serves rows that
-are one document, and packed rows for which the layout promises at most 32.
+are one document, and packed rows for which the layout promises at most 32; first_use.py checks it at that number on
+the GPU that is there.
 The call is private to JAX (jax._src.cudnn): this file is the only place that knows it.
 """
 

@@ -1,8 +1,13 @@
-"""The small case on which a kernel is compared with the reference at its first use on a GPU (dispatch.first_use)."""
+"""The cases on which implementations are compared with the reference at their first use on a GPU (dispatch.first_use).
+
+Our kernels are checked on one small case. cuDNN chooses among kernels of its own by the sizes of a call, and one of
+them was wrong for its number of documents alone, so packed rows are checked at the call's own sizes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -10,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import dispatch, tuning
-from jaxtune.pallas.attention import reference
-from jaxtune.pallas.attention.layout import packed_layout
+from jaxtune.pallas.attention import cudnn, reference
+from jaxtune.pallas.attention.layout import PackedLayout, packed_layout
 
 # Padding in front, between and behind; a document of one token; one longer than the window; three tiles and a tail.
 _RUNS = ((0, 5), (1, 90), (2, 1), (1, 160), (0, 7), (3, 110), (0, 27))
 _WINDOW = 100
+_WHOLE_LENGTH = 1024  # at most, of a row that is one document
+# Documents of cuDNN's case, each at most its part of a row; what it leaves of the part is padding.
+_DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
 def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
@@ -35,12 +43,7 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
         segments = np.concatenate([np.repeat(number, tokens) for number, tokens in _RUNS])[None].astype(np.int32)
         layout = packed_layout(segments.shape, jnp.asarray(segments))
         real = segments[0] > 0
-        keys = jax.random.split(jax.random.key(0), 4)
-        heads = (2 * group, 2, 2, 2 * group)
-        arrays = [
-            jax.random.normal(key, (1, segments.shape[1], count, dim)).astype(dtype)
-            for key, count in zip(keys, heads, strict=True)
-        ]
+        arrays = _arrays(segments.shape, 2 * group, 2, dim, dtype)
         options = dict(scale=dim**-0.5, window=_WINDOW, soft_cap=soft_cap)
 
         def run(module, query, key, value, dout):
@@ -57,3 +60,63 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
         return got, want
 
     return dispatch.first_use("attention", name, call, compare)
+
+
+def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) -> list[jax.Array]:
+    """query, key, value, dout."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    counts = (heads, kv_heads, kv_heads, heads)
+    return [jax.random.normal(key, (*shape, count, dim)).astype(dtype) for key, count in zip(keys, counts, strict=True)]
+
+
+def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
+    """Why this GPU must not run cuDNN for calls like this one, or None."""
+    rows, length, heads, dim = query.shape
+    kv_heads, dtype, documents = kv_heads or heads, jnp.dtype(query.dtype), layout.max_documents
+    assert documents is not None  # which cuDNN refuses
+    if documents == 1:
+        rows, length = 1, min(length, _WHOLE_LENGTH)
+    call = f"{dtype.name}, {rows} x {length} x {heads} over {kv_heads} heads x {dim}, up to {documents} documents a row"
+    if window is not None:
+        window = min(window, _WINDOW)
+        call += f", window {window}"
+
+    def compare():
+        row, start, tokens = _documents(rows, length, documents)
+        index = np.arange(tokens.max())
+        inside = index < tokens[:, None]  # of each document and each place that the longest one has
+        place = row[:, None], np.minimum(start[:, None] + index, length - 1)
+        segments = np.zeros((rows, length), np.int32)
+        segments[place[0].repeat(index.size, 1)[inside], place[1][inside]] = (np.arange(row.size) + 1).repeat(tokens)
+        packed = packed_layout(segments.shape, jnp.asarray(segments), max_documents=documents)
+        apart = packed_layout(inside.shape, jnp.asarray(inside, jnp.int32))
+        options = dict(scale=dim**-0.5, window=window, soft_cap=None)
+
+        def run(module, layout, real, query, key, value, dout):
+            out, lse = module.forward(query, key, value, layout, **options)
+            gradients = module.backward(query, key, value, out, lse, dout, layout, **options)[:3]
+            return jnp.moveaxis(lse, 1, 2)[real], out, *gradients
+
+        def expected(*arrays):
+            """By the reference, for which each document is a row: it makes the scores of whole rows."""
+            lse, *results = run(reference, apart, inside, *(array.astype(jnp.float32)[place] for array in arrays))
+            return lse, *(jnp.zeros((rows, length, *each.shape[2:])).at[place].add(each) for each in results)
+
+        arrays = _arrays(segments.shape, heads, kv_heads, dim, dtype)
+        got = jax.jit(functools.partial(run, cudnn, packed, segments > 0))(*arrays)
+        return got, dispatch.exactly(expected)(*arrays)
+
+    return dispatch.first_use("attention", "cudnn", call, compare)
+
+
+def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, start, tokens) of each document: `most` in the first row, one or two fewer in others, over all of a row."""
+    most = min(most, length)
+    part = length // most
+    sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]
+    found = [
+        (row, number * part, sizes[number % len(sizes)])
+        for row in range(rows)
+        for number in range(max(1, most - row % 3))
+    ]
+    return tuple(np.array(found).T)  # type: ignore[return-value]

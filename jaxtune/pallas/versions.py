@@ -1,0 +1,42 @@
+"""The versions of all software that makes or runs a kernel: with another one, a kernel that was right may be wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+# What these install compiles kernels (JAX, Triton, ptxas among NVIDIA's) or is called for them (cuDNN, cuBLAS).
+_PACKAGES = ("jax", "triton", "pytorch-triton", "nvidia-")  # and jaxlib, jax-cuda13-plugin, jax-triton, ...
+_DRIVER = Path("/proc/driver/nvidia/version")
+_LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
+
+
+@functools.cache
+def of_kernels() -> tuple[str, ...]:
+    """The installed packages, the NVIDIA libraries that are loaded, which need not be a package's, and the driver."""
+    named = {(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in metadata.distributions()}
+    found = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
+    return (*found, *_loaded(), _driver())
+
+
+def _loaded() -> list[str]:
+    from jax._src.lib import cuda_versions  # private to JAX, and None without its CUDA plugin
+
+    functions = {name: getattr(cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
+    return [f"loaded {name} {_version(function)}" for name, function in functions.items() if function is not None]
+
+
+def _version(function: Callable[[], int]) -> int | str:
+    try:
+        return function()
+    except RuntimeError as error:  # the library cannot be loaded: kernels that need it will say so
+        return str(error)
+
+
+def _driver() -> str:
+    try:
+        return _DRIVER.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # Windows' Linux has no such file
+        return "unknown driver"
