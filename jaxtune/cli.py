@@ -1,7 +1,8 @@
 """The console command: which of `jaxtune.commands` is meant, and what becomes of its errors.
 
 A mistake of the user, and a want of memory, is one clear line on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows
-where it came from. Any other exception is a fault of ours or of a library and keeps its traceback.
+where it came from. Any other exception is a fault of ours or of a library and keeps its traceback. A command that
+writes files goes on when nobody reads what it says.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import difflib
 import errno
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -38,10 +40,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     module.__name__.rpartition(".")[2]: module.run
     for module in (train, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor, launch)
 }
+# Those that work for what they write into files or show on a page; what the others print is their result.
+_WORKING = ("train", "launch", "export", "tune", "report", "watch")
 
 
 def console(arguments: Sequence[str] | None = None) -> int:
     """`main` in a process of its own."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    terminal.outlive(told=not set(arguments[:1]) <= set(_WORKING))
     # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses. It is
     # hidden until transformers has looked (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -62,6 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if logging.lastResort is not None:  # which shows what libraries and we warn of
         logging.lastResort.setFormatter(terminal.PrintableFormatter())
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        return 1
+    except KeyboardInterrupt as stopped:
+        name = str(stopped) or "SIGINT"
+        say(f"jaxtune: stopped by {name}", file=sys.stderr)
+        return 128 + signal.Signals[name]  # as a shell has it
+    except (ValueError, ArithmeticError, OSError, MemoryError, RuntimeError) as error:
+        message = _out_of_memory(error) or (str(error) if _is_user_error(error) else None)
+        if os.environ.get("JAXTUNE_TRACEBACK") == "1" or message is None:
+            raise
+        return _fail(message)
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_usage()
         return 0 if arguments else USER_ERROR
@@ -75,16 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         return _fail(f"unknown command {name!r}; {hint}")
-    try:
-        return COMMANDS[name](rest) or 0
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, ArithmeticError, OSError, MemoryError, RuntimeError) as error:
-        message = _out_of_memory(error) or (str(error) if _is_user_error(error) else None)
-        if os.environ.get("JAXTUNE_TRACEBACK") == "1" or message is None:
-            raise
-        return _fail(message)
+    return COMMANDS[name](rest) or 0
 
 
 def _out_of_memory(error: Exception) -> str | None:

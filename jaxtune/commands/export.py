@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.terminal import console, fitted, say
+from jaxtune.train.signals import StopSignal
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -33,15 +34,16 @@ def run(arguments: Sequence[str]) -> None:
 
     import jaxtune
 
-    model, tokenizer = common.load(options.model, options.dtype)
-    done = jaxtune.export_model(
-        model,
-        options.output,
-        options.to,
-        tokenizer=tokenizer,
-        outtype=options.outtype,
-        max_shard_bytes=int(options.max_shard_gb * 1e9),
-    )
+    with StopSignal() as stop, stop.at_once():  # what is half written goes
+        model, tokenizer = common.load(options.model, options.dtype)
+        done = jaxtune.export_model(
+            model,
+            options.output,
+            options.to,
+            tokenizer=tokenizer,
+            outtype=options.outtype,
+            max_shard_bytes=int(options.max_shard_gb * 1e9),
+        )
     screen = console()
     for note in done.notes:
         say(fitted(f"note: {note}", screen))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.terminal import say
+from jaxtune.train.signals import StopSignal, handled
 
 _GRACE_SECONDS = 20.0  # that the others have to say why they end, once one has failed
 
@@ -71,7 +72,8 @@ class _Processes:
 
     def run(self) -> int:
         """The exit code of the first that failed, or 0."""
-        old = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        # Under nohup SIGHUP stays ignored, and is so in the processes that begin with what is ignored here.
+        old = {number: signal.signal(number, self._note) for number in handled(StopSignal.signals)}
         running: dict[int, subprocess.Popen] = {}
         try:
             for index, command in enumerate(self._commands):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 # EX_TEMPFAIL of sysexits.h. A scheduler may start the same command again.
@@ -19,7 +18,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignal:
-    """Context in which the first SIGTERM or SIGINT only sets `requested`; the second ends the process at once.
+    """Context in which the first SIGTERM, SIGINT or SIGHUP only sets `requested`; the second SIGTERM or SIGINT ends the
+    process at once.
+
+    SIGHUP says that the terminal was closed or the connection dropped. The shell and the system both send it, and the
+    end of a session comes with SIGTERM beside it: it is never a second wish. Where it is ignored (nohup), it stays so.
 
     The loop asks for `requested` after every step and between the batches of an evaluation, saves and leaves with
     `EXIT_SAVED`: "the same command goes on from there". Inside `at_once`, where nothing would be lost (loading,
@@ -28,17 +31,18 @@ class StopSignal:
     handlers, it does nothing and `requested` stays False.
     """
 
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.requested = False
         self.signal_name: str | None = None
+        self._wished = False  # by SIGTERM or SIGINT
         self._raises = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._handle) for number in self.signals}
+            self._old = {number: signal.signal(number, self._handle) for number in handled(self.signals)}
         return self
 
     def __exit__(self, *exc) -> None:
@@ -75,10 +79,14 @@ class StopSignal:
 
     def _handle(self, number: int, frame: object) -> None:
         name = signal.Signals(number).name
-        if self.requested:
-            _write(f"\n{name} again: leaving at once, without a save.\n" + ("\x1b[?25h" if sys.stderr.isatty() else ""))
+        again = self.requested and self._wished and number != signal.SIGHUP
+        self._wished = self._wished or number != signal.SIGHUP
+        if again:
+            _write(f"\n{name} again: leaving at once, without a save.\n" + ("\x1b[?25h" if os.isatty(2) else ""))
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            return
+        if self.requested:
             return
         self.requested = True
         self.signal_name = name
@@ -86,6 +94,11 @@ class StopSignal:
             _write(f"\n{name}: leaving. Again to leave at once.\n")
             raise Interrupted(name)
         _write(f"\n{name}: finishing this step, then saving. Again to leave at once.\n")
+
+
+def handled(numbers: Iterable[int]) -> list[int]:
+    """Those of some signals that shall get a handler: not a SIGHUP that is ignored, as nohup has it."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def _write(text: str) -> None:

@@ -17,7 +17,7 @@ from jaxtune.files import remove_unfinished
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, matrices
-from jaxtune.terminal import say
+from jaxtune.terminal import outliving, say
 from jaxtune.train import metrics as m
 from jaxtune.train import own_parts, report
 from jaxtune.train.callbacks import Callback
@@ -248,14 +248,14 @@ class Trainer:
           stop: an entered StopSignal, by default one of its own.
           delivery: takes the trained model while the folder is this run's alone.
         Raises:
-          TrainingInterrupted: SIGTERM or SIGINT came; the state is saved.
+          TrainingInterrupted: SIGTERM, SIGINT or SIGHUP came; the state is saved.
           Interrupted: it came before the first step, or after the last: there was nothing to save.
           TrainingStopped: a guard refused to go on.
           ValueError: the output folder holds another run.
         """
         config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
+        with outliving(), contextlib.ExitStack() as stack:
             if stop is None:
                 stop = stack.enter_context(StopSignal())
             stack.enter_context(stop.held())

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtune.terminal import printable
+from jaxtune.terminal import outlive, printable
 from jaxtune.train.data.formats import (
     LABELLED,
     PREFERENCE,
@@ -363,6 +363,7 @@ def _unsent(row: Row) -> Row:
 def _serve(parent: int) -> None:
     """Answers requests until there are no more, or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    outlive()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
