@@ -178,7 +178,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     use_program_cache()
     if check or plan:
         with loading(config) as (weights, tokenizer, model):
-            trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
+            trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, trains=plan)
             if check:
                 report.check(model, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
             else:

@@ -257,7 +257,11 @@ class Checkpointer:
     # ---- reading
 
     def restore(
-        self, step: int | None = None, like: Any = None, check: Callable[[dict[str, Any]], None] | None = None
+        self,
+        step: int | None = None,
+        like: Any = None,
+        check: Callable[[dict[str, Any]], None] | None = None,
+        partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
         """Reads the newest intact checkpoint, or exactly `step`.
 
@@ -268,6 +272,7 @@ class Checkpointer:
             leaf without a sharding (or an uncommitted array) comes back uncommitted, a numpy leaf as numpy. None
             gives nested dicts of numpy arrays by name.
           check: called with the meta before the arrays are read, to refuse them for a better reason than their shapes.
+          partial: `like` names some of the arrays only, such as the weights without the optimizer; no other is read.
 
         Returns: (step, state, meta). Raises CheckpointError if nothing intact is there or `like` does not fit.
         """
@@ -277,7 +282,7 @@ class Checkpointer:
         if check is not None:
             check(_record(path)["meta"])
         self._unproven = found
-        return found, *_read(path, like)
+        return found, *_read(path, like, partial)
 
     def _intact(self, step: int | None) -> int:
         """The step whose files are as they were written: the newest, or this one."""
@@ -407,7 +412,7 @@ def _record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
+def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
     import orbax.checkpoint as ocp
 
     record = _record(path)
@@ -416,7 +421,7 @@ def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         wanted = dict.fromkeys(described)
     else:
         wanted = _named_leaves(like)
-        _check_fits(path, described, wanted)
+        _check_fits(path, described, wanted, partial)
 
     item, restore_args, arrays = {}, {}, {}
     for name, leaf in wanted.items():
@@ -431,7 +436,8 @@ def _read(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
             restore_args[name] = ocp.ArrayRestoreArgs(sharding=sharding)
     try:
         with array_files.reader() as reader:
-            arrays |= reader.restore(path / ARRAYS, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+            asked = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=partial)
+            arrays |= reader.restore(path / ARRAYS, args=asked)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / ARRAYS} cannot be read ({type(error).__name__}: {error})") from error
     leaves = {name: _place(arrays[name], described[name], wanted[name], like is None) for name in wanted}
@@ -472,9 +478,10 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
     return jnp.asarray(array)
 
 
-def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any]) -> None:
+def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
-    problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]
+    if not partial:
+        problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]
     for name in wanted.keys() & described.keys():
         saved = (tuple(described[name]["shape"]), described[name]["dtype"])
         asked = (tuple(wanted[name].shape), str(wanted[name].dtype))

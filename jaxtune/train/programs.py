@@ -199,28 +199,28 @@ class Engine:
                     update = pool.submit(self._compile, update.lower(state, sums))
                 if held_out is not None:
                     for program in steps:
-                        lowered = self._lowered_of_rows(program.evaluate, where, state, frozen, held_out)
+                        lowered = self._lowered_of_rows(program.evaluate, where, state.trainable, frozen, held_out)
                         evaluates.append(pool.submit(self._compiled, lowered))
             evaluates = [future.result() for future in evaluates] or [None] * len(steps)
             pairs = list(zip([future.result() for future in accumulates], evaluates, strict=True))
             programs, *early = (Programs(accumulate, update.result(), evaluate) for accumulate, evaluate in pairs)
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
-    def compile_evaluate(self, program: StepProgram, state: TrainState, frozen):
-        """Compiles the evaluation of one batch."""
+    def compile_evaluate(self, program: StepProgram, trainable, frozen):
+        """Compiles the evaluation of one batch. trainable: the weights that train, or their shapes."""
         assert self._held_out is not None
-        return self._compiled_of_rows(program.evaluate, self.replicated, state, frozen, self._held_out)
+        return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 
-    def compile_of_rows(self, function, state: TrainState, frozen, rows: Rows):
+    def compile_of_rows(self, function, trainable, frozen, rows: Rows):
         """Compiles StepProgram.of_rows of a function, for batches of these rows."""
         program = functools.partial(self.program.of_rows, function)
-        return self._compiled_of_rows(program, self._by_rows, state, frozen, rows)
+        return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
     def _compiled_of_rows(self, *what):
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
-    def _lowered_of_rows(self, function, out, state: TrainState, frozen, rows: Rows):
-        return self._lowered(function, out, (abstract(state), abstract(frozen), self._abstract_batch(rows)))
+    def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
+        return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
         with partition.compiling(self.mesh):
@@ -332,7 +332,7 @@ class Engine:
     def evaluate(
         self,
         evaluate,
-        state: TrainState,
+        trainable,
         frozen,
         batches: Batches,
         shown: Callable[[int, int], None] = lambda done, count: None,
@@ -347,7 +347,7 @@ class Engine:
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch
         for index in range(count):
-            totals.append(evaluate(state, frozen, self.place(batches.batch_at(index))))
+            totals.append(evaluate(trainable, frozen, self.place(batches.batch_at(index))))
             jax.block_until_ready(totals[max(0, index - 1)])  # a long queue would answer no signal
             shown(index + 1, count)
             between()

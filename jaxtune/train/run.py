@@ -67,8 +67,8 @@ class Run:
     """What the loop works with.
 
     total_steps: of the run, from 0. owed: whether an evaluation comes before the first step that this process makes.
-    held_out: gives the batches of an evaluation by the plan in force, or None. model: the model with the weights of a
-    state.
+    held_out: gives the batches of an evaluation by the plan in force, or None. model: gives the model with the
+    trainable tensors of a state.
     """
 
     engine: Engine
@@ -79,7 +79,7 @@ class Run:
     owed: bool
     held_out: Callable[[], Batches | None]
     profile: Profile
-    model: Callable[[TrainState], Decoder]
+    model: Callable[[Any], Decoder]
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
         """Makes all steps from `start` on, or those up to where a callback ends the run; returns (the last state, steps
@@ -167,7 +167,7 @@ class Run:
             wait=self.monitor.flush,
             evaluate=lambda: evaluate(done),
             save=lambda: saver.save(done, state),
-            model=lambda: self.model(state),
+            model=lambda: self.model(state.trainable),
         )
         callbacks = self.monitor.run.callbacks
         for callback in callbacks:
@@ -188,8 +188,9 @@ class Run:
             return math.nan
         with monitor.pause("eval", step) as line:
             for callback in monitor.run.callbacks:
-                callback.evaluating(step, lambda: self.model(state))
-            values = self.engine.evaluate(evaluate, state, frozen, batches, monitor.progress.evaluating, between)
+                callback.evaluating(step, lambda: self.model(state.trainable))
+            shown = monitor.progress.evaluating
+            values = self.engine.evaluate(evaluate, state.trainable, frozen, batches, shown, between)
             for callback in monitor.run.callbacks:
                 callback.evaluated(step, values)
             line |= values | {m.ROWS: batches.rows.documents.identity}

@@ -82,7 +82,7 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     console.print(f"weights: {scored.text}")
     config = scored.config
     model, tokenizer = load_model(config)
-    trainer = Trainer(model, tokenizer, config)
+    trainer = Trainer(model, tokenizer, config, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:
         _require_same_split(scored.result, trainer)
     for warning in report.held_out_warnings(trainer.train_data, trainer.eval_data):
@@ -91,6 +91,7 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     if scored.checkpoints is None:
         results |= trainer.evaluate(trained=bool(config.adapter and config.adapter.path))
     else:
+        del model  # what trains of it makes room for the checkpoint's
         values, model = trainer.evaluate_checkpoint(scored.checkpoints)
         results |= values
     unit = trainer.objective.unit

@@ -397,25 +397,28 @@ class StepProgram:
             ],
         )
 
-    def evaluate(self, state: TrainState, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss sum, count, the objective's own sums) of one batch, without dropout or gradients."""
+    def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(loss sum, count, the objective's own sums) of one batch, without dropout or gradients.
+
+        trainable: the weights alone, of a TrainState or as they were given: a forward pass needs no optimizer."""
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
 
-        tensors = partition.divide((state.trainable, frozen), self.mesh)
+        tensors = partition.divide((trainable, frozen), self.mesh)
         run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.WHOLE)
         return run(*tensors, batch)
 
-    def of_rows(self, function, state: TrainState, frozen, batch: Batch) -> jax.Array:
-        """function(model, batch, forward) of one batch: [rows, ...], divided as the batch's rows are."""
+    def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
+        """function(model, batch, forward) of one batch: [rows, ...], divided as the batch's rows are. trainable: as for
+        `evaluate`."""
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return function(nnx.merge(self.graph, trainable, frozen), batch, forward)
 
-        tensors = partition.divide((state.trainable, frozen), self.mesh)
+        tensors = partition.divide((trainable, frozen), self.mesh)
         run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.ROWS)
         return run(*tensors, batch)
 

@@ -75,6 +75,14 @@ class TrainedModel:
             state = init(trainable, self._config.seed)
         return state, engine.zero_sums(state), frozen
 
+    def weights(self, engine: Engine) -> tuple[Any, Any]:
+        """(trainable, frozen) for a forward pass, on the mesh. The tensors that train are those that were given, in the
+        dtypes in which they were given: nothing is copied, and there is no optimizer. Waits for weights that are still
+        being loaded."""
+        self.take_weights()
+        frozen = self.placed_frozen(engine)
+        return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
+
     def placed_frozen(self, engine: Engine) -> Any:
         """What does not train, on the mesh, as the plan in force says.
 
@@ -106,18 +114,18 @@ class TrainedModel:
         return partition.held_whole(self.frozen, plan.resident, len(plan.layers))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """What first_state gives, as shapes."""
-        program, where = engine.program, engine.replicated
-        state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
+        """What first_state gives, as shapes with their shardings."""
+        program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
-
-        def placed(tree, shardings):
-            return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
-
-        state = placed(state, program.shardings(state, where))
-        sums = placed(sums, program.sums_shardings(state.trainable, where))
+        sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
         frozen = self._declared(engine)
-        return state, sums, placed(frozen, partition.shardings(frozen, engine.mesh))
+        return state, sums, _placed(frozen, partition.shardings(frozen, engine.mesh))
+
+    def state_shapes(self, engine: Engine) -> TrainState:
+        """The state of a run as shapes with their shardings, which is what a checkpoint is read into."""
+        program = engine.program
+        state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
+        return _placed(state, program.shardings(state, engine.replicated))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """first_state, or that of a resumed run."""
@@ -140,14 +148,14 @@ class TrainedModel:
 
     # ---- the result
 
-    def finished(self, state: TrainState) -> Decoder:
-        """The given model with the trained tensors, each in the dtype it came in, on the devices of the mesh, or of
-        several processes' meshes, if each of them has all of it, on one of each process.
+    def finished(self, trainable: Any) -> Decoder:
+        """The given model with these tensors of a TrainState, each in the dtype in which it was given. It lies on the
+        devices of the mesh; where each of several processes has all of it, on one device of each process.
 
         After QAT: with adapters a prepared model, which merge_adapter converts; without, weights that lie on the grid.
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
-        trained, frozen = partition.together(state.trainable, frozen)
+        trained, frozen = partition.together(trainable, frozen)
         model = nnx.merge(self.graph, trained, frozen)
         if not has_adapter(model):
             model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
@@ -159,3 +167,8 @@ class TrainedModel:
         model = nnx.merge(graph, trainable, frozen)
         model.dtype = self.given.dtype
         return model
+
+
+def _placed(tree, shardings):
+    """Shapes of a tree, with the shardings of another one of its structure."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)

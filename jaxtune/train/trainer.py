@@ -24,7 +24,7 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict
-from jaxtune.train.data import Batches, TokenDataset
+from jaxtune.train.data import Batches
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.end_tokens import with_end_tokens
@@ -37,6 +37,7 @@ from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops
+from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
@@ -46,7 +47,6 @@ from jaxtune.train.record import (
     record_of,
     recorded_config,
     require_same_config,
-    require_same_rows,
     require_same_run,
     same_run,
     write_config,
@@ -54,6 +54,7 @@ from jaxtune.train.record import (
 from jaxtune.train.results import Delivery
 from jaxtune.train.run import Profile, Run, is_owed
 from jaxtune.train.run_folder import CHECKPOINTS, CONFIG
+from jaxtune.train.run_rows import most_documents, prepared_rows
 from jaxtune.train.saving import Saver
 from jaxtune.train.schedule import learning_rate_schedule
 from jaxtune.train.signals import StopSignal
@@ -80,6 +81,8 @@ class Trainer:
         has its own, it is only what metrics show. callbacks: are told of steps; see Callback.
       profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
         only if config asks for steps, `profile` in the output folder.
+      trains: False for a trainer that evaluates or shows rows: then a forward pass is planned, which needs no
+        optimizer, and train() is refused.
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`, the
@@ -100,8 +103,9 @@ class Trainer:
         optimizer: optax.GradientTransformation | None = None,
         schedule: optax.Schedule | None = None,
         callbacks: Sequence[Callback] = (),
+        trains: bool = True,
     ):
-        self.config = config
+        self.config, self.trains = config, trains
         self.tokenizer = trained_tokenizer(tokenizer, config.data.template)
         self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
@@ -122,7 +126,10 @@ class Trainer:
         self.objective = objective or objective_of(config)
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
-        self.train_data, self.eval_data = self._prepare(train_rows, eval_rows)
+        self.train_data, self.eval_data = prepared_rows(
+            self.objective, self.tokenizer, config.data, self.model.given.config, train_rows, eval_rows
+        )
+        self.config = config = in_first_words(config)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
         if config.steps is not None:
             self.total_steps = config.steps
@@ -156,7 +163,8 @@ class Trainer:
             optimizer=optimizer,
             schedule=schedule,
             objective=self.objective,
-            max_documents=self._max_documents(),
+            # None under `deterministic`: a promise would let in cuDNN's attention, whose sums have any order.
+            max_documents=None if config.deterministic else most_documents(self.train_data, self.eval_data),
             max_grad_norm=config.max_grad_norm,
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
@@ -181,12 +189,16 @@ class Trainer:
         mesh = partition.make_mesh(chosen.data, chosen.fsdp)
         config = dataclasses.replace(config, mesh=chosen)
         config.require_rows_for(mesh.size)
-        planner = Planner(self.model.prepared, config, device=mesh.local_devices[0], note=why, **of_step)
+        if trains:
+            planner = Planner(self.model.prepared, config, device=mesh.local_devices[0], note=why, **of_step)
+        else:
+            planner = ForwardPlanner(self.model.prepared, config, self.batches.length, mesh.local_devices[0])
         held_out = self.eval_data and self.eval_data.rows
         self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, held_out)
 
     @property
     def planner(self) -> Planner:
+        assert isinstance(self.engine.planner, Planner), "this trainer was made with trains=False"
         return self.engine.planner
 
     @property
@@ -203,42 +215,6 @@ class Trainer:
         """Of an evaluation, by the plan in force: each has the shape of a micro-batch."""
         return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
 
-    # ---- data
-
-    def _max_documents(self) -> int | None:
-        if self.config.deterministic:
-            # No promise about the rows: it would let in cuDNN's attention, whose sums have any order.
-            return None
-        sets = [data for data in (self.train_data, self.eval_data) if data is not None]
-        return max(data.batches(1, shuffle=False).max_documents for data in sets)
-
-    def _prepare(self, train_rows, eval_rows) -> tuple[TokenDataset, TokenDataset | None]:
-        data = self.config.data
-
-        def load(rows, max_rows):
-            vocab_size = self.model.given.config.vocab_size
-            prepared = self.objective.prepare(rows, self.tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
-            limit = self.model.given.config.context_length
-            longest = min(data.length, int(prepared.documents.lengths.max()))
-            if longest > limit:  # a longer row is fine: positions restart with each document
-                raise ValueError(
-                    f"data.length = {data.length}: the longest document has {longest} tokens, and the model was made "
-                    f"for at most {limit} positions; lower data.length"
-                )
-            return prepared
-
-        held_out = data.eval if eval_rows is None else eval_rows
-        with processes.one_a_host():
-            train = load(data.train if train_rows is None else train_rows, data.max_rows)
-            held_out = None if held_out is None else load(held_out, None)
-        require_same_rows({"data.train": train, "data.eval": held_out})
-        self.config = in_first_words(self.config)
-        if held_out is not None:
-            return train, held_out
-        if data.eval_rows:
-            return train.split(data.eval_rows)
-        return train, None
-
     # ---- the run
 
     def train(self, stop: StopSignal | None = None, delivery: Delivery | None = None) -> Decoder:
@@ -251,8 +227,10 @@ class Trainer:
           TrainingInterrupted: SIGTERM, SIGINT or SIGHUP came; the state is saved.
           Interrupted: it came before the first step, or after the last: there was nothing to save.
           TrainingStopped: a guard refused to go on.
-          ValueError: the output folder holds another run.
+          ValueError: the output folder holds another run; the trainer was made with trains=False.
         """
+        if not self.trains:
+            raise ValueError("Trainer(trains=False) only evaluates: make one without `trains` to train")
         config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
         with outliving(), contextlib.ExitStack() as stack:
@@ -285,8 +263,10 @@ class Trainer:
                 saver = Saver(checkpointer, config.checkpoint, start, self.record, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
             del resumed
-            trained = with_end_tokens(self.model.finished(state), self.tokenizer)
-            del state
+            trainable = state.trainable
+            del state  # the optimizer's part of it is of no more use
+            trained = with_end_tokens(self.model.finished(trainable), self.tokenizer)
+            del trainable
             saved = checkpointer.latest() == self.steps_done
             if delivery is not None:
                 with stop.at_once() if saved else contextlib.nullcontext():
@@ -327,8 +307,9 @@ class Trainer:
             write_config(self.output, config)
             if owed:
                 frozen = self.model.placed_frozen(self.engine)
-                self.look_up_references((self.eval_data,), resumed, frozen, monitor.progress.print)
-                run.evaluate(self.engine.compile_evaluate(self.program, resumed, frozen), resumed, frozen, start)
+                self.look_up_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print)
+                evaluate = self.engine.compile_evaluate(self.program, resumed.trainable, frozen)
+                run.evaluate(evaluate, resumed, frozen, start)
             return resumed, start
         if lacking := profile.lacking(self.total_steps - start):
             monitor.progress.print(lacking)
@@ -355,17 +336,18 @@ class Trainer:
                 progress.print("waiting for the weights")
             line |= self.engine.connect(progress.print)
             begun = self.model.begin(self.engine, resumed)
-            self.look_up_references((self.train_data, self.eval_data), begun[0], begun[2], progress.print)
+            sets = (self.train_data, self.eval_data)
+            self.look_up_references(sets, begun[0].trainable, begun[2], progress.print)
             write_config(self.output, self.config)
         for note in self.notes():
             progress.print(note)
         return programs, *begun
 
-    def look_up_references(self, sets, state: TrainState, frozen, tell=say) -> None:
+    def look_up_references(self, sets, trainable, frozen, tell=say) -> None:
         """Fills in log-probabilities of the reference that rows wait for."""
         for rows in (data.rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_fingerprint
-            references.look_up(rows, self.objective, self.engine, self.config, base, state, frozen, tell)
+            references.look_up(rows, self.objective, self.engine, self.config, base, trainable, frozen, tell)
 
     # ---- what is said of the run
 
@@ -391,7 +373,7 @@ class Trainer:
     @property
     def gradients(self) -> str:
         """The dtype that gradients are summed in."""
-        return "fp32" if self.planner.plan.micro_batches > 1 else self.program.weights
+        return "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
 
     def _traced(self) -> dict[str, Any]:
         """What a profile says of the run."""
@@ -412,17 +394,16 @@ class Trainer:
         """eval_loss (a mean), eval_targets and what else the objective measures, of the model as given, without
         training; under QAT rounded as step 0's is, or as the last step's if it is `trained`."""
         self._held_out()
-        state, sums, frozen = self.model.first_state(self.engine)
-        del sums
-        return self._eval_loss(self.program if trained else self.engine.before_qat or self.program, state, frozen)
+        program = self.program if trained else self.engine.before_qat or self.program
+        return self._eval_loss(program, *self.model.weights(self.engine))
 
     def evaluate_checkpoint(self, folder: Path) -> tuple[dict[str, Any], Decoder]:
         """(as `evaluate`, the model) of the last intact checkpoint in a folder of this run."""
         self._held_out()
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
-            _, state = self._restore(checkpointer, lambda changes: None)
+            trainable = self._restore(checkpointer, lambda changes: None, weights_only=True)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)
-        return self._eval_loss(self.program, state, frozen), self.model.finished(state)
+        return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
     def _held_out(self) -> Batches:
         batches = self.eval_batches
@@ -430,11 +411,16 @@ class Trainer:
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         return batches
 
-    def _eval_loss(self, program: StepProgram, state: TrainState, frozen) -> dict[str, Any]:
-        self.look_up_references((self.eval_data,), state, frozen)
-        evaluate = self.engine.compile_evaluate(program, state, frozen)
+    def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
+        self.look_up_references((self.eval_data,), trainable, frozen)
+        compiled = self.engine.compile_evaluate(program, trainable, frozen)
+        planner = self.engine.planner
+        while isinstance(planner, ForwardPlanner) and planner.smaller(compiled):
+            self.engine.follow_plan()
+            chunk = self.program.chunk_tokens
+            compiled = self.engine.compile_evaluate(dataclasses.replace(program, chunk_tokens=chunk), trainable, frozen)
         shown = m.Progress(self.total_steps).evaluating
-        return self.engine.evaluate(evaluate, state, frozen, self._held_out(), shown)
+        return self.engine.evaluate(compiled, trainable, frozen, self._held_out(), shown)
 
     # ---- checkpoints
 
@@ -453,7 +439,7 @@ class Trainer:
             total_steps=self.total_steps,
             own=self.own,
             numerics={
-                **self.planner.plan.to_record(),
+                **self.engine.planner.plan.to_record(),
                 "gradients": self.gradients,
                 "mesh_data": self.mesh.shape[partition.DATA],
                 "mesh_fsdp": self.mesh.shape[partition.FSDP],
@@ -482,18 +468,25 @@ class Trainer:
         say(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
         for change in changes:
             say(f"  {change}")
-        self.model.let_go()
         return state, step
 
-    def _restore(self, checkpointer: Checkpointer, tell) -> tuple[int, TrainState]:
-        state, _, _ = self.model.first_state(self.engine)
+    def _restore(self, checkpointer: Checkpointer, tell, weights_only: bool = False) -> tuple[int, Any]:
+        """(step, state) of the last intact checkpoint, which is read into the places where a step has it: no other
+        state is made for its shapes, and what was given of the trained tensors is let go before. weights_only: the
+        state is {"trainable": weights}, and the optimizer's part is not read."""
+        self.model.take_weights()  # the record knows the base's fingerprint
+        like: Any = self.model.state_shapes(self.engine)
+        if weights_only:
+            like = {"trainable": like.trainable}
 
         def check(saved):
-            self.planner.adopt(saved["numerics"])
-            self.engine.follow_plan()
+            if self.trains:
+                self.planner.adopt(saved["numerics"])
+                self.engine.follow_plan()
             tell(require_same_run(saved, self.record(), self.output))
+            self.model.let_go()
 
-        step, restored, _ = checkpointer.restore(like={"state": state}, check=check)
+        step, restored, _ = checkpointer.restore(like={"state": like}, check=check, partial=weights_only)
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
         return step, restored["state"]

@@ -38,7 +38,8 @@ def main() -> int:
 
         setattr(owner, name, ticking)
 
-    for name in ("_prepare", "_resume", "_start"):
+    around(trainer, "prepared_rows")
+    for name in ("_resume", "_start"):
         around(trainer.Trainer, name)
     for name in ("accumulate", "place"):
         around(programs.Engine, name)

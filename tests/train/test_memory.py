@@ -312,7 +312,7 @@ def test_the_choice_looks_at_few_whole_plans(parts_8b, monkeypatch):
     real = choice.forecast
     monkeypatch.setattr(choice, "forecast", lambda *a, **k: (tried.append(a[1]), real(*a, **k))[1])
     choose(parts_8b, config_8b(), H200, 16e9)
-    splits, sizes_of_chunks = 4, len(choice._CHUNK_LOGITS)
+    splits, sizes_of_chunks = 4, len(choice.CHUNK_LOGITS)
     assert 0 < len(tried) <= splits * sizes_of_chunks * 2
 
 
@@ -366,7 +366,7 @@ def test_whether_a_row_fits_is_known_of_most_without_choosing(parts_8b):
             row = dataclasses.replace(parts_8b, rows=1, length=length)
             sure.append(choice._surely_fits(row, config, device, 24e9))
             try:
-                choose(row, config, device, 24e9, choice._CHUNK_LOGITS[-1:])
+                choose(row, config, device, 24e9, choice.CHUNK_LOGITS[-1:])
                 assert sure[-1] is not False
             except PlanError:
                 assert not sure[-1]

@@ -147,7 +147,7 @@ def test_dropout_masks_follow_step_and_micro_batch(parts):
 
     assert loss() == loss()
     assert len({loss(), loss(step=1), loss(micro_batch=1), loss(seed=1)}) == 4
-    plain = program.evaluate(state, frozen, batch)
+    plain = program.evaluate(state.trainable, frozen, batch)
     assert float(plain[0]) != loss() and float(plain[1]) == float(batch.weights.sum())
 
 
@@ -165,8 +165,8 @@ def test_noise_on_embeddings_follows_the_step_and_the_documents(parts):
     assert loss() == loss()
     assert len({loss(), loss(step=1), loss(micro_batch=1), loss(seed=1)}) == 4
     state = noisy.init(trainable, seed=0)
-    assert [*map(float, noisy.evaluate(state, frozen, batch)[:2])] == [
-        *map(float, program.evaluate(state, frozen, batch)[:2])
+    assert [*map(float, noisy.evaluate(state.trainable, frozen, batch)[:2])] == [
+        *map(float, program.evaluate(state.trainable, frozen, batch)[:2])
     ]
     model = nnx.merge(program.graph, trainable, frozen)
     forward = Forward(noise=(jax.random.key(0), 30.0))

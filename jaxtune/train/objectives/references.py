@@ -20,7 +20,6 @@ from jaxtune.train.data.batches import Batches
 from jaxtune.train.data.cache import default_folder
 from jaxtune.train.data.pairs import PackedPairs
 from jaxtune.train.programs import Engine
-from jaxtune.train.step import TrainState
 
 
 def look_up(
@@ -29,7 +28,7 @@ def look_up(
     engine: Engine,
     config: TrainConfig,
     base: str | None,
-    state: TrainState,
+    trainable: Any,
     frozen: Any,
     tell: Callable[[str], None],
 ) -> None:
@@ -47,7 +46,7 @@ def look_up(
         found = None
     if found is None:
         tell(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
-        found = _computed(rows, objective, engine, state, frozen)
+        found = _computed(rows, objective, engine, trainable, frozen)
         if path is not None and processes.first():
             file = io.BytesIO()
             np.save(file, found)
@@ -61,12 +60,12 @@ def look_up(
     rows.reference[:] = found
 
 
-def _computed(rows: PackedPairs, objective: Any, engine: Engine, state: TrainState, frozen: Any) -> np.ndarray:
+def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any, frozen: Any) -> np.ndarray:
     """float32[documents]; 0 of those that are left out."""
     plain = copy.copy(rows)
     plain.reference = None
     batches = Batches(plain, engine.rows, shuffle=False)
-    program = engine.compile_of_rows(objective.reference, state, frozen, plain)
+    program = engine.compile_of_rows(objective.reference, trainable, frozen, plain)
     found, waiting = np.zeros(len(rows.documents), np.float32), None
 
     def take(numbers: np.ndarray, values: jax.Array) -> None:
@@ -75,7 +74,7 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, state: TrainSta
             found[2 * pairs[:, None] + np.arange(2)] = sums[: len(pairs)]
 
     for step in range(batches.steps_per_epoch):
-        values = program(state, frozen, engine.place(batches.batch_at(step)))
+        values = program(trainable, frozen, engine.place(batches.batch_at(step)))
         if waiting is not None:
             take(*waiting)
         waiting = batches.rows_at(step), values

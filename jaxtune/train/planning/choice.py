@@ -36,7 +36,7 @@ from jaxtune.train.planning.plan import StepPlan, parse_residuals
 _TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
 _PLACED_ALONE = 7  # groups of residuals, at most, each with a placement of its own
 _ROWS = 64  # of a table of pairs at a time: they stay in the processor's cache
-_CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
+CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
 class LayerPlans(Sequence[LayerPlan]):
@@ -99,7 +99,7 @@ def choose(
     config: TrainConfig,
     device: Device,
     budget_bytes: float | None,
-    chunk_logits: Sequence[int] = _CHUNK_LOGITS,
+    chunk_logits: Sequence[int] = CHUNK_LOGITS,
     resident: int = 0,
 ) -> Forecast:
     """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast ones that with the lower peak.
@@ -383,7 +383,7 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
     for keep is, at any price, no less than the least of both together, less what that room costs.
     """
     count, device = parts.num_layers, _beside_states(parts, device)
-    chunk = max(1, min(int(_tokens(parts, 1)), _CHUNK_LOGITS[-1] // parts.vocab_size))
+    chunk = max(1, min(int(_tokens(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
     head, _ = head_forecast(parts, chunk, _tokens(parts, 1), device)
     plans, room = layer_plans(parts, device.link > 0), budget - parts.fixed_bytes(1) - parts.cast_bytes
     room -= min(gathered_bytes(parts, 0))
@@ -412,7 +412,7 @@ def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_byt
         if config.memory.plan is None and (sure := _surely_fits(row, one, device, budget_bytes)) is not None:
             return sure
         try:
-            choose(row, one, device, budget_bytes, _CHUNK_LOGITS[-1:])  # the fewest logits at a time
+            choose(row, one, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
         except PlanError:
             return False
         return True

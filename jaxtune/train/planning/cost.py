@@ -234,15 +234,11 @@ def step_cost(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
-    leaves = jax.tree.leaves(frozen, is_leaf=_is_stored)
-    slack = sum(
-        share * nbytes(leaf) for kind, share in _PACKED_SLACK.items() for leaf in leaves if isinstance(leaf, kind)
-    )
     mesh = config.mesh or MeshConfig()
     data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
     share = partition.held_bytes(masters, fsdp) / nbytes(masters)  # of what trains, on a device
     fixed = {
-        "frozen weights": partition.held_bytes(frozen, fsdp) + slack / fsdp,
+        "frozen weights": partition.held_bytes(frozen, fsdp) + packed_slack(frozen) / fsdp,
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trained parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
@@ -303,6 +299,15 @@ def step_cost(
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
         resident_around_bytes=more * around,
         whole_gradient_bytes=0.0 if fsdp == 1 else _whole_gradient_bytes(model, storage),
+    )
+
+
+def packed_slack(frozen) -> float:
+    """Device bytes that the allocator loses on a model's packed weights: the 16-bit originals leave holes of other
+    sizes where they lay."""
+    leaves = jax.tree.leaves(frozen, is_leaf=_is_stored)
+    return sum(
+        share * nbytes(leaf) for kind, share in _PACKED_SLACK.items() for leaf in leaves if isinstance(leaf, kind)
     )
 
 

@@ -1,0 +1,107 @@
+"""The plan of a forward pass: an evaluation, a pass over a reference, a look at the rows. It has no optimizer, no
+gradients and no residuals, so it fits where a step of the same model does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optax
+from flax import nnx
+
+from jaxtune import processes
+from jaxtune.models import partition
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.layers.segment import Sizes
+from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning import devices
+from jaxtune.train.planning.choice import CHUNK_LOGITS, splits
+from jaxtune.train.planning.cost import StepCost, packed_slack, step_cost
+from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.plan import StepPlan
+
+
+def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:
+    """Device bytes that a forward pass takes beside the weights.
+
+    A layer's values all live at once in this estimate, which is an upper bound: XLA frees some of them earlier. The
+    logits of one chunk exist at a time (linear_cross_entropy).
+
+    Args:
+      parts: of the model on the mesh. tokens: that one device computes at a time. chunk_tokens: whose logits exist at
+        a time.
+    """
+    layers = []
+    for kind in parts.kinds:
+        residuals = {name: kind.residual_bytes(name, tokens) for name in kind.residuals}
+        sizes = Sizes(residuals, frozenset(residuals), 1, parts.dtype, parts.length, device.hopper)
+        layers.append(sum(residuals.values()) + kind.block.mlp.forward_bytes(sizes))
+    hidden = tokens * parts.hidden_size * parts.dtype.itemsize
+    logits = chunk_tokens * parts.vocab_size * (4.0 + parts.dtype.itemsize)
+    return 2 * hidden + max(max(layers), logits)
+
+
+class ForwardPlanner:
+    """Chooses into how many parts the rows of a batch are cut so that a forward pass fits a device.
+
+    It has what Engine asks of a Planner: `plan`, `device` and `budget_bytes`.
+
+    Args:
+      model: whose arrays may be abstract. config: with the mesh of the run. length: of a row, in tokens. device: a
+        jax.Device of this process.
+
+    Attributes:
+      device: planning.devices.Device.
+      budget_bytes: device bytes that weights and programs may take; None where nothing limits them.
+      weight_bytes: of the model's weights on one device, as they were given.
+      plan: the StepPlan in force, whose residuals mean nothing here.
+    """
+
+    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
+        limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
+        self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
+        self.budget_bytes = devices.budget(config, self.device)
+        self._cost = parts = step_cost(model, config, length, optimizer=optax.identity())
+        _, trainable, frozen = nnx.split(model, nnx.Param, ...)
+        _, fsdp = partition.mesh_shape(config.mesh.data, config.mesh.fsdp) if config.mesh else (1, 1)
+        self.weight_bytes = partition.held_bytes((trainable, frozen), fsdp) + packed_slack(frozen) / fsdp
+        residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
+        # The fewest parts first; then fewer logits at a time.
+        self._plans = [
+            StepPlan(residuals, count, chunk)
+            for count in splits(parts.rows, parts.devices, None)
+            if count >= (config.micro_batches or 1)
+            for chunk in sorted(self._chunks(count), reverse=True)
+        ]
+        room = None if self.budget_bytes is None else self.budget_bytes - self.weight_bytes
+        fitting = (plan for plan in self._plans if room is None or self.working_bytes(plan) <= room)
+        self.plan = next(fitting, self._plans[-1])
+
+    def _chunks(self, count: int) -> set[int]:
+        tokens = int(self._tokens(count))
+        return {max(1, min(tokens, logits // self._cost.vocab_size)) for logits in CHUNK_LOGITS}
+
+    def _tokens(self, count: int) -> float:
+        return self._cost.rows / count / self._cost.devices * self._cost.length
+
+    def working_bytes(self, plan: StepPlan) -> float:
+        """Device bytes of a plan beside the weights."""
+        return forward_bytes(self._cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
+
+    def smaller(self, program: Any) -> bool:
+        """Takes a smaller plan where the compiler says that `program`, compiled for the plan in force, needs more than
+        there is; whether it did. False too where there is no smaller plan: then the device has the last word."""
+        analysis = program.memory_analysis()
+        if self.budget_bytes is None or analysis is None:
+            return False
+        need = max(processes.all_of(float(analysis.temp_size_in_bytes)))
+        room = self.budget_bytes - self.weight_bytes
+        if need <= room:
+            return False
+        worse = max(need / self.working_bytes(self.plan), 1.0)
+        later = self._plans[self._plans.index(self.plan) + 1 :]
+        if not later:
+            return False
+        self.plan = next((plan for plan in later if worse * self.working_bytes(plan) <= room), later[-1])
+        return True

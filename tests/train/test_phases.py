@@ -1,0 +1,155 @@
+"""What a run holds beside its step: at a resume and in an evaluation. Each is measured in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtune.train.config import CheckpointConfig, EvaluationConfig, MemoryConfig, OptimConfig
+from jaxtune.train.planning.choice import PlanError
+from jaxtune.train.planning.forward import ForwardPlanner
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, lora_model, make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import gc, json, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests/models"]
+import jax
+from flax import nnx
+from tiny_models import tiny_model
+from jaxtune.train import checkpoint
+from jaxtune.train.config import CheckpointConfig, EvaluationConfig
+from jaxtune.train.programs import Engine
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, make_config
+
+output, what = sys.argv[1:]
+seen = dict(restored=0, step=0, evaluated=0)
+
+def watched(owner, name, key):
+    real = getattr(owner, name)
+
+    def measured(*arguments, **options):
+        result = real(*arguments, **options)
+        gc.collect()
+        live = {{a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays()}}  # a shared buffer counts once
+        seen[key] = max(seen[key], sum(live.values()))
+        return result
+
+    setattr(owner, name, measured)
+
+watched(checkpoint, "_place", "restored")
+watched(Engine, "zero_sums", "restored")
+watched(Engine, "accumulate", "step")
+watched(Engine, "place", "evaluated" if what == "evaluate" else "step")
+model = tiny_model("bfloat16", hidden_size=256, intermediate_size=512)
+weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+config = make_config(output, steps=2 if what == "first" else 4, precision="bf16",
+    checkpoint=CheckpointConfig(every_steps=2, every_minutes=None))
+trainer = Trainer(model, None, config, dataset(documents(12)), dataset(documents(6, seed=1)), keeps_model=False,
+    trains=what != "evaluate")
+del model
+if what == "evaluate":
+    loss = trainer.evaluate()["eval_loss"]
+else:
+    trainer.train()
+print(json.dumps(seen | dict(parameters=weights)))
+"""
+
+
+def measured(output: Path, what: str) -> dict[str, int]:
+    """Bytes of live arrays in a run of a tiny model, all of whose weights train."""
+    command = [sys.executable, "-c", SCRIPT.format(root=str(ROOT)), str(output), what]
+    done = subprocess.run(command, cwd=output.parent, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_resume_holds_no_more_than_a_step(tmp_path):
+    """At most 1.2 times: no first state is made for its shapes, and what was given is let go."""
+    first = measured(tmp_path / "run", "first")
+    resumed = measured(tmp_path / "run", "resumed")
+    assert first["step"] >= 16 * first["parameters"]  # float32 weights, two moments and gradients
+    assert 12 * first["parameters"] <= resumed["restored"] <= 1.2 * first["step"]
+    assert resumed["step"] <= 1.02 * first["step"]
+
+
+def test_an_evaluation_has_no_optimizer(tmp_path):
+    found = measured(tmp_path / "run", "evaluate")
+    assert 2 * found["parameters"] <= found["evaluated"] <= 2.5 * found["parameters"]  # bfloat16 weights, and rows
+
+
+def runs(output, **changes):
+    return make_config(output, steps=4, evaluation=EvaluationConfig(), **changes)
+
+
+@pytest.mark.parametrize("optim", [OptimConfig(), OptimConfig(name="adamw_8bit")])
+def test_an_evaluation_is_planned_as_a_forward_pass(optim, tmp_path):
+    """Under a budget that has room for the weights and not for their optimizer."""
+    from tiny_models import tiny_model
+
+    model = tiny_model("float32", hidden_size=128, intermediate_size=256)
+    config = runs(tmp_path, optim=optim)
+    rows, held_out = dataset(documents(12)), dataset(documents(6, seed=1))
+    whole = Trainer(model, None, config, rows, held_out, trains=False)
+    planner = whole.engine.planner
+    assert isinstance(planner, ForwardPlanner)
+    room = planner.weight_bytes + planner.working_bytes(planner.plan)
+    config = dataclasses.replace(config, memory=MemoryConfig(budget_gb=1.05 * room / 1e9))
+    with pytest.raises(PlanError):
+        Trainer(model, None, config, rows, held_out)
+    tight = Trainer(model, None, config, rows, held_out, trains=False)
+    assert tight.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_a_forward_pass_is_cut_into_parts_where_memory_is_short(tmp_path):
+    rows, held_out = dataset(documents(40)), dataset(documents(20, seed=1))
+    config = runs(tmp_path)
+    whole = Trainer(lora_model(), None, config, rows, held_out, trains=False)
+    planner = whole.engine.planner
+    assert planner.plan.micro_batches == 1
+    less = planner.weight_bytes + 0.6 * planner.working_bytes(planner.plan)
+    config = dataclasses.replace(config, memory=MemoryConfig(budget_gb=less / 1e9 / 0.98))
+    cut = Trainer(lora_model(), None, config, rows, held_out, trains=False)
+    assert cut.engine.planner.plan.micro_batches > 1
+    assert cut.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_a_forward_pass_that_compiles_larger_than_planned_is_planned_smaller(tmp_path, monkeypatch):
+    rows, held_out = dataset(documents(40)), dataset(documents(20, seed=1))
+    config = runs(tmp_path, memory=MemoryConfig(budget_gb=1.0))
+    trainer = Trainer(lora_model(), None, config, rows, held_out, trains=False)
+    whole = trainer.engine.planner.plan
+
+    class Program:
+        def memory_analysis(self):
+            return dataclasses.make_dataclass("Sizes", ["temp_size_in_bytes"])(2e9)
+
+    assert trainer.engine.planner.smaller(Program()) and trainer.engine.planner.plan != whole
+    while trainer.engine.planner.smaller(Program()):
+        pass
+    assert trainer.engine.planner.plan.micro_batches == 4  # one row at a time, which the device has to judge
+
+
+def test_the_weights_of_a_checkpoint_are_read_without_its_optimizer(tmp_path):
+    """`evaluate_checkpoint` gives what the run's own last evaluation said."""
+    rows, held_out = dataset(documents(12)), dataset(documents(6, seed=1))
+    config = runs(tmp_path, checkpoint=CheckpointConfig(every_steps=2, every_minutes=None))
+    trainer = Trainer(lora_model(), None, config, rows, held_out)
+    trainer.train()
+    told = [line["eval_loss"] for line in trainer.history if "eval_loss" in line]
+    again = Trainer(lora_model(), None, config, rows, held_out, trains=False)
+    values, _ = again.evaluate_checkpoint(tmp_path / "checkpoints")
+    assert values["eval_loss"] == pytest.approx(told[-1], rel=1e-6)
+
+
+def test_a_trainer_that_only_evaluates_refuses_to_train(tmp_path):
+    trainer = Trainer(lora_model(), None, make_config(tmp_path), dataset(documents(12)), trains=False)
+    with pytest.raises(ValueError, match="trains=False"):
+        trainer.train()
