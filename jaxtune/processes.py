@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import itertools
 import json
 import os
@@ -54,6 +55,9 @@ class _Run:
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
     """Makes this process one of several where its command or its surroundings say so, before JAX starts its devices.
 
+    The first process listens on its loopback address alone where all of them are on one host. Else whoever reaches its
+    port can take part, and end the run: docs/several_gpus.md says what to close off.
+
     Args:
       coordinator: "host:port" of the first process, which listens there. processes: how many there are. process: which
         of them this is, from 0. All three, or none: then SLURM or Open MPI says it, if it started several processes;
@@ -76,6 +80,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
             place.devices,
             cluster_detection_method="deactivate",
             initialization_timeout=_START_SECONDS,
+            coordinator_bind_address=place.coordinator if _is_loopback(place.coordinator) else None,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except RuntimeError as error:
@@ -112,6 +117,14 @@ class Place:
     devices: list[int] | None = None
 
 
+def _is_loopback(coordinator: str) -> bool:
+    """Whether "host:port" is an address that only this host can reach."""
+    host = coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
     """Where this process stands; None for a run of its own."""
     if processes is not None or process is not None:
@@ -128,6 +141,7 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
             raise ValueError(f"--coordinator = {coordinator!r}: give --processes and --process too")
         return None
     count, index, local_index, local_count = found
+    given = coordinator
     from jax._src.clusters import ClusterEnv  # JAX's own knowledge of where a cluster's first process is
 
     try:
@@ -136,6 +150,8 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
         )
     except RuntimeError as error:
         raise ValueError(f"{error} Or name the first process's address: --coordinator=HOST:PORT") from None
+    if given is None and coordinator is not None and local_count == count:
+        coordinator = f"127.0.0.1:{coordinator.rpartition(':')[2]}"
     if coordinator is None:
         raise ValueError("the address of the first process is not known: --coordinator=HOST:PORT names it")
     # A scheduler may have given each process its GPU already.
