@@ -32,7 +32,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.metrics import JSONL, read_metrics
-from jaxtune.train.planning import choice
+from jaxtune.train.planning import choice, devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
@@ -635,8 +635,6 @@ def test_tiny_shapes_have_a_cost_too():
 
 
 def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
-    from jaxtune.train.planning import devices
-
     monkeypatch.setattr(devices, "_host_bytes", lambda: 200e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")  # so that it is put back
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
@@ -646,3 +644,25 @@ def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "500")
     devices.allow_pinned_memory()
     assert find_device("NVIDIA H200", 140e9).host_bytes == 0.7 * 200e9
+
+
+def test_the_devices_of_a_host_share_its_memory(monkeypatch):
+    """Whether one process has them all, or each process has one: together they never plan to pin more than there is."""
+    monkeypatch.setattr(devices, "_host_bytes", lambda: 400e9)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "260")
+    for sharing in ((8, 8), (8, 1), (2, 2), (1, 1)):
+        each = find_device("NVIDIA H200", 140e9, sharing=sharing).host_bytes
+        assert each == pytest.approx(min(0.7 * 400e9 / sharing[0], 260 * 2**30 / sharing[1]))
+        assert each * sharing[0] <= 0.7 * 400e9 * (1 + 1e-9)
+    assert devices.devices_here(4) == (4, 4)
+    monkeypatch.setattr(devices.processes, "all_of", lambda value: [value, value, ["another host", 4]])
+    assert devices.devices_here(4) == (8, 4)
+
+
+def test_eight_devices_plan_to_pin_no_more_than_their_share(parts_8b):
+    """8B NF4 over data=8 on a machine whose memory is short: what each device offloads fits its share of it."""
+    eight = dataclasses.replace(parts_8b, rows=64, devices=8)
+    config = config_8b(rows_per_step=64)
+    share = dataclasses.replace(H200, host_bytes=45e9 / 8)
+    found = choose(eight, config, share, 12e9)
+    assert 0 < found.host_bytes <= 45e9 / 8

@@ -148,7 +148,9 @@ def test_a_named_mesh_and_cpus_leave_nothing_to_choose(named):
 
 
 def test_several_gpus_are_used_unasked(monkeypatch):
-    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 1.4e11})
+    gpu = types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H200", process_index=0, memory_stats=lambda: {"bytes_limit": 1.4e11}
+    )
     monkeypatch.setattr(meshes.jax, "devices", lambda: [gpu, gpu])
     monkeypatch.setattr(meshes.jax, "local_devices", lambda: [gpu, gpu])
     config = TrainConfig(

@@ -115,8 +115,8 @@ def choose(
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
         raise ValueError(
-            f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory, "
-            f"of which {device.host_bytes / 1e9:.1f} GB may be pinned; use optim.name=adamw_8bit, or unset it"
+            f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory "
+            f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use optim.name=adamw_8bit, or unset it"
         )
     device = _beside_states(parts, device)
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)

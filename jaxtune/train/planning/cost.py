@@ -155,7 +155,8 @@ class StepCost:
     whole. whole_gradient_bytes: of a layer's gradients that are, as they come and as they are added up.
     frozen_layer_bytes: of the largest layer's, what does not train. resident_layer_bytes, resident_around_bytes: what a
     device holds more where these, and where embedding and head, are whole on it all the time.
-    hosted_bytes: of optimizer states in host memory. update_bytes: what the update takes beside what is always there.
+    hosted_bytes: of a device's optimizer states in host memory. update_bytes: what the update takes beside what is
+    always there.
     """
 
     rows: int
@@ -279,7 +280,7 @@ def step_cost(
         trained_here=share * nbytes(masters) / 4,
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
-        hosted_bytes=on_host * devices,
+        hosted_bytes=on_host,
         update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),

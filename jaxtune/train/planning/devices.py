@@ -8,9 +8,11 @@ import difflib
 import math
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 
+from jaxtune import processes
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, refusal
 from jaxtune.profile.device import known_ceilings
 from jaxtune.train.config import TrainConfig
@@ -28,25 +30,28 @@ _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Rates in FLOP/s and bytes/s. memory_bytes: for arrays and programs, or None where nothing limits them.
-
-    link: of one direction to the host; 0 where offload is of no use (one memory for both). peer: of one direction to
-    the other devices of its host, as collectives reach it. host_bytes: of its memory
-    that may be pinned. note: how the rates are known. hopper: it runs the kernels for compute capability 9.0.
-    host_note: where host_bytes comes from, for a device that is not here; usual_host_bytes: what may be pinned of the
-    memory that a machine with such a device usually has.
-    """
+    """What the planner knows of a device."""
 
     name: str
+    # Bytes for arrays and programs; None where nothing limits them.
     memory_bytes: float | None
+    # FLOP/s of large 16-bit products.
     gemm: float
+    # Bytes/s of a copy within the device, read and written bytes counted.
     copy: float
+    # Bytes/s to the host, in one direction; 0 where offload is of no use because device and host share one memory.
     link: float
+    # Bytes of its host's memory that this device may pin, beside the other devices of the run.
     host_bytes: float
+    # How the rates are known.
     note: str
+    # Whether it runs the kernels for compute capability 9.0.
     hopper: bool = False
+    # Where host_bytes comes from, for a device that is not here.
     host_note: str = ""
+    # Bytes that may be pinned of the memory that a machine with such a device usually has.
     usual_host_bytes: float | None = None
+    # Bytes/s to the other devices of its host, in one direction, as collectives reach it.
     peer: float = math.inf
 
 
@@ -75,12 +80,28 @@ def allow_pinned_memory() -> None:
     os.environ.setdefault(_PINNED_LIMIT, str(int(_host_bytes() * _PINNED_SHARE) >> 30))
 
 
-def _pinnable_bytes() -> float:
-    """Of this machine, in this process."""
-    return min(_host_bytes() * _PINNED_SHARE, int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30)
+def _pinnable_bytes(on_host: int, in_process: int) -> float:
+    """Host bytes that one device may pin: its share of this machine's, and of what XLA lets this process pin."""
+    limit = int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30
+    return min(_host_bytes() * _PINNED_SHARE / on_host, limit / in_process)
 
 
-def find_device(name: str, memory_bytes: float | None = None, host_gb: float | None = None) -> Device:
+def devices_here(count: int) -> tuple[int, int]:
+    """(devices on this host, those of them in this process) of a run over JAX's first `count` devices, which share this
+    host's memory. All processes of the run must ask."""
+    import jax
+
+    own = sum(device.process_index == processes.index() for device in jax.devices()[:count])
+    host = socket.gethostname()
+    return sum(number for name, number in processes.all_of([host, own]) if name == host), own
+
+
+def find_device(
+    name: str,
+    memory_bytes: float | None = None,
+    host_gb: float | None = None,
+    sharing: tuple[int, int] = (1, 1),
+) -> Device:
     """The device of this name: its rates as measured there (`jaxtune profile ceilings`), or from its data sheet.
 
     Args:
@@ -88,6 +109,7 @@ def find_device(name: str, memory_bytes: float | None = None, host_gb: float | N
         that its data sheet leaves after the context.
       host_gb: memory of the machine of a device elsewhere, for each of its devices; by default what such machines
         usually have.
+      sharing: of `devices_here`: how many devices of the run share the memory of this host, and of this process.
     Raises:
       ValueError: the device is refused, with the reason, or unknown, with the known ones.
     """
@@ -122,7 +144,7 @@ def find_device(name: str, memory_bytes: float | None = None, host_gb: float | N
     hopper = "H100" in name or "H200" in name
     peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * _PEER_SHARE
     if memory_bytes is not None:
-        return Device(name, memory_bytes, *rates, _pinnable_bytes(), note, hopper, peer=peer)
+        return Device(name, memory_bytes, *rates, _pinnable_bytes(*sharing), note, hopper, peer=peer)
     assert sheet is not None
     host = sheet.host_gb if host_gb is None else host_gb
     source = "usual beside it; plan.host_gb says what yours has" if host_gb is None else "plan.host_gb"

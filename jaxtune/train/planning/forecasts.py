@@ -76,7 +76,7 @@ class Forecast:
     """A step under a plan. parts: {what: bytes} at the moment of the peak, for one device.
 
     recompute_seconds, wait_seconds (for the host link), exposed_seconds (of collectives): parts of step_seconds.
-    collective_seconds: of all collectives, hidden or not. host_bytes: pinned.
+    collective_seconds: of all collectives, hidden or not. host_bytes: pinned for one device.
     """
 
     plan: StepPlan
@@ -329,7 +329,7 @@ def _reference_seconds(parts: StepCost, tokens: float, head_seconds: float, devi
 
 def state_seconds(parts: StepCost, device: Device) -> float:
     """Of a step: the optimizer's states from the host and back, one after the other (optimizer_offload.py)."""
-    return 2 * parts.hosted_bytes / parts.devices / (device.link or device.copy)
+    return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:

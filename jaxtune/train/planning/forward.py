@@ -14,7 +14,7 @@ from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Sizes
 from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import CHUNK_LOGITS, splits
 from jaxtune.train.planning.cost import StepCost, packed_slack, step_cost
@@ -60,11 +60,15 @@ class ForwardPlanner:
 
     def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
-        self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
+        mesh = config.mesh or MeshConfig()
+        data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
+        sharing = devices.devices_here(data * fsdp)
+        self.device = devices.find_device(
+            "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
+        )
         self.budget_bytes = devices.budget(config, self.device)
         self._cost = parts = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
-        _, fsdp = partition.mesh_shape(config.mesh.data, config.mesh.fsdp) if config.mesh else (1, 1)
         self.weight_bytes = partition.held_bytes((trainable, frozen), fsdp) + packed_slack(frozen) / fsdp
         residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
         # The fewest parts first; then fewer logits at a time.

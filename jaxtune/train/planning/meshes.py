@@ -37,7 +37,7 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
         return MeshConfig(data=-1), None
     what = model()
     limit = processes.smallest((here.memory_stats() or {}).get("bytes_limit"))
-    device = devices.find_device(here.device_kind, limit)
+    device = devices.find_device(here.device_kind, limit, sharing=devices.devices_here(len(found)))
 
     def cost_on(mesh: MeshConfig) -> StepCost:
         return step_cost(what, dataclasses.replace(config, mesh=mesh), **changes)

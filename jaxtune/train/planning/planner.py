@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,11 @@ class Planner:
         self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
         self.config, self.shape, self._note = config, model.config, note
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
-        self.device = devices.find_device("cpu" if device.platform == "cpu" else device.device_kind, limit)
+        mesh = config.mesh or MeshConfig()
+        sharing = devices.devices_here(math.prod(partition.mesh_shape(mesh.data, mesh.fsdp)))
+        self.device = devices.find_device(
+            "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
+        )
         self.budget_bytes = devices.budget(config, self.device)
         self.cost = step_cost(model, config, length, keeps_model, **self._changes)
         self.forecast = self._choose(self.budget_bytes)
