@@ -8,7 +8,7 @@ order innermost: with both adapted, gate_up_proj's keys have `.base_layer` after
 an expert's rows together; lora_B [out, r E], where column j belongs to expert j mod E.
 
 A linear can be adapted as a parameter too: target_parameters then has the name of its weight, as do the patterns, and
-the keys are the same. Some families' linears have to be (see adapter_config.py). The base's fingerprint is in the
+the keys are the same. Some families' linears have to be (see adapter_config.py). The base's digest is in the
 metadata of the safetensors file: PEFT ignores it there, and warns of unknown config keys.
 """
 
@@ -56,7 +56,9 @@ from jaxtune.models.reward import reward_model
 _PREFIX = "base_model.model."
 # Today's name of the text part of a model with a vision tower, and that of transformers until 4.51.
 _WHOLE = re.compile(rf"{re.escape(_PREFIX)}(model\.language_model|language_model\.model)\.")
-_FINGERPRINT = "jaxtune_base_fingerprint"
+# What of its base an adapter records: {key of the metadata: attribute of the model}, the one that says most first.
+# Older versions wrote the second alone, and compare it.
+_BASE = {"jaxtune_base_digest": "base_digest", "jaxtune_base_fingerprint": "base_fingerprint"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,10 +167,8 @@ def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarra
     broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
     if broken:
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
-    metadata: dict[str, str] = {}
-    if model.base_fingerprint is not None:
-        metadata[_FINGERPRINT] = model.base_fingerprint
-    return config, arrays, metadata
+    known = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
+    return config, arrays, {key: value for key, value in known.items() if value is not None}
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
@@ -181,19 +181,14 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
       a new model that shares every base array with `model`; adapters are float32 whatever the file holds.
     Raises:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
-        misshaped or not finite; another base's fingerprint.
+        misshaped or not finite; another base's digest.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
     if config.get("task_type") == SCORES and model.config.num_labels is None:
         model = reward_model(model)
     arrays, metadata = _read_tensors(folder)
-    theirs, ours = metadata.get(_FINGERPRINT), model.base_fingerprint
-    if theirs is not None and ours is not None and theirs != ours:
-        raise ValueError(
-            f"{folder}: this adapter was trained on another base (fingerprint {theirs}, this model's is {ours}); "
-            "load the base that it names in base_model_name_or_path"
-        )
+    _check_base(folder, metadata, model)
     # Of a model with a vision tower: the config then has the names that linears have in that.
     spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
     arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
@@ -336,6 +331,21 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
         arrays[key] = b.reshape(in_size, rank, count).transpose(2, 1, 0).reshape(count * rank, in_size)
         arrays[key_b] = a.reshape(count, rank, out_size).transpose(2, 1, 0).reshape(out_size, rank * count)
     return arrays
+
+
+def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
+    """Refuses an adapter that records another base, by what says most of what both have."""
+    for key, attribute in _BASE.items():
+        theirs, ours = metadata.get(key), getattr(model, attribute)
+        if theirs is None or ours is None:
+            continue
+        if theirs != ours:
+            what = "digest" if attribute == "base_digest" else "fingerprint"
+            raise ValueError(
+                f"{folder}: this adapter was trained on another base ({what} {theirs}, this model's is {ours}): its "
+                "weights or its config.json differ; load the base that it names in base_model_name_or_path"
+            )
+        return
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:

@@ -74,8 +74,11 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16"):
         self.config = config
         self.dtype = jnp.dtype(dtype).name
-        # Set by hf.py. The fingerprint is of the loaded weights, 64 hex digits: an adapter refuses another base by it.
+        # Set by hf.py. The digest is of config.json and of every byte of the weights, 64 hexadecimal digits: a run and
+        # an adapter refuse another base by it. The fingerprint, of a sample of the weights, is what older versions
+        # recorded in its place.
         self.source: Source | None = None
+        self.base_digest: str | None = None
         self.base_fingerprint: str | None = None
         # The grid that the weights lie on, in a model that convert_qat or merge_adapter made; save_pretrained tells it.
         self.qat: FakeQuant | None = None

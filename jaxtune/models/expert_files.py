@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import re
 from collections.abc import Mapping
 
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models import fp8_files, quant, shards
+from jaxtune.models.digests import Digest
 from jaxtune.models.families.common import ExpertFiles
 from jaxtune.pallas.formats import FP8, MXFP4, FourBit, mxfp4
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
@@ -152,8 +152,8 @@ def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
     return data
 
 
-def read_packed_experts(entry: StackedPackedEntry) -> tuple[FourBit, bytes]:
-    """(the tensor, its leaves numpy arrays; a digest of all its pieces). The values are exactly those of the pieces.
+def read_packed_experts(entry: StackedPackedEntry) -> tuple[FourBit, Digest]:
+    """(the tensor, its leaves numpy arrays; the digest of all its pieces). The values are exactly those of the pieces.
 
     Pieces that were doubly quantised each for itself have an offset each: their absmax are then kept in float32.
     """
@@ -167,14 +167,14 @@ def read_packed_experts(entry: StackedPackedEntry) -> tuple[FourBit, bytes]:
         absmax = np.concatenate([np.asarray(piece.block_absmax()) for piece in pieces])
     codes = np.concatenate([piece.codes for piece in pieces])
     whole = type(first)(codes, absmax, *nested, shape=entry.shape, dtype_name=first.dtype_name)
-    return whole, hashlib.sha256(b"".join(digests)).digest()
+    return whole, Digest.joined(digests)
 
 
-def read_mxfp4(entry: MXFP4Entry, dtype) -> tuple[jax.Array, bytes]:
-    """([E, in, out] in dtype, a digest as shards.tensor_digest). Exact in every dtype that holds the scales."""
+def read_mxfp4(entry: MXFP4Entry, dtype) -> tuple[jax.Array, Digest]:
+    """([E, in, out] in dtype, the digest). Exact in every dtype that holds the scales."""
     blocks, scales = (shards.read_bytes(part).reshape(part.shape) for part in (entry.blocks, entry.scales))
-    digest = hashlib.sha256(shards.tensor_digest(entry.name, blocks) + shards.tensor_digest("scales", scales))
-    return _decode_mxfp4(blocks, scales, jnp.dtype(dtype).name), digest.digest()
+    digest = Digest.joined((Digest.of(entry.name, blocks), Digest.of("scales", scales)))
+    return _decode_mxfp4(blocks, scales, jnp.dtype(dtype).name), digest
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -9,7 +9,6 @@ each row ("channel") or for the whole matrix ("tensor"). Both leave activations 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxtune.models import shards
+from jaxtune.models.digests import Digest
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE, Block, scale_shape
 
@@ -144,20 +144,19 @@ def stacked(
     return FP8Entry(*fields, tuple(piece for part in parts for piece in part.parts), first.block)
 
 
-def read_fp8(entry: FP8Entry, dtype_name: str) -> tuple[FP8, bytes]:
-    """(the tensor, its leaves numpy arrays; a digest of all its parts, as shards.tensor_digest).
+def read_fp8(entry: FP8Entry, dtype_name: str) -> tuple[FP8, Digest]:
+    """(the tensor, its leaves numpy arrays; the digest of all its parts).
 
     dtype_name: the dtype that it decodes to where nothing else is asked for.
     """
     codes = [shards.read_tensor(part) for part, _ in entry.parts]
     scales = [shards.read_tensor(part) for _, part in entry.parts]
-    digest = hashlib.sha256()
-    for (code, scale), pair in zip(entry.parts, zip(codes, scales, strict=True), strict=True):
-        digest.update(shards.tensor_digest(code.name, pair[0]) + shards.tensor_digest(scale.name, pair[1]))
+    read = zip(entry.parts, zip(codes, scales, strict=True), strict=True)
+    digest = Digest.joined(Digest.of(part.name, array) for parts, pair in read for part, array in zip(parts, pair))
     pieces = [scale.reshape(scale_shape(code.shape, entry.block)) for code, scale in zip(codes, scales, strict=True)]
     shape = (*entry.shape[:-2], *scale_shape(entry.shape, entry.block))
     leaves: list[Any] = [np.concatenate(codes).reshape(entry.shape), np.concatenate(pieces).reshape(shape)]
-    return FP8(*leaves, block=entry.block, dtype_name=dtype_name), digest.digest()
+    return FP8(*leaves, block=entry.block, dtype_name=dtype_name), digest
 
 
 def checkpoint_tensors(name: str, weight: FP8) -> dict[str, tuple]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import threading
@@ -24,6 +23,7 @@ from flax import nnx
 from jaxtune.models import carried, expert_files, fp8_files, partition, quant, shards
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.digests import Digest, Kept, of_base, of_random
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.folders import new_folder, require_new, require_space
 from jaxtune.models.lora import experts, freeze, linears
@@ -36,6 +36,7 @@ from jaxtune.models.model_folder import (
     read_json,
     resolve_folder,
     weight_entries,
+    write_json,
 )
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.pallas.formats import FP8, FourBit, Stored
@@ -123,8 +124,8 @@ def _stream(
     opened: frozenset[str] = frozenset(),
     cancelled: threading.Event | None = None,
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
-) -> tuple[dict[str, jax.Array | Stored], str]:
-    """({name: array in dtype}, fingerprint). Reads and transfers run in a few threads.
+) -> tuple[dict[str, jax.Array | Stored], Digest]:
+    """({name: array in dtype}, digest of all as they are stored). Reads and transfers run in a few threads.
 
     where: (name, tensor) -> how its arrays are to lie; None: on the default device. Of a divided tensor the parts of
     this process's devices are read, each for its own; but what is packed is read whole, and what is encoded here is so
@@ -133,11 +134,10 @@ def _stream(
     Tensors named in `encoded` are turned into that format on the device, one at a time; packed ones stay as they are,
     but for those named in `opened`.
     Every tensor is looked over for values that are not finite, where it lies; the answers are waited for at the end.
-    The fingerprint covers our names, stored dtypes, shapes and sampled bytes of all tensors; it does not change when a
-    checkpoint is cut into other shards.
     """
 
     one_at_a_time = threading.Lock()
+    kept = Kept(entry.file for entry in entries.values())
 
     def load(name, entry):
         if isinstance(entry, _PACKED):
@@ -157,9 +157,11 @@ def _stream(
             lies = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, dtype))
             if lies is not None and not lies.is_fully_replicated:
                 divided = shards.over_devices(entry, lies, read)
-                return jax.block_until_ready(divided.astype(dtype)), shards.entry_digest(name, entry, read)
+                digest = shards.entry_digest(name, entry, read, kept.get(name))
+                kept.put(name, digest.whole)
+                return jax.block_until_ready(divided.astype(dtype)), digest
             host = read(0, entry.size_bytes).view(shards.DTYPES[entry.dtype]).reshape(entry.shape)
-            digest = shards.tensor_digest(name, host)
+            digest = Digest.of(name, host)
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             if name not in encoded:
@@ -194,8 +196,8 @@ def _stream(
             f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {_listed(broken)} "
             f"(in {_listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
         )
-    fingerprint = hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
-    return arrays, fingerprint
+    kept.save()
+    return arrays, Digest.joined(digests[name] for name in sorted(digests))
 
 
 def _abstract(config: DecoderConfig, dtype: str):
@@ -282,12 +284,13 @@ class Pretrained:
             opened = not isinstance(tensor, Stored) or name not in self._opened
             return partition.shardings(variable.replace(tensor), mesh).get_value() if opened else None
 
-        arrays, fingerprint = _stream(self._entries, self._dtype, self._encoded, self._opened, cancelled, where)
+        arrays, digest = _stream(self._entries, self._dtype, self._encoded, self._opened, cancelled, where)
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
             model = freeze(model)
-        model.source, model.base_fingerprint = self._source, fingerprint
+        model.source, model.base_fingerprint = self._source, digest.sampled.hex()
+        model.base_digest = of_base(self.config, digest.whole)
         return model
 
 
@@ -335,6 +338,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
         raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
     model = Decoder(config_from_hf(hf), key, _dtype_name(dtype))
     model.source = Source(path=where, config=json.dumps(hf))
+    model.base_digest = None if isinstance(key, jax.core.Tracer) else of_random(model.config, key, model.dtype)
     return model
 
 
@@ -483,8 +487,8 @@ def write_checkpoint(folder: Path, planned: Planned, hf: Mapping[str, Any], max_
         weight_map |= dict.fromkeys(parts, file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(folder / INDEX, index)
-    _write_json(folder / "config.json", hf)
+        write_json(folder / INDEX, index)
+    write_json(folder / "config.json", hf)
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
@@ -494,7 +498,3 @@ def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
         (folder / name).write_bytes(content)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -146,7 +146,7 @@ def merge_adapter(model: Decoder) -> Decoder:
         for name, value in list(vars(module).items()):
             if isinstance(value, Frozen):
                 setattr(module, name, trained(value, value.get_value()))
-    merged.base_fingerprint = None  # it is another base now
+    merged.base_digest = merged.base_fingerprint = None  # it is another base now
     _check_logits(model, merged, changed)
     return merged
 

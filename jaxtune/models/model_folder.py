@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{file}: holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # ---- finding the files

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from flax import nnx
 
 from jaxtune.models import fp8_files, shards
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.digests import Digest
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
 from jaxtune.pallas.formats import FP4, FP8, NF4, FourBit, Stored, dense
@@ -272,19 +272,17 @@ def _packed(name: str, parts: dict[str, shards.TensorEntry]) -> PackedEntry:
     return PackedEntry(*fields, parts, quant_type, dtype_name, offset)
 
 
-def read_packed(entry: PackedEntry) -> tuple[FourBit, bytes]:
-    """(the tensor, its leaves numpy arrays; a digest of all its parts, as shards.tensor_digest)."""
+def read_packed(entry: PackedEntry) -> tuple[FourBit, Digest]:
+    """(the tensor, its leaves numpy arrays; the digest of all its parts)."""
     codes: Any = shards.read_bytes(entry.parts[""])
     arrays: dict[str, Any] = {key: shards.read_tensor(part) for key, part in entry.parts.items() if key}
     kind = _TYPES[entry.quant_type]
     if not np.allclose(arrays["quant_map"], kind.table, rtol=0, atol=1e-6):
         raise ValueError(f"{entry.file}: {entry.name}.quant_map is not the table of {entry.quant_type}")
-    digest = hashlib.sha256(shards.tensor_digest(entry.name, codes))
-    for key in sorted(arrays):
-        digest.update(shards.tensor_digest(key, arrays[key]))
+    digest = Digest.joined([Digest.of(entry.name, codes), *(Digest.of(key, arrays[key]) for key in sorted(arrays))])
     offset = None if entry.nested_offset is None else np.float32(entry.nested_offset)
     leaves: list[Any] = [codes, *map(arrays.get, ("absmax", "nested_absmax", "nested_quant_map")), offset]
-    return kind(*leaves, shape=entry.shape, dtype_name=entry.dtype_name), digest.digest()
+    return kind(*leaves, shape=entry.shape, dtype_name=entry.dtype_name), digest
 
 
 def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable]]:

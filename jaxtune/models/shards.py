@@ -7,7 +7,6 @@ Reading is by plain positioned reads, not mmap, so that what was read can be fre
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxtune import processes
 from jaxtune.models import partition
+from jaxtune.models.digests import Digest
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 # Bytes are parts of tensors in four bits, e4m3 has scales beside it, integers are parts of compressed-tensors' int4.
@@ -35,7 +35,6 @@ _STORED = DTYPES | {
 _DTYPE_NAMES = {dtype.name: name for name, dtype in _STORED.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +133,11 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
     return read_bytes(entry).view(_STORED[entry.dtype]).reshape(entry.shape)
 
 
-def tensor_digest(name: str, array: np.ndarray) -> bytes:
-    """A digest of name, dtype, shape and up to 64 evenly spaced blocks of 4 KiB: content, at a cost near nothing."""
-    data = array.reshape(-1).view(np.uint8)
-    return _digest(f"{name} {array.dtype.name} {array.shape}", data.size, lambda start, stop: data[start:stop])
-
-
-def entry_digest(name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray]) -> bytes:
-    """tensor_digest of a tensor that is not in memory; read: gives its bytes from one to before another."""
-    return _digest(f"{name} {_STORED[entry.dtype].name} {entry.shape}", entry.size_bytes, read)
-
-
-def _digest(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> bytes:
-    last = max(0, size - _SAMPLE_BYTES)
-    starts = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
-    # In one piece: each larger piece that hashlib is given hands Python's lock over, and getting it back can take long.
-    blocks = b"".join([read(start, min(start + _SAMPLE_BYTES, size)).tobytes() for start in starts])
-    return hashlib.sha256(what.encode() + blocks).digest()
+def entry_digest(
+    name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], kept: bytes | None = None
+) -> Digest:
+    """Of a tensor that is not in memory; read, kept: as of Digest.read."""
+    return Digest.read(name, _STORED[entry.dtype], entry.shape, entry.size_bytes, read, kept)
 
 
 def over_devices(

@@ -40,7 +40,7 @@ from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.program_cache import use_program_cache
-from jaxtune.train.record import digest, require_same_settings
+from jaxtune.train.record import digest, is_digest_of, require_same_settings
 from jaxtune.train.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.saving import TrainingInterrupted
@@ -292,7 +292,7 @@ class _Delivery:
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
-            own, rows = numbers.pop("run") == digest(run), numbers.pop(m.ROWS, self.rows)
+            own, rows = is_digest_of(numbers.pop("run"), run), numbers.pop(m.ROWS, self.rows)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             own = rows = False
         if not own:

@@ -84,6 +84,7 @@ class Watched:
     total_steps: of the run. batches: of its steps. unit: what a step's loss is a mean of (Objective.unit). trained:
     names of the trainable tensors. flops: lengths of a step's documents -> model FLOPs of it.
     peak_flops: of all devices together, a second; None where it is not known. history: is given every step's line.
+    check_first: is given that of the run's first step, and may raise TrainingStopped.
     """
 
     config: TrainConfig
@@ -96,6 +97,7 @@ class Watched:
     planner: Planner
     history: list[dict[str, Any]]
     callbacks: Sequence[Callback] = ()
+    check_first: Callable[[dict[str, Any]], None] = lambda line: None
 
 
 class Monitor:
@@ -245,6 +247,8 @@ class Monitor:
                     f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
                     f"{len(self.run.trained)}, first {self.run.trained[0]}"
                 )
+            if done == 1 and values["count"] > 0:
+                self.run.check_first(self.run.history[-1])
             if values["count"] == 0 and self.run.batches.steps_per_epoch == 1:
                 raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
             return

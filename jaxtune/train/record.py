@@ -32,6 +32,7 @@ _INCOMPATIBLE = (
     "storage",
     "own",
     "data",
+    "base_digest",
     "base_fingerprint",
     *(
         f"config.{key}"
@@ -55,6 +56,9 @@ _INCOMPATIBLE = (
     ),
     *(f"config.data.{key}" for key in (*ROW_OPTIONS, "max_rows", "eval_rows")),
 )
+# Keys that records of older versions lack, which are compared by what they hold. Their base_fingerprint is of a sample
+# of the weights, and of no config.json.
+_NOT_ALWAYS = ("base_digest",)
 # How long a run is; see _of_any_length.
 _LENGTH = ("config.steps", "config.epochs")
 # A change here leaves the run valid, but not bit for bit the same.
@@ -66,7 +70,7 @@ def record_of(
     *,
     trainable: Mapping[str, jax.Array],
     storage: Mapping[str, str],
-    base_fingerprint: str | None,
+    base: Decoder,
     data: Mapping[str, Any],
     total_steps: int,
     own: Mapping[str, Any],
@@ -75,15 +79,16 @@ def record_of(
     """What a checkpoint records beside its arrays; JSON-able.
 
     Args:
-      trainable: {name: array or shape}. storage: how "weights" and the "optimizer"'s state are kept. data: what the
-        rows are known by. own: {part: what a part is known by that the user's code gave} (own_parts.py). numerics: what
-        leaves the run valid when it changes, but not bit for bit the same.
+      trainable: {name: array or shape}. storage: how "weights" and the "optimizer"'s state are kept. base: the model
+        as it was given. data: what the rows are known by. own: {part: what a part is known by that the user's
+        code gave} (own_parts.py). numerics: what leaves the run valid when it changes, but not bit for bit the same.
     """
     return {
         "config": config_to_dict(config),
         "trainable": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trainable.items()},
         "storage": dict(storage),
-        "base_fingerprint": base_fingerprint,
+        "base_digest": base.base_digest,
+        "base_fingerprint": base.base_fingerprint,
         "data": dict(data),
         "total_steps": total_steps,
         **({"own": dict(own)} if own else {}),
@@ -132,6 +137,11 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
+    """Whether this, or an older version, wrote `found` as the digest of the run."""
+    return found in (digest(run), digest(by_what_it_holds({}, run)))
+
+
 def digest(run: dict[str, Any]) -> str:
     """SHA-256, as hexadecimal digits, of what makes a run this one."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
@@ -141,7 +151,7 @@ def digest(run: dict[str, Any]) -> str:
 
 
 # Where things lie, which may be another place on each host. What lies there is compared: require_same_rows, and the
-# fingerprint of the weights; of _FILES, by what they hold.
+# digest of the base; of _FILES, by what they hold.
 _PLACES = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.cache_dir", "output")
 _FILES = ("data.template", "adapter.path")
 
@@ -200,6 +210,11 @@ class Difference:
         return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
 
 
+def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """`current` without what the version that wrote `saved` did not record."""
+    return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
+
+
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
@@ -208,7 +223,7 @@ def compare_meta(
     Args:
       incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
     """
-    old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(current)))
+    old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(by_what_it_holds(saved, current))))
     forbidding = tuple(incompatible)
     refused, harmless = [], []
     for key in sorted(old.keys() | new.keys()):

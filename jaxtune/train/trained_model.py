@@ -6,12 +6,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune import processes
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import copy_structure, has_adapter
+from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
@@ -26,11 +27,13 @@ class TrainedModel:
 
     Attributes: given (the model, or its shapes while it is on its way), prepared (what computes: in the compute dtype,
     and under QAT with rounded weights), graph (of it), plain_graph (without QAT), qat (how linears are rounded, or
-    None), trainable and frozen (nnx.States of what trains and of the rest).
+    None), trainable and frozen (nnx.States of what trains and of the rest), fresh (whether the run began with an
+    adapter that does nothing yet).
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
         self._config, self._keeps_model, self._weights = config, keeps_model, weights
+        self.fresh = False
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
@@ -89,7 +92,7 @@ class TrainedModel:
         Of a model that nobody else holds, an array that is moved is let go before the next one is: a device never has
         both the parts that a plan declares whole and the whole arrays. All processes begin together: what is gathered
         waits for all of them, and must not wait for one that loads."""
-        processes.require_same({"the base model": self.given.base_fingerprint}, "give all of them the same weights")
+        processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if engine.mesh.shape[partition.FSDP] == 1:
@@ -131,6 +134,9 @@ class TrainedModel:
         """first_state, or that of a resumed run."""
         if resumed is not None:
             return resumed, engine.zero_sums(resumed), self.placed_frozen(engine)
+        self.take_weights()
+        factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
+        self.fresh = bool(factors) and not any(bool(partition.on_host(jnp.any(b != 0))) for b in factors)
         begun = self.first_state(engine)
         self.let_go()
         return begun
@@ -158,7 +164,8 @@ class TrainedModel:
         trained, frozen = partition.together(trainable, frozen)
         model = nnx.merge(self.graph, trained, frozen)
         if not has_adapter(model):
-            model.base_fingerprint = None  # other weights: adapters of the old base do not belong to it
+            # Other weights: adapters of the old base do not belong to it.
+            model.base_digest = model.base_fingerprint = None
             model.qat = None
             if self.qat is not None:
                 model = convert_qat(model)  # of the masters: the dtype that they came in has fewer digits

@@ -289,6 +289,7 @@ class Trainer:
             planner=self.planner,
             history=self.history,
             callbacks=self.callbacks,
+            check_first=references.first_check(self.objective, self.config, self.train_data, lambda: self.model.fresh),
         )
 
     def _run(
@@ -346,7 +347,7 @@ class Trainer:
     def look_up_references(self, sets, trainable, frozen, tell=say) -> None:
         """Fills in log-probabilities of the reference that rows wait for."""
         for rows in (data.rows for data in sets if isinstance(data, PairDataset)):
-            base = self.model.given.base_fingerprint
+            base = self.model.given.base_digest
             references.look_up(rows, self.objective, self.engine, self.config, base, trainable, frozen, tell)
 
     # ---- what is said of the run
@@ -430,7 +431,7 @@ class Trainer:
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
             storage=self.storage(),
-            base_fingerprint=self.model.given.base_fingerprint,
+            base=self.model.given,
             data={
                 "rows": len(self.train_data.rows),
                 "tokens_crc32": self.train_data.documents.tokens_crc32,
@@ -450,7 +451,7 @@ class Trainer:
         )
 
     def _same_run(self) -> dict[str, Any]:
-        self.model.take_weights()  # the base's fingerprint comes with them
+        self.model.take_weights()  # the base's digest comes with them
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer) -> tuple[TrainState | None, int]:

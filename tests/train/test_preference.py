@@ -404,7 +404,7 @@ def test_micro_batches_give_the_same_run(run, tmp_path):
 def test_a_precomputed_reference_gives_the_same_run(run, tmp_path):
     """Held-out pairs too, in rows of another shape; once for all runs over these rows and weights."""
     model = lora_model()
-    model.base_fingerprint = "weights"
+    model.base_digest = "weights"
     settings = dict(
         objective=ObjectiveConfig("dpo", precompute_ref_log_probs=True),
         data=dataclasses.replace(run[0].config.data, cache_dir=str(tmp_path / "cache")),
@@ -427,7 +427,7 @@ def test_a_precomputed_reference_gives_the_same_run(run, tmp_path):
 def test_a_reference_that_cannot_be_kept_is_used_all_the_same(run, tmp_path, capsys):
     """A cache may be there to be read only."""
     model = lora_model()
-    model.base_fingerprint = "weights"
+    model.base_digest = "weights"
     (tmp_path / "cache").write_text("no folder")
     settings = dict(
         objective=ObjectiveConfig("dpo", precompute_ref_log_probs=True),

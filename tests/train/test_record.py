@@ -70,7 +70,7 @@ def test_four_bits_are_recorded():
 @pytest.mark.parametrize("steps", [8, 12])
 def test_only_a_constant_rate_takes_other_steps(schedule, steps):
     def record(steps, schedule):
-        own = dict(trainable={}, storage={}, base_fingerprint=None, data={}, own={}, numerics={})
+        own = dict(trainable={}, storage={}, base=tiny_model(), data={}, own={}, numerics={})
         return record_of(make_config("out", steps=steps, schedule=schedule), total_steps=steps, **own)
 
     constant = ScheduleConfig("constant", warmup_steps=2)

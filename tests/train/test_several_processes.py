@@ -235,7 +235,7 @@ def test_rows_and_weights_that_differ_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="data.train: process 1 has '9 documents, .* all of them need the same rows"):
         record.require_same_rows(rows(1))
     given, said[:] = lora_model(), [{"the base model": "abc"}]
-    given.base_fingerprint = "abd"
+    given.base_digest = "abd"
     monkeypatch.setattr(processes, "count", lambda: 1)
     trainer = Trainer(given, None, make_config(tmp_path, mesh=MeshConfig(1, 1)), dataset(documents(9)))
     monkeypatch.setattr(processes, "count", lambda: 2)

@@ -189,13 +189,22 @@ def prepare(
         rows = read_rows(sources, format, max_rows)
         encoded = encode_rows(rows, tokenizer, options, num_workers, poll)
         encoded = _with_progress(encoded, sources, max_rows)
-        return _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
+        yield from _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
+        if identity() != key:  # what stands in the cache under a key must be of what the key was made of
+            names = ", ".join([source.name for source in sources] + [template] * (template is not None))
+            raise ValueError(
+                f"{names}: changed while the rows were tokenised, so that nobody knows what was read; nothing is kept. "
+                "Let what writes there finish, or name a copy, and run again"
+            )
 
-    # A template's text, not its path, decides what becomes of the rows.
-    key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
-    if template is not None:
-        key_options["template_text"] = resolve_template(tokenizer, template)
-    key = cache_key(sources, tokenizer, key_options)
+    def identity() -> str | None:
+        # A template's text, not its path, decides what becomes of the rows.
+        key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
+        if template is not None:
+            key_options["template_text"] = resolve_template(tokenizer, template)
+        return cache_key(sources, tokenizer, key_options)
+
+    key = identity()
     if key is None:
         documents, summary = collect(chunks())
         cached = False

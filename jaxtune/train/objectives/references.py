@@ -1,16 +1,22 @@
-"""Log-probabilities of the reference, computed once for all rows, and kept beside the tokens for other runs of them."""
+"""Log-probabilities of the reference, computed once for all rows, and kept beside the tokens for other runs of them.
+
+A kept file is known by the rows and by every byte of the base, and ends in a checksum. Whatever the numbers came from,
+an adapter that does nothing yet gives its answers what the reference gives them: the first step is held to that.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import xxhash
 
 from jaxtune import processes
 from jaxtune.files import atomic_write
@@ -19,6 +25,8 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batches
 from jaxtune.train.data.cache import default_folder
 from jaxtune.train.data.pairs import PackedPairs
+from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.objectives.preference import DPO, Referenced
 from jaxtune.train.programs import Engine
 
 
@@ -36,12 +44,12 @@ def look_up(
     rows.
 
     Args:
-      objective: has `reference`. base: the fingerprint of the model's weights; None keeps no file.
+      objective: has `reference`. base: the digest of the model's base; None keeps no file.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
     path = None if base is None else _path(rows, config, base)
-    found = None if path is None else _read(path, rows.reference.shape)
+    found = None if path is None else _read(path, rows.reference.shape, tell)
     if None in processes.all_of(None if found is None else True):  # all of them compute, or none
         found = None
     if found is None:
@@ -52,7 +60,7 @@ def look_up(
             np.save(file, found)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, file.getvalue())
+                atomic_write(path, file.getvalue() + _checksum(path, file.getvalue()))
             except OSError as error:  # a cache that others filled may be theirs to write
                 tell(f"they are not kept for other runs: data.cache_dir={path.parent} cannot be written ({error})")
     else:
@@ -93,9 +101,77 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
     return folder / f"reference_{made.hexdigest()}.npy"
 
 
-def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+def _checksum(path: Path, content: bytes) -> bytes:
+    """Of a kept file under its name, 16 bytes: the content of another one does not have it."""
+    return xxhash.xxh3_128(path.name.encode() + content).digest()
+
+
+def _read(path: Path, shape: tuple[int, ...], tell: Callable[[str], None]) -> np.ndarray | None:
     try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        content = path.read_bytes()
+        if content[-16:] != _checksum(path, content[:-16]):
+            raise ValueError("its checksum is not that of its content")
+        found = np.load(io.BytesIO(content[:-16]), allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        tell(f"{path} is damaged and not used: {error}")
         return None
     return found if found.shape == shape and found.dtype == np.float32 and np.isfinite(found).all() else None
+
+
+# ---- the first step
+
+
+def first_check(
+    objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
+) -> Callable[[Mapping[str, float]], None]:
+    """What is called with the metrics of the first step of a run, and raises TrainingStopped where they show that the
+    reference is not what the model was before it trained.
+
+    Nothing is known of other numbers that a data set was given, nor of a model whose adapter has trained before; noise
+    on the embeddings and QAT's rounding are in the model and not in the reference.
+
+    Args:
+      rows: of training, before references are looked up. fresh: whether the adapter did nothing before that step.
+    """
+    given = getattr(rows, "reference", None)
+    ours = given is None or bool(np.isnan(given).any())
+    rounded = config.qat is not None and config.qat.start == 0
+    if not isinstance(objective, Referenced) or not ours or rounded or config.neftune_noise_alpha:
+        return lambda line: None
+    reference = objective
+
+    def check(line: Mapping[str, float]) -> None:
+        said = _disagreement(reference, line) if fresh() else None
+        if said is not None:
+            raise TrainingStopped(
+                f"step 1: {said}. The adapter does nothing yet, so that model and reference are the same and must give "
+                "the answers the same log-probabilities: the reference's are of other weights or other rows, and "
+                "nothing that is learnt from them would mean anything. Remove reference_*.npy from the token cache "
+                "(data.cache_dir), and see that nothing changes the model's folder or the rows while a run begins"
+            )
+
+    return check
+
+
+def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
+    """What of the first step's metrics shows another reference, beyond what rounding can do; None where nothing does.
+
+    Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
+    direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least.
+    """
+    slack = {}
+    for side in ("chosen", "rejected"):
+        moved = line[f"rewards/{side}"] / objective.beta
+        slack[side] = 0.25 + 0.01 * abs(line[f"logps/{side}"])
+        if abs(moved) > slack[side]:
+            return (
+                f"rewards/{side} is {line[f'rewards/{side}']:.4g} and not 0: answers are {abs(moved):.4g} nats "
+                f"{'more' if moved > 0 else 'less'} likely than the reference says (logps/{side} "
+                f"{line[f'logps/{side}']:.4g})"
+            )
+    if isinstance(objective, DPO) and objective.loss_type == "sigmoid":
+        if abs(line["loss"] - math.log(2.0)) > objective.beta * sum(slack.values()) / 2:
+            return f"the loss is {line['loss']:.4f} and not ln 2 = {math.log(2.0):.4f}"
+    return None

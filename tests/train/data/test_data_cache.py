@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from jaxtune.train.data import prepare
+from jaxtune.train import data
+from jaxtune.train.data import prepare, workers
 from jaxtune.train.data.cache import cache_key, open_or_build
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.reading import Row, open_sources, read_rows
@@ -176,3 +177,32 @@ def test_a_worker_that_dies_is_told():
     ):
         process.encode([Row("a", 1, {}), Row("b", 7, {})])
     process.close()
+
+
+@pytest.mark.parametrize("change", ["in place", "appended", "another file of that name", "template"])
+def test_rows_that_change_while_they_are_tokenised_are_not_cached(change, write, tmp_path, tokenizer, monkeypatch):
+    path, template = write("a.jsonl", ROWS), tmp_path / "own.jinja"
+    template.write_text(tokenizer.chat_template)
+    text, options = path.read_text(), dict(length=64, cache_dir=tmp_path / "cache", template=str(template))
+
+    def encode_rows(rows, *arguments):
+        rows = list(rows)  # what is read is of before
+        if change == "template":
+            template.write_text(tokenizer.chat_template + "{# another #}")
+        elif change == "another file of that name":
+            (tmp_path / "new").write_text(text.replace("Add", "Sum"))
+            os.replace(tmp_path / "new", path)
+        else:
+            path.write_text(text.replace("Add", "Sum") if change == "in place" else text + text)
+        return workers.encode_rows(rows, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "encode_rows", encode_rows)
+        with pytest.raises(ValueError, match="a.jsonl.*: changed while the rows were tokenised.* nothing is kept"):
+            prepare(path, tokenizer, **options)
+    assert not list((tmp_path / "cache").iterdir())
+    again = prepare(path, tokenizer, **options)  # what stands there now
+    assert not again.cached and prepare(path, tokenizer, **options).cached
+    path.write_text(text)
+    template.write_text(tokenizer.chat_template)
+    assert not prepare(path, tokenizer, **options).cached

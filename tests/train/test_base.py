@@ -1,0 +1,209 @@
+"""What a run keeps of its base and compares: a resume, a finished run, a kept reference, and the first step of DPO."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import shapes_of
+from random_weights import write_checkpoint
+from tiny import CONFIGS
+
+from jaxtune.models.hf import from_pretrained
+from jaxtune.models.lora import get_peft_model, matrices
+from jaxtune.train.checkpoint import CheckpointError
+from jaxtune.train.config import AdapterConfig, CheckpointConfig
+from jaxtune.train.data.cache import Summary
+from jaxtune.train.data.packing import Document, Documents
+from jaxtune.train.data.pairs import PairDataset
+from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.objectives import references
+from jaxtune.train.objectives.config import ObjectiveConfig
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.record import digest, is_digest_of, same_run
+from jaxtune.train.results import require_own, write_result
+from jaxtune.train.trainer import Trainer
+from tests.models.test_digests import flip_an_unsampled_bit, say
+from tests.train.tiny_runs import dataset, documents, lora_model, make_config
+
+CONFIG = CONFIGS["llama"] | {"vocab_size": 4096, "num_hidden_layers": 1}
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    write_checkpoint(tmp_path / "base", CONFIG, shapes_of(CONFIG))
+    return tmp_path / "base"
+
+
+def adapted(base: Path):
+    return get_peft_model(from_pretrained(base, "float32")[0], r=2)
+
+
+def pair_rows() -> PairDataset:
+    draw = np.random.default_rng(0)
+    made = [Document(draw.integers(0, 48, 9).astype(np.int32), np.arange(9) >= 3) for _ in range(16)]
+    return PairDataset(Documents.gather(made), Summary(rows=8, documents=16), 24, True)
+
+
+def dpo(base: Path, output: Path, **settings) -> Trainer:
+    config = make_config(
+        output, steps=2, rows_per_step=4, objective=ObjectiveConfig("dpo", precompute_ref_log_probs=True)
+    )
+    data = dataclasses.replace(config.data, length=24, cache_dir=str(output.parent / "cache"))
+    return Trainer(adapted(base), None, dataclasses.replace(config, data=data, **settings), pair_rows())
+
+
+# ---- a run
+
+
+def tuned(base: Path, output: Path, steps: int = 2) -> Trainer:
+    config = make_config(output, steps=steps, checkpoint=CheckpointConfig(every_steps=1, every_minutes=None))
+    return Trainer(adapted(base), None, config, dataset(documents(12)))
+
+
+CHANGES = {"weights": flip_an_unsampled_bit, "config.json": lambda folder: say(folder, rope_theta=5e5)}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_is_not_resumed_on_another_base(change, base, tmp_path):
+    tuned(base, tmp_path / "run").train()
+    CHANGES[change](base)
+    with pytest.raises(CheckpointError, match="base_digest: saved "):
+        tuned(base, tmp_path / "run", steps=3).train()
+    with pytest.raises(CheckpointError, match="base_digest: saved "):  # nor is it complete
+        tuned(base, tmp_path / "run").train()
+
+
+def test_a_result_is_not_that_of_a_run_on_another_base(base, tmp_path):
+    """As a run sees it that has lost its checkpoints."""
+    write_result(tmp_path / "adapter", tuned(base, tmp_path / "a")._same_run(), 2, lambda folder: None)
+    assert require_own(tmp_path / "adapter", tuned(base, tmp_path / "b")._same_run()).step == 2
+    flip_an_unsampled_bit(base)
+    with pytest.raises(ValueError, match="another run.*\n  base_digest: saved"):
+        require_own(tmp_path / "adapter", tuned(base, tmp_path / "b")._same_run())
+
+
+def without_digest(checkpoint: Path) -> None:
+    """Makes of a checkpoint one of an older version, which recorded a fingerprint alone."""
+    record = json.loads((checkpoint / "meta.json").read_text())
+    del record["meta"]["base_digest"]
+    content = json.dumps(record).encode()
+    (checkpoint / "meta.json").write_bytes(content)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["meta.json"] = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_of_an_older_version_is_compared_by_what_it_recorded(base, tmp_path):
+    tuned(base, tmp_path / "run").train()
+    (last,) = {path for path in (tmp_path / "run" / "checkpoints").glob("step_*") if path.name.endswith("2")}
+    without_digest(last)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    got, want = tuned(base, tmp_path / "run", steps=3), tuned(base, tmp_path / "straight", steps=3)
+    got.train()
+    want.train()
+    assert got.history[-1]["loss"] == want.history[-1]["loss"]
+    write_checkpoint(base, CONFIG, shapes_of(CONFIG), np.float16)
+    with pytest.raises(CheckpointError, match="base_fingerprint: saved "):
+        tuned(base, tmp_path / "other", steps=3).train()
+
+
+def test_numbers_that_an_older_version_wrote_are_still_the_run_s(base, tmp_path):
+    run = same_run(tuned(base, tmp_path / "run").record())
+    older = {key: value for key, value in run.items() if key != "base_digest"}
+    assert run["base_digest"] and is_digest_of(digest(older), run) and is_digest_of(digest(run), run)
+    assert not is_digest_of(digest(older | {"base_fingerprint": "other"}), run)
+
+
+# ---- a reference
+
+
+def kept(tmp_path: Path) -> set[Path]:
+    return set((tmp_path / "cache").glob("reference_*.npy"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kept_reference_is_of_the_very_base(change, base, tmp_path, capsys):
+    dpo(base, tmp_path / "one").train()
+    (first,) = kept(tmp_path)
+    dpo(base, tmp_path / "two").train()
+    assert kept(tmp_path) == {first} and f"reference:{first}" in "".join(capsys.readouterr().err.split())
+    CHANGES[change](base)
+    dpo(base, tmp_path / "three").train()
+    assert len(kept(tmp_path)) == 2
+
+
+def test_a_kept_reference_is_checked(base, tmp_path, capsys):
+    dpo(base, tmp_path / "one").train()
+    (file,) = kept(tmp_path)
+    whole = file.read_bytes()
+    changed = bytearray(whole)
+    changed[-30] ^= 1  # the last digits of a number
+    elsewhere = bytes(changed[:-16]) + references._checksum(file.with_name("reference_of_others.npy"), changed[:-16])
+    for damaged in (bytes(changed), elsewhere, whole[:-1], whole[:-16], b""):
+        file.write_bytes(damaged)
+        capsys.readouterr()
+        dpo(base, tmp_path / f"again {len(damaged)} {damaged == elsewhere}").train()
+        assert file.read_bytes() == whole
+        assert "is damaged and not used" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_first_loss_is_ln_2_or_the_run_is_refused(base, tmp_path):
+    """Numbers of another model in a file whose checksum holds."""
+    trainer = dpo(base, tmp_path / "one")
+    trainer.train()
+    assert trainer.history[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    (file,) = kept(tmp_path)
+    right = np.load(file)
+    for number, wrong in enumerate((right - 3.0, right[::-1] + np.tile([40, -40], 8), np.roll(right, 2) * 1.1)):
+        file.unlink()
+        with open(file, "wb") as stream:
+            np.save(stream, wrong.astype(np.float32))
+        file.write_bytes(file.read_bytes() + references._checksum(file, file.read_bytes()))
+        with pytest.raises(TrainingStopped, match=r"step 1: .* must give the answers the same log-probabilities"):
+            dpo(base, tmp_path / f"wrong {number}").train()
+
+
+def metrics(**changes) -> dict[str, float]:
+    line = {"loss": float(np.log(2)), "logps/chosen": -100.0, "logps/rejected": -90.0}
+    return line | {"rewards/chosen": 0.0, "rewards/rejected": 0.0} | changes
+
+
+def test_what_the_first_step_is_held_to(tmp_path):
+    config = make_config(tmp_path, objective=ObjectiveConfig("dpo"))
+    made = objective_of(config)
+    check = references.first_check(made, config, None, lambda: True)
+    check(metrics())
+    check(metrics(**{"rewards/chosen": 0.02, "loss": 0.7}))  # 16 bits
+    for wrong in ({"rewards/chosen": 0.2}, {"rewards/rejected": -0.2}, {"loss": 1.0}):
+        with pytest.raises(TrainingStopped, match="step 1: "):
+            check(metrics(**wrong))
+    # What is known to differ, or of which nothing is known.
+    wrong = metrics(loss=5.0)
+    references.first_check(made, config, None, lambda: False)(wrong)
+    references.first_check(made, dataclasses.replace(config, neftune_noise_alpha=5.0), None, lambda: True)(wrong)
+    given = dataclasses.replace(pair_rows(), reference=np.zeros(16, np.float32))
+    references.first_check(made, config, given, lambda: True)(wrong)
+
+
+def test_an_adapter_that_has_trained_is_not_fresh(tmp_path):
+    model = lora_model()
+    for _, matrix in matrices(model):
+        matrix.lora.b.set_value(jnp.ones_like(matrix.lora.b[...]))
+    config = make_config(
+        tmp_path / "a", steps=1, objective=ObjectiveConfig("dpo"), adapter=AdapterConfig(r=4, lora_alpha=8)
+    )
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=24))
+    trained = Trainer(model, None, config, pair_rows())
+    trained.train()
+    assert not trained.model.fresh and abs(trained.history[0]["loss"] - np.log(2)) > 0.01
+    fresh = Trainer(lora_model(), None, dataclasses.replace(config, output=str(tmp_path / "b")), pair_rows())
+    fresh.train()
+    assert fresh.model.fresh
