@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import xxhash
+from jax.core import Tracer
 
 from jaxtune.files import atomic_write
 from jaxtune.models.config import DecoderConfig
@@ -90,8 +91,10 @@ def of_base(config: DecoderConfig, weights: bytes) -> str:
     return hashlib.sha256(_said(config) + weights).hexdigest()
 
 
-def of_random(config: DecoderConfig, key: jax.Array, dtype: str) -> str:
-    """As of_base, of a model whose weights are drawn by `key`."""
+def of_random(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
+    """As of_base, of a model whose weights are drawn by `key`; None where both are but traced."""
+    if isinstance(key, Tracer):
+        return None
     drawn = np.asarray(jax.random.key_data(key)).tolist()
     return of_base(config, f"random {drawn} {dtype}".encode())
 

@@ -338,7 +338,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
         raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
     model = Decoder(config_from_hf(hf), key, _dtype_name(dtype))
     model.source = Source(path=where, config=json.dumps(hf))
-    model.base_digest = None if isinstance(key, jax.core.Tracer) else of_random(model.config, key, model.dtype)
+    model.base_digest = of_random(model.config, key, model.dtype)
     return model
 
 

@@ -191,7 +191,7 @@ def prepare(
         encoded = _with_progress(encoded, sources, max_rows)
         yield from _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
         if identity() != key:  # what stands in the cache under a key must be of what the key was made of
-            names = ", ".join([source.name for source in sources] + [template] * (template is not None))
+            names = ", ".join([*(source.name for source in sources), *([template] if template else [])])
             raise ValueError(
                 f"{names}: changed while the rows were tokenised, so that nobody knows what was read; nothing is kept. "
                 "Let what writes there finish, or name a copy, and run again"
