@@ -43,10 +43,12 @@ class JaxtuneLM(TemplateLM):
     """lm-eval's interface to a Decoder.
 
     Args:
-      pretrained: a model, or what from_pretrained takes. tokenizer: of the model; None: the folder's.
+      pretrained: a model, or what from_pretrained takes, an adapter's folder too. tokenizer: of the model; None: the
+        folder's.
       batch_size: rows of a forward pass, and prompts that are continued together.
       max_length: tokens of a row; None: the model's positions. What is longer loses its beginning.
-      max_gen_toks: new tokens where a task does not say. dtype, load_in: of a model that is loaded here.
+      max_gen_toks: new tokens where a task does not say. dtype, load_in: of a model that is loaded here, as in
+        from_pretrained.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class JaxtuneLM(TemplateLM):
         batch_size: int | str = 8,
         max_length: int | None = None,
         max_gen_toks: int = 256,
-        dtype: str = "bfloat16",
+        dtype: str | None = None,
         load_in: str | None = None,
         seed: int = 0,
         **others: Any,

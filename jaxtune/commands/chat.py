@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> None:
     from jaxtune.models.chat import Conversation
     from jaxtune.train.end_tokens import with_end_tokens
 
-    model, tokenizer = common.load(options.model, options.dtype)
+    model, tokenizer = common.load(options)
     model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
     conversation = Conversation(model, tokenizer, options.system, **settings)

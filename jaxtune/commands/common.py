@@ -40,17 +40,29 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--process", type=int, metavar="I", help=argparse.SUPPRESS)
 
 
-def load(name: str, dtype: str):
-    """Model and tokenizer of a model folder, a hub name or an adapter folder."""
-    import jaxtune
-    from jaxtune.models.adapter_config import base_of
+def add_numbers(parser: argparse.ArgumentParser) -> None:
+    """What a command is told of the numbers that a model is loaded in; see load."""
+    parser.add_argument(
+        "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
+    )
+    parser.add_argument(
+        "--load-in",
+        choices=("nf4", "fp8", "stored"),
+        help="the weights of the layers in four bits (nf4), in eight (fp8), or as their files store them (default: for "
+        "an adapter, as it was trained over them; else stored)",
+    )
 
-    base = base_of(name)
-    model, tokenizer = jaxtune.from_pretrained(base or name, dtype=dtype)
-    if base is None:
-        return model, tokenizer
-    from jaxtune.models.model_folder import load_tokenizer
+
+def load(options: argparse.Namespace):
+    """Model and tokenizer of a model folder, a hub name or an adapter folder, as options of add_numbers say."""
+    import jaxtune
+    from jaxtune.models import trained_over
+    from jaxtune.models.adapter_config import base_of
     from jaxtune.train.end_tokens import with_end_tokens
 
-    tokenizer = load_tokenizer(Path(name)) or tokenizer
-    return with_end_tokens(jaxtune.load_adapter(model, name), tokenizer), tokenizer
+    dtype, folder = options.dtype, Path(options.model).expanduser()
+    adapter = base_of(folder) is not None
+    if dtype is None and not adapter:  # of a model that a run wrote
+        dtype = (trained_over.of_run(folder) or trained_over.TrainedOver()).dtype
+    model, tokenizer = jaxtune.from_pretrained(options.model, dtype=dtype, load_in=options.load_in)
+    return with_end_tokens(model, tokenizer) if adapter else model, tokenizer

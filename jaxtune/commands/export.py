@@ -21,8 +21,8 @@ def run(arguments: Sequence[str]) -> None:
         "adapter alone for llama.cpp; adapter: PEFT's files, checked; bnb-4bit: bitsandbytes' NF4; fp8: "
         "compressed-tensors; w4a16: four bits for vLLM; mxfp4: gpt-oss as it is published",
     )
-    parser.add_argument("--outtype", help="of gguf: f32, f16, bf16, q8_0 or q4_0 (default: that of --dtype)")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
+    parser.add_argument("--outtype", help="of gguf: f32, f16, bf16, q8_0 or q4_0 (default: that of the weights)")
+    common.add_numbers(parser)
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="cut safetensors above this (default: 5)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="then upload the folder to this model repository")
     parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> None:
     import jaxtune
 
     with StopSignal() as stop, stop.at_once():  # what is half written goes
-        model, tokenizer = common.load(options.model, options.dtype)
+        model, tokenizer = common.load(options)
         done = jaxtune.export_model(
             model,
             options.output,

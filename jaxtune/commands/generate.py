@@ -22,7 +22,7 @@ def run(arguments: Sequence[str]) -> None:
     import jaxtune
     from jaxtune.train.end_tokens import with_end_tokens
 
-    model, tokenizer = common.load(options.model, options.dtype)
+    model, tokenizer = common.load(options)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
     model = with_end_tokens(model, tokenizer)

@@ -1,13 +1,15 @@
-"""The options of commands that generate: settings of jaxtune.generate, and the dtype."""
+"""The options of commands that generate: settings of jaxtune.generate, and the numbers of the model."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from jaxtune.commands.common import add_numbers
+
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
-    """The options that are settings of jaxtune.generate, and the dtype."""
+    """The options that are settings of jaxtune.generate, and those of add_numbers."""
     default = f"0 takes the likeliest token (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
     for flag, kind, value, words in (
@@ -29,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
     ):
         parser.add_argument(f"--{flag}", type=kind, default=value, metavar="N" if kind is int else "X", help=words)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights (default: bfloat16)")
+    add_numbers(parser)
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT
 from jaxtune.compat.texts import without_torch
 from jaxtune.export.api import export_model
 from jaxtune.export.hub import push
+from jaxtune.models import trained_over
 from jaxtune.models.adapter_config import base_of
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import hf_config_of
+from jaxtune.models.hf import hf_config_of, load_base
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.models.quant import dequantize, quantize
@@ -254,7 +255,7 @@ class FastLanguageModel:
         model_name: str,
         max_seq_length: int = 2048,
         dtype: Any = None,
-        load_in_4bit: bool = True,
+        load_in_4bit: bool | None = None,
         load_in_16bit: bool = False,
         full_finetuning: bool = False,
         use_gradient_checkpointing: bool | str = "unsloth",
@@ -266,25 +267,29 @@ class FastLanguageModel:
         """(model, tokenizer) of a model folder, a hub name, or an adapter folder that names its base.
 
         dtype None is bfloat16; torch's dtypes are taken by name. load_in_4bit, the default, is NF4 with double
-        quantisation; full_finetuning turns it off. Loading draws nothing, so random_state is kept for sampling only.
+        quantisation; full_finetuning turns it off. An adapter's folder that records what the adapter was trained over
+        gets that by default, and that dtype. Loading draws nothing, so random_state is kept for sampling only.
         packing is what SFTConfig's is where it does not say. num_labels=1 gives a head that scores texts.
         """
         where = "FastLanguageModel.from_pretrained"
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
-        if load_in_4bit and load_in_16bit:
+        in_4bit = load_in_4bit is None or load_in_4bit
+        if in_4bit and load_in_16bit:
             raise ValueError(
                 f"{where}: load_in_4bit = True, its default, and load_in_16bit = True contradict each other: pass "
                 "load_in_4bit=False for 16-bit weights"
             )
-        load_in = "nf4" if load_in_4bit and not full_finetuning else None
-        name = "bfloat16" if dtype is None else _dtype_name(where, dtype)
+        base, adapter = base_of(model_name), None
+        recorded = None if base is None else trained_over.read(Path(model_name).expanduser())
+        load_in = "nf4" if in_4bit and not full_finetuning else "stored"
+        if recorded is not None and load_in_4bit is None:
+            load_in = None
+        name = None if dtype is None else _dtype_name(where, dtype)
         if load_in_16bit and name == "float32":
             raise ValueError(f"{where}: load_in_16bit = True and dtype = {dtype!r} contradict each other: drop one")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
-        base, adapter = base_of(model_name), None
-        module, tokenizer = jaxtune.from_pretrained(
-            base or model_name, dtype=name, load_in=load_in, max_length=max_seq_length
-        )
+        load = jaxtune.from_pretrained if base is None else load_base
+        module, tokenizer = load(model_name, dtype=name, load_in=load_in, max_length=max_seq_length)
         if num_labels is not None:
             if num_labels != 1:
                 raise ValueError(f"{where}: num_labels = {num_labels!r}: it can be 1, a reward model; leave it out")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, w4a16
+from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
 from jaxtune.models.decoder import Decoder
@@ -53,7 +53,8 @@ def export_model(
       name: general.name of a GGUF file; None: the folder's.
       max_shard_bytes: of folders with safetensors: above this the weights are cut into shards.
     Raises:
-      ValueError: a format, or a model that the format cannot hold; a folder in use; a disk without room.
+      ValueError: a format, or a model that the format cannot hold, such as weights that QAT put on another grid; a
+        folder in use; a disk without room.
       ArithmeticError: what was read back is not what was meant; nothing is left of it.
     """
     if to not in FORMATS:
@@ -65,7 +66,10 @@ def export_model(
     job = _Job(require_new(path, "export"), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
     if to.startswith("gguf") and model.config.num_labels is not None:
         raise ValueError(f"export: to = {to!r}: GGUF has no model that scores texts (a reward model); take merged")
-    return FORMATS[to](model, job)
+    grids.require_held(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
+    done = FORMATS[to](model, job)
+    alone = to in ("adapter", "gguf-adapter")
+    return dataclasses.replace(done, notes=done.notes + grids.notes_on_adapter(model)) if alone else done
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,12 @@ _PACKED = 8  # codes in an int32
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Linears and experts in int4; folders.KEPT stay in 16 bits, and what does not fit whole groups, as a note says."""
-    group = GROUP if model.qat is None else model.qat.group_size
+    """Linears and experts in int4; folders.KEPT stay in 16 bits, and what does not fit whole groups, as a note says.
+
+    Raises:
+      ValueError: a model that the format does not hold; weights that are not on the grid on which QAT put the model's.
+    """
+    exact, group = model.qat is not None, GROUP if model.qat is None else model.qat.group_size
     model = dequantize(model) if is_quantized(model) else model
     planned, dtype = hf.checkpoint_tensors(model), model.dtype
     dense = [name for name, _ in linears(model) if not any(name_matches(name, kept) for kept in folders.KEPT)]
@@ -52,7 +56,7 @@ def write(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) ->
                 planned[name][key] = (shape, stored, fetch)
             else:
                 packed.append(key.removesuffix(".weight"))
-                planned[name] |= _tensors(packed[-1], shape, group, dtype, fetch)
+                planned[name] |= _tensors(packed[-1], shape, group, dtype, exact, fetch)
     if not packed:
         raise ValueError(f"w4a16: no linear has whole groups of {group} columns; take fp8")
     others = {key for parts in planned.values() for key, (shape, *_) in parts.items() if len(shape) == 2}
@@ -60,7 +64,7 @@ def write(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) ->
     ignored = sorted({model.config.head_name, *plain})
     says = {"quantization_config": quantization_config(group, ignored)}
     folders.write_planned(model, folder, tokenizer, max_shard_bytes, planned, says, loads=False)
-    _verify_codes(folder, packed, weights, group, dtype)
+    _verify_codes(folder, packed, weights, group, dtype, exact)
     return [f"{len(left)} linears are kept in 16 bits: their rows are not whole groups of {group}"] if left else []
 
 
@@ -87,12 +91,19 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def _tensors(name: str, shape: tuple[int, int], group: int, dtype: str, fetch) -> dict[str, tuple]:
-    """{tensor name: (shape, dtype, function that gives it)} of a linear [out, in]."""
+def _tensors(name: str, shape: tuple[int, int], group: int, dtype: str, exact: bool, fetch) -> dict[str, tuple]:
+    """{tensor name: (shape, dtype, function that gives it)} of a linear [out, in]. exact: whether its numbers are said
+    to lie on the grid."""
 
     @functools.cache
     def encoded() -> tuple[np.ndarray, np.ndarray]:
-        codes, scales = _encode(jnp.asarray(fetch()), group, dtype)
+        codes, scales, off = _encode(jnp.asarray(fetch()), group, dtype)
+        if exact and off:
+            raise ValueError(
+                f"w4a16: {off} groups of {name} do not lie on the grid (int4 in groups of {group}, {dtype}) that the "
+                'model says its weights are on ("qat" in config.json): they were changed since; remove "qat" to have '
+                "them rounded"
+            )
         return _pack(np.asarray(codes)), np.asarray(scales)
 
     def part(index: int) -> np.ndarray:
@@ -111,8 +122,8 @@ def _tensors(name: str, shape: tuple[int, int], group: int, dtype: str, fetch) -
     }  # fmt: skip
 
 
-def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """(codes int8[out, in], scales [out, in / group] in dtype).
+def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
+    """(codes int8[out, in], scales [out, in / group] in dtype, how many groups are not what these give).
 
     Of weights that lie on such a grid, 7 times a scale is rounded, and a seventh of that may be the scale's neighbour:
     where a neighbour gives the very weights, it is taken. Not jitted: in one program XLA would leave out the rounding
@@ -134,8 +145,8 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
             better = (error == 0) & (chosen[2] > 0)
             chosen = tuple(jnp.where(better, new, old) for new, old in zip((codes, scale, error), chosen, strict=True))
     assert chosen is not None
-    codes, scale, _ = chosen
-    return codes.astype(jnp.int8).reshape(weight.shape), scale[..., 0]
+    codes, scale, error = chosen
+    return codes.astype(jnp.int8).reshape(weight.shape), scale[..., 0], int((error > 0).sum())
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
@@ -151,11 +162,14 @@ def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndar
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
 
 
-def _verify_codes(folder: Path, packed: list[str], wanted: dict[str, tuple], group: int, dtype: str) -> None:
+def _verify_codes(
+    folder: Path, packed: list[str], wanted: dict[str, tuple], group: int, dtype: str, exact: bool
+) -> None:
     """Reads every packed linear as its readers do and compares it with the model's weight.
 
     Raises:
-      ArithmeticError: a number is further from the weight than half a step of its group, and rounding of the scale.
+      ArithmeticError: a number is further from the weight than half a step of its group, and rounding of the scale; if
+        `exact`, than nothing.
     """
     entries = weight_entries(folder)
     for name in packed:
@@ -164,6 +178,8 @@ def _verify_codes(folder: Path, packed: list[str], wanted: dict[str, tuple], gro
         weight = np.asarray(jax.device_get(wanted[f"{name}.weight"][2]()), np.float32)
         steps = np.repeat(scales.astype(np.float32), group, axis=1)
         # The least and the largest of a group lie off the grid by what the scale was rounded by, 8 times.
-        allowed = (0.5 + 8 * float(jnp.finfo(dtype).eps)) * steps
-        if (np.abs(unpack(packed_codes, scales, shape) - weight) > allowed + 1e-12).any():
+        allowed = 0.0 if exact else (0.5 + 8 * float(jnp.finfo(dtype).eps)) * steps + 1e-12
+        found = unpack(packed_codes, scales, shape)
+        found = found.astype(scales.dtype).astype(np.float32) if exact else found
+        if (np.abs(found - weight) > allowed).any():
             raise ArithmeticError(f"{folder.name}: read back, {name} is not the model's weight in steps of its groups")

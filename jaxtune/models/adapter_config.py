@@ -154,10 +154,10 @@ def base_of(folder: str | os.PathLike) -> str | None:
     Raises:
       ValueError: the adapter names none, or one that cannot be had; it cannot be read (see read_adapter_config).
     """
-    path = Path(folder) / CONFIG_NAME
+    path = Path(folder).expanduser() / CONFIG_NAME
     if not path.is_file():
         return None
-    config = read_adapter_config(Path(folder))
+    config = read_adapter_config(path.parent)
     base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not base:
         raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")

@@ -8,14 +8,16 @@ order innermost: with both adapted, gate_up_proj's keys have `.base_layer` after
 an expert's rows together; lora_B [out, r E], where column j belongs to expert j mod E.
 
 A linear can be adapted as a parameter too: target_parameters then has the name of its weight, as do the patterns, and
-the keys are the same. Some families' linears have to be (see adapter_config.py). The base's digest is in the
-metadata of the safetensors file: PEFT ignores it there, and warns of unknown config keys.
+the keys are the same. Some families' linears have to be (see adapter_config.py). The base's digest, and what the
+weights were in (trained_over.py), are in the metadata of the safetensors file: PEFT ignores them there, and warns of
+unknown config keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +30,7 @@ import numpy as np
 from flax import nnx
 from safetensors import safe_open
 
-from jaxtune.models import partition, shards, values
+from jaxtune.models import generate, partition, shards, trained_over, values
 from jaxtune.models.adapter_config import (
     CONFIG_NAME,
     SCORES,
@@ -50,9 +52,11 @@ from jaxtune.models.lora import (
     name_matches,
     pattern_values,
 )
+from jaxtune.models.quant import rounded_by
 from jaxtune.models.registry import whole_tensor_name
 from jaxtune.models.reward import reward_model
 
+logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
 # Today's name of the text part of a model with a vision tower, and that of transformers until 4.51.
 _WHOLE = re.compile(rf"{re.escape(_PREFIX)}(model\.language_model|language_model\.model)\.")
@@ -168,6 +172,7 @@ def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarra
     if broken:
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
     known = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
+    known[trained_over.METADATA] = trained_over.of_model(model).to_text()
     return config, arrays, {key: value for key, value in known.items() if value is not None}
 
 
@@ -175,10 +180,14 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     """Adds the adapter of a PEFT folder to a model without one.
 
     Args:
-      model: the base that the adapter was trained on; of one that scores texts, the causal model too.
+      model: the base that the adapter was trained on; of one that scores texts, the causal model too. Where its
+        weights are in another format than those that the adapter was trained over, a warning says so:
+        from_pretrained of the adapter's folder loads the base as it was.
       path: a folder with adapter_model.safetensors and adapter_config.json, written here or by PEFT.
     Returns:
-      a new model that shares every base array with `model`; adapters are float32 whatever the file holds.
+      a new model that shares every base array with `model`; adapters are float32 whatever the file holds. That of an
+      adapter of quantisation-aware training rounds merged weights as it was trained, and its texts end where the
+      trained model's did.
     Raises:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
         misshaped or not finite; another base's digest.
@@ -189,6 +198,12 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         model = reward_model(model)
     arrays, metadata = _read_tensors(folder)
     _check_base(folder, metadata, model)
+    over = trained_over.read(folder)
+    if over is not None and (other := trained_over.difference(over, model)) is not None:
+        logger.warning(
+            "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
+            "recipe, model.load_in)", folder, other, str(path),
+        )  # fmt: skip
     # Of a model with a vision tower: the config then has the names that linears have in that.
     spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
     arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
@@ -239,7 +254,9 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
             variable.set_value(base[place].get_value())
     for key, variable in variables.items():
         variable.set_value(jnp.asarray(arrays[key], jnp.float32))
-    return adapted
+    if over is not None and over.qat is not None:
+        adapted = rounded_by(adapted, over.qat)
+    return generate.with_end_token_ids(adapted, () if over is None else over.eos_token_ids)
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:

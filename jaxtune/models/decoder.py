@@ -80,7 +80,8 @@ class Decoder(nnx.Module):
         self.source: Source | None = None
         self.base_digest: str | None = None
         self.base_fingerprint: str | None = None
-        # The grid that the weights lie on, in a model that convert_qat or merge_adapter made; save_pretrained tells it.
+        # The grid that QAT put the weights on, in a model that convert_qat or merge_adapter made; save_pretrained tells
+        # it, and from_pretrained reads it.
         self.qat: FakeQuant | None = None
         keys = jax.random.split(key, config.num_layers + 2)
         self.embedding = Embedding(config, keys[0], dtype)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ class Format:
     group_sizes: tuple[int, ...]
 
 
-FORMATS = {"int4": Format(int4, (32, 128))}
+FORMATS = {"int4": Format(int4, (32, 64, 128))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,31 @@ class FakeQuant:
             raise ValueError(f"qat format {self.format!r} is not supported; supported: {', '.join(FORMATS)}")
         sizes = FORMATS[self.format].group_sizes
         if self.group_size not in sizes:
-            wanted = " or ".join(map(str, sizes))
+            wanted = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
             raise ValueError(f"qat group_size {self.group_size}: {self.format} has groups of {wanted}")
+
+    @classmethod
+    def of_record(cls, where: str, record: Any) -> FakeQuant:
+        """What a file records of a grid, which `where` names.
+
+        Raises:
+          ValueError: a grid that is not known here, or a dtype that is none of a model's.
+        """
+        if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("format", "dtype")):
+            raise ValueError(f"{where} = {record!r}: must be an object with format, group_size and dtype")
+        if record["dtype"] not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"{where}: dtype = {record['dtype']!r} is none of bfloat16, float16 and float32")
+        try:
+            return cls(record["format"], record.get("group_size", 0), record["dtype"])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def __str__(self) -> str:
+        return f"{self.format} in groups of {self.group_size}, {self.dtype}"
+
+    def held_by(self, dtype: str) -> bool:
+        """Whether a dtype holds every rounded value."""
+        return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
         return in_size % self.group_size == 0

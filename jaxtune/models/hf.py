@@ -10,7 +10,7 @@ import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import carried, expert_files, fp8_files, partition, quant, shards
+from jaxtune.models import carried, expert_files, fp8_files, partition, quant, shards, trained_over
+from jaxtune.models.adapter_config import base_of
+from jaxtune.models.adapter_files import load_adapter
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.digests import Digest, Kept, of_base, of_random
@@ -39,13 +41,15 @@ from jaxtune.models.model_folder import (
     write_json,
 )
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
+from jaxtune.models.tensor_entries import PACKED, listed, match
+from jaxtune.models.trained_over import TrainedOver
 from jaxtune.pallas.formats import FP8, FourBit, Stored
 
-_PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry, fp8_files.FP8Entry)
 _ROUTER = ".mlp.gate.weight"
 # Of each variable: {tensor of the file: (shape, dtype, function that gives it)}.
 Planned = dict[str, dict[str, tuple]]
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPE = "bfloat16"  # where nobody says one
 # Host memory of tensors on their way to the device, unless one alone is larger.
 IN_FLIGHT_BYTES = 1 << 30
 _THREADS = 8
@@ -59,52 +63,6 @@ def _dtype_name(dtype) -> str:
     if name not in COMPUTE_DTYPES:
         raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(COMPUTE_DTYPES)}")
     return name
-
-
-def _listed(names) -> str:
-    names = sorted(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _same_content(first: shards.TensorEntry, second: shards.TensorEntry) -> bool:
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))
-
-
-def _match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
-    """The entry of every wanted tensor.
-
-    Raises:
-      ValueError: tensors that are missing, unexpected or of another shape, all in one list.
-    """
-    entries = dict(entries)
-    if tied and "lm_head.weight" in entries:
-        head = entries.pop("lm_head.weight")
-        embedding = entries.setdefault("model.embed_tokens.weight", head)
-        if embedding is not head and not _same_content(embedding, head):
-            raise ValueError(
-                f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
-                'model.embed_tokens.weight; set "tie_word_embeddings": false in config.json to keep both'
-            )
-    problems = []
-    if missing := set(wanted) - set(entries):
-        problems.append(f"missing: {_listed(missing)}")
-    if unexpected := set(entries) - set(wanted):
-        problems.append(f"unexpected: {_listed(unexpected)}")
-    shapes = [
-        f"{name} {list(entries[name].shape)} (expected {list(shape)})"
-        for name, shape in wanted.items()
-        if name in entries and entries[name].shape != shape
-    ]
-    if shapes:
-        problems.append(f"of another shape: {_listed(shapes)}")
-    if problems:
-        raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
-    for name in wanted:
-        if not isinstance(entries[name], (*_PACKED, expert_files.StackedEntry, expert_files.MXFP4Entry)):
-            shards.check_entry(entries[name])
-    return {name: entries[name] for name in wanted}
 
 
 # ---- loading
@@ -140,7 +98,7 @@ def _stream(
     kept = Kept(entry.file for entry in entries.values())
 
     def load(name, entry):
-        if isinstance(entry, _PACKED):
+        if isinstance(entry, PACKED):
             if isinstance(entry, quant.PackedEntry):
                 packed, digest = quant.read_packed(entry)
             elif isinstance(entry, fp8_files.FP8Entry):
@@ -193,8 +151,8 @@ def _stream(
     if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(
-            f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {_listed(broken)} "
-            f"(in {_listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
+            f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {listed(broken)} "
+            f"(in {listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
         )
     kept.save()
     return arrays, Digest.joined(digests[name] for name in sorted(digests))
@@ -211,14 +169,20 @@ def _abstract(config: DecoderConfig, dtype: str):
 class Pretrained:
     """A folder whose files fit each other and its config, looked at before any tensor is read.
 
-    Args and errors: as in from_pretrained, but for a tensor's own bytes, which `load` reads.
+    Args and errors: as in from_pretrained of a model, but for a tensor's own bytes, which `load` reads. skip_modules:
+      linears that load_in leaves alone.
 
     Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in few bits),
       stored_in (of quant.LOAD_IN, what of it is, or None).
     """
 
     def __init__(
-        self, path: str | os.PathLike, dtype="bfloat16", load_in: str | None = None, max_length: int | None = None
+        self,
+        path: str | os.PathLike,
+        dtype="bfloat16",
+        load_in: str | None = None,
+        max_length: int | None = None,
+        skip_modules: Sequence[str] = (),
     ):
         quant.check_load_in(load_in)
         self._dtype = _dtype_name(dtype)
@@ -254,13 +218,13 @@ class Pretrained:
         if config.moe is not None:
             files = getattr(family(config.family), "EXPERT_FILES", None)
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
-        self._entries = entries = _match(wanted, entries, config.tie_embeddings, folder)
-        quantizable = {name if ".experts." in name else f"{name}.weight" for name in modules}
-        packed = {name for name, entry in entries.items() if isinstance(entry, _PACKED)}
+        self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
+        quantizable = {_weight_name(name) for name in modules}
+        packed = {name for name, entry in entries.items() if isinstance(entry, PACKED)}
         self._opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
         packed -= self._opened  # a linear of transformers 4's, small, and no matrix of ours
         if packed - quantizable:
-            raise ValueError(f"{folder}: {_listed(packed - quantizable)} is quantised; only linears of layers can be")
+            raise ValueError(f"{folder}: {listed(packed - quantizable)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
         stored = {"fp8" if isinstance(entries[name], fp8_files.FP8Entry) else "nf4" for name in packed}
         self.stored_in = min(stored, default=None)
@@ -270,7 +234,10 @@ class Pretrained:
                 "load_in out, or take the 16-bit original"
             )
         # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
-        self._encoded = dict.fromkeys(quantizable, load_in) if load_in and not packed else {}
+        encoded = quantizable - {_weight_name(name) for name in skip_modules}
+        self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}
+        # In few bits the weights leave the grid that QAT put them on.
+        self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
     def load(self, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
         """The model, on the default device, or as `partition.shardings` has it lie on a mesh: neither the host nor a
@@ -289,33 +256,66 @@ class Pretrained:
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
             model = freeze(model)
-        model.source, model.base_fingerprint = self._source, digest.sampled.hex()
+        model.source, model.base_fingerprint, model.qat = self._source, digest.sampled.hex(), self._qat
         model.base_digest = of_base(self.config, digest.whole)
         return model
 
 
+def _weight_name(module: str) -> str:
+    return module if ".experts." in module else f"{module}.weight"
+
+
 def from_pretrained(
-    path: str | os.PathLike, dtype="bfloat16", load_in: str | None = None, max_length: int | None = None
+    path: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """Loads a causal language model in Hugging Face's format; of one with a vision tower, the text part.
+    """Loads a causal language model in Hugging Face's format, or an adapter with the base that it names; of one with a
+    vision tower, the text part.
 
     What else a checkpoint of Qwen3-Next or Qwen3.5 holds (its vision tower, layers that predict further tokens) is not
     loaded; save_pretrained writes it again from where it lies (carried.py). Of Gemma 3 the text part alone is saved.
 
     Args:
-      path: folder with config.json and safetensors, or a hub name (the local cache comes first).
-      dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it.
-      load_in: None: weights are kept in `dtype`. "nf4": the linears of the layers are quantised on the way, as
-        bitsandbytes does it with double quantisation. "fp8": they become e4m3 with a scale for each row. A checkpoint
-        that is stored in four bits or in FP8 stays as it is.
+      path: folder with config.json and safetensors, or a hub name (the local cache comes first); or a PEFT folder.
+      dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it. None: the
+        one that an adapter was trained in, where its folder records it; else bfloat16.
+      load_in: "nf4": the linears of the layers are quantised on the way, as bitsandbytes does it with double
+        quantisation. "fp8": they become e4m3 with a scale for each row. A checkpoint that is stored in four bits or in
+        FP8 stays as it is. "stored": weights are kept in `dtype`, or as they are stored. None: as an adapter was
+        trained over them, where its folder records it (trained_over.py); else "stored".
       max_length: tokens of the longest row you mean to use; refused if the model has no positions for it.
     Returns:
-      (model, tokenizer); the tokenizer is None where the folder has no tokenizer files. The model lies on the default
-      device, every weight trainable, or none if any is quantised; model.source says where it came from.
+      (model, tokenizer); the tokenizer is None where there are no tokenizer files: of an adapter, in its folder and in
+      its base's. The model lies on the default device, every weight trainable, or none if any is quantised, or an
+      adapter alone; model.source says where it came from.
     Raises:
       ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
     """
-    pretrained = Pretrained(path, dtype, load_in, max_length)
+    if base_of(path) is not None:
+        model, tokenizer = load_base(path, dtype, load_in, max_length)
+        return load_adapter(model, path), load_tokenizer(Path(path).expanduser()) or tokenizer
+    return _loaded(Pretrained(path, dtype or _DTYPE, _format(load_in), max_length))
+
+
+def load_base(
+    adapter: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
+) -> tuple[Decoder, Any]:
+    """(the base of an adapter's folder, as the adapter was trained over it; its tokenizer). Arguments and errors as in
+    from_pretrained."""
+    base, over = base_of(adapter), trained_over.read(Path(adapter).expanduser()) or TrainedOver()
+    assert base is not None
+    wanted = over.load_in if load_in is None else _format(load_in)
+    skipped = over.skip_modules if wanted == over.load_in else ()
+    model, tokenizer = _loaded(Pretrained(base, dtype or over.dtype or _DTYPE, wanted, max_length, skipped))
+    if over.compute == "fp8" and wanted == over.load_in:
+        model = quant.compute_in_fp8(model)
+    return model, tokenizer
+
+
+def _format(load_in: str | None) -> str | None:
+    return None if load_in == "stored" else load_in
+
+
+def _loaded(pretrained: Pretrained) -> tuple[Decoder, Any]:
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
         tokenizer = pool.submit(load_tokenizer, pretrained.folder)
         return pretrained.load(), tokenizer.result()

@@ -59,6 +59,7 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
     if has_adapter(model):
         raise ValueError("quantize: this model has adapters: quantise the base, then add them")
     model = freeze(model)
+    model.qat = None  # no weight lies on that grid any more
     modules = dict(matrices(model))
     for skipped in skip_modules:
         if not any(name_matches(name, skipped) for name in modules):
@@ -127,7 +128,11 @@ def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> 
       ValueError: another format or size; no linear that the groups fit; experts, which are not rounded; DoRA or
         dropout, which a merged weight cannot have.
     """
-    spec = FakeQuant(format, group_size, model.dtype)
+    return rounded_by(model, FakeQuant(format, group_size, model.dtype))
+
+
+def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
+    """As prepare_qat, on a grid whose dtype need not be the model's."""
     for name, _ in experts(model):
         raise ValueError(
             f"qat: {name}: quantisation-aware training does not round experts; set qat=null for {model.config.family}"
@@ -141,7 +146,17 @@ def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> 
             linear.fake_quant = spec
     if qat_spec(model) is None:
         inputs = sorted({linear.sizes[1] for _, linear in linears(model)})
-        raise ValueError(f"qat: group_size = {group_size} divides no linear's input (they are {inputs}): nothing to do")
+        raise ValueError(
+            f"qat: group_size = {spec.group_size} divides no linear's input (they are {inputs}): nothing to do"
+        )
+    return model
+
+
+def unrounded(model: Decoder) -> Decoder:
+    """A new model over the same arrays that computes with its weights as they are."""
+    model = copy_structure(model)
+    for _, linear in linears(model):
+        linear.fake_quant = None
     return model
 
 
@@ -185,15 +200,45 @@ def not_quantized(model: Decoder, spec: FakeQuant) -> list[str]:
 
 
 def qat_config(model: Decoder) -> dict[str, Any] | None:
-    """What config.json says, under "qat", of weights that lie on a grid; None where they do not.
+    """What config.json says, under "qat", of weights that lie on a grid; None where they do not. dtype: of the values
+    and of their scales.
 
     There is no standard key for it: the weights are plain 16-bit ones, and `quantization_config` would make loaders
     look for packed tensors.
+
+    Raises:
+      ValueError: the model's dtype does not hold the grid.
     """
     if model.qat is None:
         return None
+    require_grid(model, "the model")
     skipped = [model.config.head_name, *not_quantized(model, model.qat)]
-    return {"format": model.qat.format, "group_size": model.qat.group_size, "modules_to_not_convert": skipped}
+    return {**dataclasses.asdict(model.qat), "modules_to_not_convert": skipped}
+
+
+def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
+    """The grid that a config.json, which `where` names, says that its weights lie on; None where it says none.
+
+    Raises:
+      ValueError: as FakeQuant.of_record.
+    """
+    record = config.get("qat")
+    if record is None:
+        return None
+    if isinstance(record, Mapping) and "dtype" not in record:  # which older versions left out: the weights' own
+        record = {**record, "dtype": config.get("dtype") or config.get("torch_dtype")}
+    return FakeQuant.of_record(f"{where}: qat", record)
+
+
+def require_grid(model: Decoder, target: str, dtype: str | None = None) -> None:
+    """Raises ValueError where weights that QAT put on a grid would leave it: what `target` names is to hold them in
+    another dtype (None: the model's)."""
+    dtype = dtype or model.dtype
+    if model.qat is not None and not model.qat.held_by(dtype):
+        raise ValueError(
+            f"{target} is in {dtype}, which does not hold weights that quantisation-aware training rounded to "
+            f"{model.qat}: take {model.qat.dtype} (dtype, --dtype, --outtype)"
+        )
 
 
 # ---- checkpoints

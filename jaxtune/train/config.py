@@ -213,11 +213,11 @@ class QatConfig:
     __pydantic_config__ = _STRICT
 
     format: Annotated[Literal["int4"], "What the weights are rounded to."] = "int4"
-    group_size: Annotated[int, "Weights of a row that share a scale: 32 or 128."] = 128
+    group_size: Annotated[int, "Weights of a row that share a scale: 32, 64 or 128."] = 128
     start: Annotated[int, "Steps to train without rounding first."] = 0
 
     def __post_init__(self) -> None:
-        require(self.group_size in (32, 128), "qat.group_size", self.group_size, "must be 32 or 128")
+        require(self.group_size in (32, 64, 128), "qat.group_size", self.group_size, "must be 32, 64 or 128")
         not_negative("qat.start", self.start)
 
 

@@ -6,12 +6,10 @@ generation here and by whoever loads what is saved.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generate import end_token_ids
+from jaxtune.models.generate import with_end_token_ids
 from jaxtune.train.data.formats import Example, RowError
 from jaxtune.train.data.templates import RowEncoder
 
@@ -34,16 +32,7 @@ def turn_end(tokenizer: Any) -> int | None:
 def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
     """The model, changed in place: its texts, and those of the folder that it is saved to, also end with what ends a
     response in the tokenizer's chat template, and with its EOS."""
-    source = model.source
-    if tokenizer is None or source is None or model.config.num_labels is not None:
+    if tokenizer is None or model.source is None or model.config.num_labels is not None:
         return model
-    ends = end_token_ids(model)
-    taught = dict.fromkeys((turn_end(tokenizer), tokenizer.eos_token_id))
-    more = [token for token in taught if token is not None and token not in ends and token < model.config.vocab_size]
-    if more:
-        config = json.loads(source.config)
-        others = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
-        settings = others if source.generation_config is None else json.loads(source.generation_config)
-        text = json.dumps(settings | {"eos_token_id": [*ends, *more]}, indent=2) + "\n"
-        model.source = dataclasses.replace(source, generation_config=text)
-    return model
+    taught = (turn_end(tokenizer), tokenizer.eos_token_id)
+    return with_end_token_ids(model, [token for token in taught if token is not None])

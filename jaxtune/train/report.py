@@ -16,7 +16,7 @@ from rich.text import Text
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
-from jaxtune.models.quant import not_quantized, parameters
+from jaxtune.models.quant import not_quantized, parameters, qat_spec
 from jaxtune.models.residual_plan import Placement
 from jaxtune.terminal import fitted, printable
 from jaxtune.train.config import TrainConfig
@@ -155,6 +155,12 @@ def precision_notes(
         skipped = not_quantized(model, qat)
         left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
         notes.append(f"QAT: weights rounded to {qat.format}, groups of {qat.group_size}, from step {start}{left}")
+    before = qat_spec(model)
+    if before is not None and before != qat:
+        notes.append(
+            f"the adapter was trained with merged weights rounded to {before}, and this run "
+            f"{'does not round them: qat' if qat is None else 'rounds them otherwise: qat'} says how it does"
+        )
     path = config.adapter and config.adapter.path
     if path and config.objective.name in ("dpo", "kto"):
         notes.append(

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 from jaxtune.files import atomic_write, fingerprints, sync, unfinished_name
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder
+from jaxtune.models.trained_over import RUN_RECORD
 from jaxtune.train.record import compare_meta
 
-PROOF = "jaxtune_run.json"
+PROOF = RUN_RECORD
 _FORMAT = 1
 
 

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtune import processes
 from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import copy_structure, has_adapter, matrices
-from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec
+from jaxtune.models.lora import has_adapter, matrices
+from jaxtune.models.quant import convert_qat, prepare_qat, qat_spec, unrounded
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.programs import Engine
@@ -38,12 +38,17 @@ class TrainedModel:
 
     def _hold(self, model: Decoder) -> None:
         self.given, config = model, self._config
-        model = copy_structure(model)
+        model = unrounded(model)  # config.qat alone says what rounds
         model.dtype = COMPUTE_DTYPES[config.precision]
         self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
         if config.qat is not None:
             model = prepare_qat(model, config.qat.format, config.qat.group_size)
         self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
+        if self.qat is not None and not self.qat.held_by(self.given.dtype):
+            raise ValueError(
+                f"qat: precision = {config.precision} rounds weights in {self.qat.dtype}, which a model loaded in "
+                f"{self.given.dtype} does not hold: load it in {self.qat.dtype} or float32"
+            )
 
     @property
     def prepared(self) -> Decoder:

@@ -48,7 +48,7 @@ def reference(weight: np.ndarray, size: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("size", [32, 64, 128])
 def test_int4_is_its_definition(size):
     weight = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
     weight[0, :size], weight[1, :size], weight[2, :size] = 0.0, abs(weight[1, :size]), -abs(weight[2, :size])
@@ -122,7 +122,9 @@ def test_the_exported_checkpoint_computes_the_same(tmp_path, kind, dtype):
     written = json.loads((tmp_path / "model" / "config.json").read_text())
     assert written["qat"]["format"] == "int4" and written["qat"]["group_size"] == 32
     assert written["qat"]["modules_to_not_convert"] == ["lm_head"] and "quantization_config" not in written
+    assert written["qat"]["dtype"] == dtype
     loaded, _ = from_pretrained(tmp_path / "model", dtype=dtype)
+    assert loaded.qat == converted.qat
     np.testing.assert_array_equal(loaded(TOKENS), logits)
     for name, linear in linears(loaded):
         groups = np.asarray(linear.weight[...], np.float32).reshape(-1, 32)
@@ -144,8 +146,8 @@ def test_what_cannot_be_prepared_converted_or_saved(tmp_path):
         prepare_qat(model_of())
     with pytest.raises(ValueError, match="format 'int3' is not supported; supported: int4"):
         prepare_qat(model_of(), "int3")
-    with pytest.raises(ValueError, match="group_size 64: int4 has groups of 32 or 128"):
-        prepare_qat(model_of(), group_size=64)
+    with pytest.raises(ValueError, match="group_size 48: int4 has groups of 32, 64 or 128"):
+        prepare_qat(model_of(), group_size=48)
     for setting in (dict(use_dora=True), dict(lora_dropout=0.1)):
         with pytest.raises(ValueError, match=f"q_proj has {next(iter(setting))}, but it is the merged weight"):
             prepare_qat(adapted_model(model_of(), r=2, **setting), group_size=32)

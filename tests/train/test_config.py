@@ -141,7 +141,7 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("optim: 3", "optim = 3 (FILE:3): expected section of keys"),
         ("qat: int3", 'qat.format = "int3" (FILE:3): expected int4'),
         ("qat: {begin: 5}", "unknown key qat.begin (FILE:3); valid keys here: format, group_size, start"),
-        ("qat: {group_size: 64}", "qat.group_size = 64: must be 32 or 128 (FILE:3)"),
+        ("qat: {group_size: 48}", "qat.group_size = 48: must be 32, 64 or 128 (FILE:3)"),
         ("steps: 4\nqat: {start: 4}", "qat.start = 4: must be below steps = 4 (FILE:4)"),
         ("qat: int4\nadapter: {use_dora: true}", "adapter.use_dora = True: qat rounds the merged weight"),
         ("qat: int4\nadapter: {lora_dropout: 0.1}", "adapter.lora_dropout = 0.1: qat rounds the merged weight"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model
@@ -20,6 +22,10 @@ from tests.train.tiny_runs import make_config
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROWS = [{"messages": [{"role": "user", "content": "Name one"}, {"role": "assistant", "content": "red"}]}] * 4
+
+
+def options_for(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(model=str(folder), dtype="float32", load_in=None)
 
 
 def test_what_a_run_taught_to_end_a_turn_ends_texts_wherever_it_goes(tmp_path):
@@ -42,7 +48,7 @@ def test_what_a_run_taught_to_end_a_turn_ends_texts_wherever_it_goes(tmp_path):
     assert written == {"eos_token_id": [eos, end], "top_p": 0.8}
     save_adapter(trained, tmp_path / "adapter", tokenizer)
     for folder in ("merged", "adapter"):
-        assert end_token_ids(common.load(str(tmp_path / folder), "float32")[0]) == [eos, end]
+        assert end_token_ids(common.load(options_for(tmp_path / folder))[0]) == [eos, end]
     tokenizer.chat_template += "{# its own #}"  # the adapter's is what it was trained with
     tokenizer.save_pretrained(tmp_path / "adapter")
     loaded, its_own = FastLanguageModel.from_pretrained(
