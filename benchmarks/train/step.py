@@ -102,7 +102,10 @@ def train_config(options) -> TrainConfig:
         mesh=MeshConfig(data=options.data, fsdp=options.fsdp),
         optim=OptimConfig(name=options.optim, offload=options.optim_offload),
         objective=OBJECTIVES[options.objective],
-        memory=MemoryConfig(plan=None if options.plan == "auto" else options.plan, budget_gb=options.budget_gb),
+        memory=MemoryConfig(
+            plan=None if options.plan == "auto" else options.plan,
+            budget_gb=options.budget_gb and options.budget_gb * 1e9 / 2**30,
+        ),
         output=tempfile.mkdtemp(),
     )
 
@@ -263,7 +266,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plan", default="keep", help="memory.plan: what becomes of residuals; auto: the planner's choice"
     )
-    parser.add_argument("--budget-gb", type=float, help="memory.budget_gb; memory.py also holds the allocator to it")
+    parser.add_argument(
+        "--budget-gb", type=float, help="of the device, in 1e9 bytes; memory.py also holds the allocator to it"
+    )
     parser.add_argument("--micro-batches", type=int, help="default: the planner's choice")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--optim-offload", action="store_true", help="optimizer states in host memory")

@@ -37,7 +37,7 @@ from jaxtune.train.data.formats import Example, RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.evaluate import asked, exact_match
 from jaxtune.train.metrics import require_packages
-from jaxtune.train.planning import choice, cost, devices
+from jaxtune.train.planning import choice, cost, devices, search
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.record import digest, is_digest_of, require_same_settings
@@ -233,14 +233,18 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
-    """Shows the plan and what the compiler says of it; returns report.memory_plan's figures."""
+    """Shows the plan that a run comes to and what the compiler says of it; returns report.memory_plan's figures."""
     planner = trainer.planner
-    for line in planner.lines():
+
+    def said(line: str) -> None:
         console.print(fitted(line, console), markup=False, highlight=False)
+
+    for line in planner.lines():
+        said(line)
+    programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, said)
     if planner.device.name != "cpu":  # whose speed is not known
         price = trainer.config.plan.dollars_per_hour
         console.print(report.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
-    programs = trainer.engine.compile(*trainer.model.first_shapes(trainer.engine))
     need = planner.compiled_bytes(programs.accumulate, programs.update)
     return report.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)
 
@@ -384,8 +388,9 @@ def show_plan(config: TrainConfig, console: Console) -> None:
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
     parts = cost.step_cost(cost.abstract_model(shape, config), config)
+    room = search.Room(budget_bytes, devices.limit(config, device))
     try:
-        forecast = choice.choose(parts, config, device, budget_bytes)
+        forecast, _ = search.next_plan(parts, config, device, room)
     except choice.PlanError as error:
         fixes = choice.fitting_settings(shape, config, device, budget_bytes)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None

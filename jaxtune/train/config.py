@@ -173,7 +173,9 @@ class MemoryConfig:
 
     __pydantic_config__ = _STRICT
 
-    budget_gb: Annotated[float | None, "Device memory for the run, in GB; default: all there is."] = None
+    budget_gb: Annotated[
+        float | None, "The run keeps to a card of this size, in GB as cards are sold; default: all there is."
+    ] = None
     plan: Annotated[
         str | None,
         "Fixed placements of residuals: keep, recompute, fp8, or gate=offload, up=recompute; null: the fastest that "

@@ -51,6 +51,14 @@ def use_program_cache() -> None:
         compilation_cache.reset_cache()  # one that a program of before has begun
 
 
+def in_use() -> ProgramCache | None:
+    """The cache that use_program_cache set up; None where programs are not kept."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None or not jax.config.jax_enable_compilation_cache:
+        return None
+    return ProgramCache(Path(folder), jax.config.jax_compilation_cache_max_size)
+
+
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 

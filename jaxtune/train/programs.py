@@ -1,6 +1,4 @@
-"""The programs of a run: how they are compiled, once for all data, and once more for a smaller plan where memory runs
-out.
-"""
+"""The programs of a run: how they are compiled, once for all data, and again for other plans until one fits."""
 
 from __future__ import annotations
 
@@ -23,8 +21,10 @@ from jaxtune.models import collectives, partition
 from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data.batches import Batch, Batches, Rows
 from jaxtune.train.flops import document_lengths
+from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.step import StepProgram, Sums, TrainState
 
@@ -113,7 +113,21 @@ class Engine:
         self._early_steps = 0 if config.qat is None else config.qat.start
         self._deterministic, self._held_out = config.deterministic, held_out
         self.use_mesh(mesh)
+        if isinstance(planner, Planner):
+            planner.remember(KnownFailures(self._facts(planner, config)))
         self.follow_plan()
+
+    def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
+        """What tells the programs of this run from others, but for the plan, the device and what compiles them."""
+        asked = config_to_dict(config)
+        program, cost = self.program, planner.cost
+        sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
+        return [
+            {name: asked[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
+            [config.deterministic, config.max_grad_norm, config.neftune_noise_alpha, config.memory.plan],
+            [program.max_documents, program.full, program.weights, program.dropout, type(program.objective).__name__],
+            [dict(self.mesh.shape), str(planner.shape), sizes],
+        ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
         """Sets the devices of the programs that are compiled from here on."""
@@ -245,32 +259,46 @@ class Engine:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
 
     def fit(
-        self, shapes: Callable[[], tuple[TrainState, Sums, Any]], first_step: int, print_line: Callable[[str], None]
+        self,
+        shapes: Callable[[], tuple[TrainState, Sums, Any]],
+        first_step: int,
+        print_line: Callable[[str], None],
+        begun: bool = False,
     ) -> Programs:
-        """Compiles the plan; where the compiler's figure is over the budget, once more for a smaller one.
+        """Compiles the plan in force; where the compiler's figure is over the budget, others until one fits.
 
-        shapes: gives those of (state, sums, frozen) under the plan in force.
+        Args:
+          shapes: gives those of (state, sums, frozen) under the plan in force. begun: the weights lie as it says, and
+            stay so.
+        Raises:
+          PlanError: the smallest plan was compiled, and is too large.
         """
-        problem = ""
-        for attempt in range(2):
-            need = None
-            try:
-                programs = self.compile(*shapes(), first_step)
-                if self.planner.budget_bytes is None:
-                    return programs
-                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
-                need = max(processes.all_of(float(need)))
-                if self.planner.fits(need):
-                    return programs
+        while True:
+            programs, need = self._compiled_and_need(shapes(), first_step)
+            if programs is not None and (need is None or self.planner.fits(need)):
+                return programs
+            problem = "compiling it ran out of memory"
+            if need is not None:
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
-            except jax.errors.JaxRuntimeError as error:
-                if not _may_plan_again(error):
-                    raise
-                problem = "compiling it ran out of memory"
-            if attempt == 0:
-                self.planner.replan(problem, need, print_line)
-                self.follow_plan()
-        raise self.planner.hopeless(problem)
+            self.planner.replan(problem, need, print_line, begun)
+            self.follow_plan()
+
+    def _compiled_and_need(self, shapes, first_step: int) -> tuple[Programs | None, float | None]:
+        """(the programs, None where memory ran out in any process; the most bytes that any process's take, None where
+        nothing limits them or that is not known)."""
+        programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
+        try:
+            programs = self.compile(*shapes, first_step)
+            if limited:
+                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            programs = None
+        needs = processes.all_of(None if programs is None else float(need))
+        if None in needs:
+            return None, None
+        return programs, max(needs) if limited else None
 
     # ---- running
 
@@ -301,33 +329,26 @@ class Engine:
     def first_step(
         self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
     ):
-        """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, once more under a
-        smaller plan, which is compiled in the context that `compiling` makes.
+        """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, again under smaller
+        plans, which are compiled in the context that `compiling` makes.
 
-        Nothing of the failed attempt is left: only the update donates the state.
+        Nothing of a failed attempt is left: only the update donates the state.
         """
-        try:
-            done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
-            return programs, jax.block_until_ready(done)
-        except jax.errors.JaxRuntimeError as error:
-            if not _may_plan_again(error):
-                raise
-        problem = "the first step ran out of memory"
-        self.planner.replan(problem, None, print_line, begun=True)
-        self.follow_plan()
-        sums = self.zero_sums(state)
-        rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
-        count = self.planner.plan.micro_batches
-        parts = [self.place(rows, part, count) for part in range(count)]
-        try:
+        while True:
+            try:
+                done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
+                return programs, jax.block_until_ready(done)
+            except jax.errors.JaxRuntimeError as error:
+                if not _may_plan_again(error):
+                    raise
+            rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
+            programs = sums = parts = None
+            self.planner.replan("the first step ran out of memory", None, print_line, begun=True)
+            self.follow_plan()
             with compiling():
-                programs = self.compile(state, sums, frozen, step)
-            done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
-            return programs, jax.block_until_ready(done)
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        raise self.planner.hopeless(problem)
+                programs = self.fit(lambda: (state, self.zero_sums(state), frozen), step, print_line, begun=True)
+            sums, count = self.zero_sums(state), self.planner.plan.micro_batches
+            parts = [self.place(rows, part, count) for part in range(count)]
 
     def evaluate(
         self,

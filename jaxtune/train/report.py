@@ -224,6 +224,10 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"
     lines.append(f"{peak}; {speed} ({device.name}: {device.note})")
+    if budget_bytes is not None and forecast.peak_bytes > budget_bytes:
+        lines.append(
+            "  it is the smallest plan, over what is left when the allocator loses as much as it may: it may fit"
+        )
     if parts.has_experts:
         lines.append(
             f"  experts are taken to run at {EXPERT_SHARE:.0%} of the speed of dense products, as measured on a H200"
@@ -260,7 +264,8 @@ def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float]
 def memory_plan(
     forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
 ) -> dict[str, float]:
-    """The report of --plan on this machine, below the plan in words: what is predicted, and what the compiler says.
+    """The report of --plan on this machine, below the plan in words: what is predicted, and what the compiler says of
+    a step that fits.
 
     Returns the figures in GB: predicted, compiled (the step's peak), and limit where there is one.
     """
@@ -269,8 +274,7 @@ def memory_plan(
     console.print(f"the compiler says {figures['compiled']:.3f} GB (compiled in {compile_seconds:.1f} s)")
     if budget_bytes is not None:
         figures["limit"] = budget_bytes / 1e9
-        fits = figures["compiled"] <= figures["limit"]
-        console.print(f"there are {figures['limit']:.1f} GB: the step " + ("fits" if fits else "does not fit"))
+        console.print(f"there are {figures['limit']:.1f} GB: the step fits")
     return figures
 
 

@@ -38,6 +38,8 @@ MODELS = {
     "Mixtral NF4": ("mistralai/Mixtral-8x7B-Instruct-v0.1", "nf4", _LORA, {}),
 }  # fmt: skip
 
+_GB = 1e9 / 2**30  # of the budgets below, which were recorded in GB of 1e9 bytes, in those of memory.budget_gb
+
 # (device, budget in GB, rows, length, settings) of each model.
 _H200 = ("H200", None, 8, 2048, {})
 CASES = {
@@ -45,7 +47,7 @@ CASES = {
         _H200, ("H200", 40, 8, 2048, {}), ("A100 80GB", None, 8, 2048, dict(micro_batches=2)),
         ("H200", None, 1, 65536, {}), ("H200", None, 8, 2048, dict(mesh=MeshConfig(data=2))),
         ("H200", None, 8, 2048, dict(memory=MemoryConfig(plan="gate=offload, up=offload"))),
-        ("H200", 24, 8, 2048, dict(micro_batches=1, memory=MemoryConfig(budget_gb=24, plan="recompute"))),
+        ("H200", 24, 8, 2048, dict(micro_batches=1, memory=MemoryConfig(budget_gb=24 * _GB, plan="recompute"))),
     ),
     "8B NF4": (
         _H200, ("H200", 24, 8, 2048, {}), ("H200", 12, 8, 2048, {}), ("RTX 4090", None, 8, 2048, {}),
@@ -98,7 +100,7 @@ def _records(model: str) -> Iterator[tuple[str, dict]]:
             rows_per_step=rows,
             steps=10,
             output="not written",
-            **(dict(memory=MemoryConfig(budget_gb=budget)) | common | settings),
+            **(dict(memory=MemoryConfig(budget_gb=budget and budget * _GB)) | common | settings),
         )
         parts = engine.cost(PUBLISHED[path], config)
         yield _text(device, budget, rows, length, settings), engine.plan_record(parts, config, device)

@@ -52,7 +52,7 @@ class Case:
 CASES = {
     "8B, bf16": Case("meta-llama/Llama-3.1-8B"),
     "8B, NF4 in 24 GB": Case(
-        "meta-llama/Llama-3.1-8B", 4, "nf4", settings=dict(memory=MemoryConfig(budget_gb=24), micro_batches=1)
+        "meta-llama/Llama-3.1-8B", 4, "nf4", settings=dict(memory=MemoryConfig(budget_gb=24e9 / 2**30), micro_batches=1)
     ),
     "8B, packed": Case("meta-llama/Llama-3.1-8B", rows=2, length=8192, documents=16),
     "8B, all trained by 8-bit AdamW": Case(

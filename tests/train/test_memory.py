@@ -31,7 +31,6 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
-from jaxtune.train.metrics import JSONL, read_metrics
 from jaxtune.train.planning import choice, devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -40,7 +39,7 @@ from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.trainer import Trainer
-from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
+from tests.train.tiny_runs import dataset, documents, lora_model, make_config, tiny_budget
 
 SHAPE = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -495,14 +494,6 @@ def test_a_plan_for_a_device_that_is_too_small(capsys):
 # ---- a run
 
 
-def tiny_budget(tmp_path, **changes):
-    """(config whose budget has no room for keeping everything in one micro-batch, model)."""
-    model, config = lora_model(layers=2), make_config(tmp_path, rows_per_step=8, steps=4, **changes)
-    parts = step_cost(model, config, LENGTH)
-    most = choose(parts, config, find_device("cpu"), None).peak_bytes
-    return dataclasses.replace(config, memory=MemoryConfig(budget_gb=0.75 * most / 1e9)), model
-
-
 def test_a_budget_is_planned_for_and_the_losses_are_those_of_the_kept_plan(tmp_path, monkeypatch, capsys):
     config, model = tiny_budget(tmp_path / "small")
     data = dataset(documents(60))
@@ -517,83 +508,6 @@ def test_a_budget_is_planned_for_and_the_losses_are_those_of_the_kept_plan(tmp_p
         [line["loss"] for line in small.history], [line["loss"] for line in kept.history], rtol=1e-5
     )
     assert "plan: " in capsys.readouterr().err
-
-
-def test_a_plan_that_the_compiler_finds_too_large_is_made_once_more(tmp_path, monkeypatch, capsys):
-    config, model = tiny_budget(tmp_path)
-    config = dataclasses.replace(config, memory=MemoryConfig(budget_gb=config.memory.budget_gb / 0.75 * 1.05))
-    trainer = Trainer(model, None, config, dataset(documents(60)))
-    first, needs = trainer.planner.plan, iter([trainer.planner.budget_bytes * 1.2, 0.0])
-    monkeypatch.setattr(trainer.planner, "compiled_bytes", lambda *programs: next(needs))
-    trainer.train()
-    assert trainer.planner.plan != first and trainer.planner.forecast.peak_bytes < trainer.planner.budget_bytes / 1.19
-    assert "the plan does not fit in" in capsys.readouterr().err
-
-
-def test_a_plan_that_the_compiler_finds_larger_by_a_rounding_is_not_compiled_again(tmp_path, monkeypatch, capsys):
-    config, model = tiny_budget(tmp_path)
-    trainer = Trainer(model, None, config, dataset(documents(60)))
-    first = trainer.planner.plan
-    monkeypatch.setattr(trainer.planner, "compiled_bytes", lambda *programs: trainer.planner.budget_bytes * 1.003)
-    trainer.train()
-    assert trainer.planner.plan == first
-    assert "planning once more" not in capsys.readouterr().err
-
-
-def test_a_plan_that_never_fits_is_explained(tmp_path, monkeypatch):
-    config, model = tiny_budget(tmp_path)
-    trainer = Trainer(model, None, config, dataset(documents(60)))
-    monkeypatch.setattr(trainer.planner, "compiled_bytes", lambda *programs: trainer.planner.budget_bytes * 1.01)
-    with pytest.raises(
-        PlanError, match="planned twice, and still the compiled step needs .* Its largest parts: .*would"
-    ):
-        trainer.train()
-
-
-class Failing:
-    """A compiled program that runs out of memory the first `times` times."""
-
-    def __init__(self, program, failures):
-        self.program, self.failures = program, failures
-
-    def __call__(self, *arguments):
-        if self.failures:
-            self.failures.pop()
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
-        return self.program(*arguments)
-
-
-def run_with_failures(tmp_path, monkeypatch, count):
-    config, model = tiny_budget(tmp_path)
-    config = dataclasses.replace(config, memory=MemoryConfig())
-    trainer = Trainer(model, None, config, dataset(documents(60)))
-    compile_, failures = trainer.engine.compile, [None] * count
-
-    def compiled(*arguments):
-        programs = compile_(*arguments)
-        return dataclasses.replace(programs, accumulate=Failing(programs.accumulate, failures))
-
-    monkeypatch.setattr(trainer.engine, "compile", compiled)
-    return trainer
-
-
-def test_out_of_memory_in_the_first_step_is_planned_once_more(tmp_path, monkeypatch, capsys):
-    plain = run_with_failures(tmp_path / "plain", monkeypatch, 0)
-    plain.train()
-    trainer = run_with_failures(tmp_path / "failing", monkeypatch, 1)
-    first = trainer.planner.plan
-    trainer.train()
-    assert trainer.planner.plan != first
-    assert "the first step ran out of memory; planning once more" in capsys.readouterr().err
-    plans = [line["plan"] for line in read_metrics(trainer.output / JSONL) if "plan" in line]
-    assert len(plans) == 2 and plans[0] != plans[1] == trainer.planner.lines()
-    np.testing.assert_allclose([h["loss"] for h in trainer.history], [h["loss"] for h in plain.history], rtol=1e-5)
-
-
-def test_out_of_memory_twice_is_explained(tmp_path, monkeypatch):
-    trainer = run_with_failures(tmp_path, monkeypatch, 2)
-    with pytest.raises(PlanError, match="planned twice, and still the first step ran out of memory; it needs"):
-        trainer.train()
 
 
 def test_a_resumed_run_keeps_its_plan(tmp_path, monkeypatch, capsys):

@@ -76,7 +76,8 @@ def on_h200(**settings):
     device = devices.find_device("NVIDIA H200")
 
     def forecast(mesh, budget_gb=None, plan=None, resident=0):
-        changed = dataclasses.replace(config, mesh=mesh, memory=MemoryConfig(budget_gb=budget_gb, plan=plan))
+        memory = MemoryConfig(budget_gb=budget_gb and budget_gb * 1e9 / 2**30, plan=plan)
+        changed = dataclasses.replace(config, mesh=mesh, memory=memory)
         budget_bytes = devices.budget(changed, device)
         return meshes.choose(step_cost(model, changed), changed, device, budget_bytes, resident=resident)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    MemoryConfig,
     ModelConfig,
     OptimConfig,
     ScheduleConfig,
@@ -23,6 +25,9 @@ from jaxtune.train.config import (
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Document, Documents
+from jaxtune.train.planning.choice import choose
+from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.devices import find_device
 
 VOCAB = 48
 LENGTH = 16
@@ -83,3 +88,11 @@ def assert_same(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
         np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+def tiny_budget(tmp_path, **changes):
+    """(config whose budget has no room for keeping everything in one micro-batch, model)."""
+    model, config = lora_model(layers=2), make_config(tmp_path, rows_per_step=8, steps=4, **changes)
+    parts = step_cost(model, config, LENGTH)
+    most = choose(parts, config, find_device("cpu"), None).peak_bytes
+    return dataclasses.replace(config, memory=MemoryConfig(budget_gb=0.75 * most / 2**30)), model

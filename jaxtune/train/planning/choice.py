@@ -21,7 +21,7 @@ from jaxtune.models.layers.segment import Residual
 from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, Placement, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
-from jaxtune.train.planning.devices import CONTEXT_BYTES, Device, with_fragments
+from jaxtune.train.planning.devices import Device, card_gb
 from jaxtune.train.planning.forecasts import (
     GAPS,
     Forecast,
@@ -101,6 +101,7 @@ def choose(
     budget_bytes: float | None,
     chunk_logits: Sequence[int] = CHUNK_LOGITS,
     resident: int = 0,
+    unlike: Sequence[StepPlan] = (),
 ) -> Forecast:
     """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast ones that with the lower peak.
 
@@ -108,7 +109,7 @@ def choose(
 
     Args:
       chunk_logits: numbers of logits at a time to choose from. resident: layers, at least, whose frozen weights are
-        whole on each device all the time: they lie so already.
+        whole on each device all the time: they lie so already. unlike: plans whose near relatives are left out.
     Raises:
       PlanError: nothing fits.
       ValueError: the host cannot hold the optimizer's states.
@@ -131,9 +132,10 @@ def choose(
             for tile in dict.fromkeys((None, _tile_tokens(parts, config))):
                 table = _best_layers(parts, _tokens(parts, micro), device, tile)
                 for held in _residents(parts, resident):
-                    pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, held)
+                    relatives = _Relatives(parts, [one for one in unlike if _run_alike(one, micro, tile)], table[0])
+                    pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, held, relatives)
                     found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
-    fitting = [one for one in found if one.peak_bytes <= budget]
+    fitting = [one for one in found if one.peak_bytes <= budget and not _related(parts, one.plan, unlike)]
     if not fitting:
         raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
     return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
@@ -182,8 +184,67 @@ def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:
     return tile if tile >= _TILE_TOKENS // 8 else None
 
 
+# Two plans for a layer are near where no more than this share of its residual bytes is placed otherwise.
+_NEAR = 0.1
+
+
+def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
+    """bool[plans]: which of these plans for one layer are near this one; placed: as in LayerPlans."""
+    sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
+    there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
+    return (placed != there) @ sizes <= _NEAR * sizes.sum()
+
+
+def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
+    return (plan.micro_batches, plan.residuals.tile_tokens) == (micro, tile)
+
+
+def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
+    """Whether a plan is a near relative of another: run alike, its first and its last layers near the other's."""
+    layers = plan.residuals.layers
+    placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
+    return any(
+        _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens)
+        and all(_near(parts, placed[[at]], other.residuals.layers[at])[0] for at in (0, -1))
+        for other in others
+    )
+
+
+class _Relatives:
+    """Mixtures of a table's plans that are near relatives of other plans, which are run alike."""
+
+    def __init__(self, parts: StepCost, others: Sequence[StepPlan], table: LayerPlans):
+        ends = [(plan.residuals.layers[0], plan.residuals.layers[-1]) for plan in others]
+        self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
+
+    def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
+        """bool[rows, plans]: of mixtures with `number` of `count` layers under the plan of the row."""
+        found = np.zeros(number.shape, bool)
+        for first, last in self._near:
+            whole = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
+            mixed = first[rows, None] & last[None, :]
+            found |= np.where((number > 0) & (number < count), mixed, whole)
+        return found
+
+
+def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
+    """What needs least by its forecast; resident: as in `choose`."""
+    try:
+        return choose(parts, config, device, 0.0, resident=resident)
+    except PlanError as error:
+        return error.smallest
+
+
 def _best_pairs(
-    parts, table, micro: int, chunks: Sequence[int], device, budget: float, tile, resident: int
+    parts,
+    table,
+    micro: int,
+    chunks: Sequence[int],
+    device,
+    budget: float,
+    tile,
+    resident: int,
+    relatives: _Relatives | None = None,
 ) -> list[Forecast]:
     """The best mixture for each number of tokens whose logits are there at a time; chunks: these, the fewest first.
 
@@ -197,7 +258,7 @@ def _best_pairs(
             if same.peak_bytes <= budget:
                 found.append(same)
                 continue
-        found.append(_best_pair(parts, table, micro, chunk, device, budget, tile, resident))
+        found.append(_best_pair(parts, table, micro, chunk, device, budget, tile, resident, relatives))
         if found[-1].peak_bytes > budget:
             break
     return found
@@ -209,10 +270,19 @@ def _tokens(parts: StepCost, micro: int) -> float:
 
 
 def _best_pair(
-    parts, table, micro: int, chunk_tokens: int, device, budget: float, tile: int | None, resident: int
+    parts,
+    table,
+    micro: int,
+    chunk_tokens: int,
+    device,
+    budget: float,
+    tile: int | None,
+    resident: int,
+    relatives: _Relatives | None = None,
 ) -> Forecast:
     """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
-    longest, and one for the rest; the smallest mixture where none fits. table: of _best_layers."""
+    longest, and one for the rest; the smallest mixture where none fits. table: of _best_layers. relatives:
+    mixtures that are left out, unless none fits."""
     count = parts.num_layers
     plans, of = table
     head = head_forecast(parts, chunk_tokens, _tokens(parts, micro), device)
@@ -247,6 +317,8 @@ def _best_pair(
         time = number * seconds[rows, None] + rest * seconds[None, :]
         allowed = number * hosted[rows, None] + rest * hosted[None, :] <= device.host_bytes
         fits = (peak <= budget) & allowed
+        if relatives is not None:
+            fits &= ~relatives.among(rows, number, count)
         found = bool(fits.any())
         order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf) if found else np.where(allowed, peak, np.inf)
         first, last = np.unravel_index(int(np.argmin(order)), order.shape)
@@ -259,7 +331,7 @@ def _best_pair(
     best = forecast(parts, StepPlan(ResidualPlan(layers, tile, resident=resident), micro, chunk_tokens), device)
     alone = best.peak_bytes - parts.shared_bytes
     if alone <= room < best.peak_bytes:  # it keeps everything; other plans share nothing, and any of them takes less
-        return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident)
+        return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)
     return best
 
 
@@ -289,14 +361,25 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """Nothing fits. smallest: the forecast that needs least; budget_bytes: what there is."""
+    """Nothing fits. smallest: the forecast that needs least; budget_bytes: what there is. compiled: it was tried, and
+    is too large: it needs need_bytes by the compiler's figure, or memory ran out (None)."""
 
-    def __init__(self, smallest: Forecast, budget_bytes: float, fixes: Sequence[str] = (), problem: str = ""):
-        self.smallest, self.budget_bytes = smallest, budget_bytes
+    def __init__(
+        self,
+        smallest: Forecast,
+        budget_bytes: float,
+        fixes: Sequence[str] = (),
+        compiled: bool = False,
+        need_bytes: float | None = None,
+    ):
+        self.smallest, self.budget_bytes, self.compiled, self.need_bytes = smallest, budget_bytes, compiled, need_bytes
         largest = sorted(smallest.parts.items(), key=lambda part: -part[1])[:3]
-        problem = problem or "no plan fits: the smallest"
-        text = f"{problem} needs {smallest.peak_bytes / 1e9:.2f} GB of {budget_bytes / 1e9:.2f} GB. "
-        text += "Its largest parts: " + "; ".join(f"{name} {value / 1e9:.2f} GB" for name, value in largest) + "."
+        text = f"no plan fits: the smallest needs {smallest.peak_bytes / 1e9:.2f} GB of {budget_bytes / 1e9:.2f} GB"
+        if compiled:
+            found = "and memory ran out" if need_bytes is None else f"and compiled it needs {need_bytes / 1e9:.2f} GB"
+            text = f"no plan fits in {budget_bytes / 1e9:.2f} GB: the smallest was predicted to need "
+            text += f"{smallest.peak_bytes / 1e9:.2f} GB, {found}"
+        text += ". Its largest parts: " + "; ".join(f"{name} {value / 1e9:.2f} GB" for name, value in largest) + "."
         if fixes:
             text += " What would fit: " + "; ".join(fixes) + "."
         super().__init__(text)
@@ -362,17 +445,8 @@ def fitting_settings(
                 continue
             found.append(text)
     if len(found) < wanted:
-        smallest = with_fragments(minimum_bytes(parts_of(config), config, device)) + CONTEXT_BYTES
-        found.append(f"a device with {smallest / 1e9:.1f} GB free")
+        found.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
     return found
-
-
-def minimum_bytes(parts: StepCost, config: TrainConfig, device: Device) -> float:
-    """The least that any plan needs."""
-    try:
-        return choose(parts, config, device, 0.0).peak_bytes
-    except PlanError as error:
-        return error.smallest.peak_bytes
 
 
 def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:

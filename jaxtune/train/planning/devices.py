@@ -22,7 +22,11 @@ from jaxtune.train.config import TrainConfig
 _GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
 _PEER_SHARE = 0.75  # of NVLink's or the host link's rate, that collectives are taken to reach
 _SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
-CONTEXT_BYTES = 0.6e9  # of the CUDA context and its libraries, outside of the allocator
+# A card's size, here and wherever a config, a recipe, a document or an error says one ("a 24 GB card",
+# memory.budget_gb=24): the GB that it is sold with are GiB, and of them the CUDA context with its libraries takes so
+# many bytes outside of the allocator. Bytes of arrays and of plans are said in GB of 1e9.
+_CARD_GB = 2.0**30
+CONTEXT_BYTES = 0.6e9
 # Of the allocator's memory that cannot be used: a share, and no less than so many bytes. A program's temporaries are
 # one block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
 _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
@@ -96,6 +100,16 @@ def devices_here(count: int) -> tuple[int, int]:
     return sum(number for name, number in processes.all_of([host, own]) if name == host), own
 
 
+def card_bytes(size_gb: float) -> float:
+    """What the allocator may give out of a card of this size."""
+    return size_gb * _CARD_GB - CONTEXT_BYTES
+
+
+def card_gb(needed: float) -> float:
+    """The size of the smallest card on which a plan of `needed` bytes fits, in tenths of a GB."""
+    return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
+
+
 def find_device(
     name: str,
     memory_bytes: float | None = None,
@@ -149,21 +163,26 @@ def find_device(
     host = sheet.host_gb if host_gb is None else host_gb
     source = "usual beside it; plan.host_gb says what yours has" if host_gb is None else "plan.host_gb"
     return Device(
-        name, sheet.memory_gib * 2**30 - CONTEXT_BYTES, *rates, host * 1e9 * _PINNED_SHARE, note, hopper,
+        name, card_bytes(sheet.memory_gib), *rates, host * 1e9 * _PINNED_SHARE, note, hopper,
         peer=peer, host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
         usual_host_bytes=sheet.host_gb * 1e9 * _PINNED_SHARE,
     )  # fmt: skip
 
 
-def budget(config: TrainConfig, device: Device) -> float | None:
-    """Bytes that a step's arrays and programs may take; None where nothing limits them."""
+def limit(config: TrainConfig, device: Device) -> float | None:
+    """Bytes that the allocator may give out to a run; None where nothing limits them."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
-        limits.append(config.memory.budget_gb * 1e9 - (0 if device.name == "cpu" else CONTEXT_BYTES))
-    if not limits:
+        size = config.memory.budget_gb
+        limits.append(size * _CARD_GB if device.name == "cpu" else card_bytes(size))
+    return min(limits, default=None)
+
+
+def budget(config: TrainConfig, device: Device) -> float | None:
+    """Of them, those that a step's arrays and programs may take."""
+    if (most := limit(config, device)) is None:
         return None
-    holes = 0.0 if device.name == "cpu" else _FRAGMENT_BYTES
-    return min(limits) - max(min(limits) * _FRAGMENTS, holes)
+    return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
 
 
 def with_fragments(needed: float) -> float:

@@ -14,17 +14,13 @@ from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
-from jaxtune.train.planning.choice import PlanError, choose, fitting_settings
+from jaxtune.train.planning.choice import PlanError, fitting_settings
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.forecasts import Forecast, forecast
+from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.search import Failed, Room, goal, next_plan
 from jaxtune.train.report import plan_lines
-
-# A step that ran out of memory needed more than was predicted; by how much nobody says.
-_MORE = 1.15
-# Of the budget, by which a compiled step may exceed it. Forecasts are up to 0.3 % low (Qwen3.5 on an H200), the budget
-# leaves four times as much to fragments, and a second compilation takes minutes.
-_EXCESS = 0.005
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -40,8 +36,8 @@ class Planner:
         somebody holds the model beside the run. optimizer: what moves the weights, if not what config.optim says.
       reference_runs: Objective.reference_runs. note: said before the plan, such as why it is on this mesh.
 
-    Attributes: device (devices.Device), budget_bytes (None: no limit), cost (StepCost), forecast (of the plan
-    in force).
+    Attributes: device (devices.Device), room (search.Room: what a step may take), cost (StepCost), forecast (of the
+    plan in force).
 
     Raises:
       PlanError: nothing fits.
@@ -66,13 +62,19 @@ class Planner:
         self.device = devices.find_device(
             "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
         )
-        self.budget_bytes = devices.budget(config, self.device)
+        self.room = Room(devices.budget(config, self.device), devices.limit(config, self.device))
         self.cost = step_cost(model, config, length, keeps_model, **self._changes)
-        self.forecast = self._choose(self.budget_bytes)
+        self._failed: list[Failed] = []
+        self._known: KnownFailures | None = None
+        self.forecast, self._smallest = self._next()
 
     @property
     def plan(self) -> StepPlan:
         return self.forecast.plan
+
+    @property
+    def budget_bytes(self) -> float | None:
+        return self.room.budget_bytes
 
     def lines(self) -> list[str]:
         """The plan in words."""
@@ -89,46 +91,63 @@ class Planner:
         stored = self._recorded(record)
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
-            self.forecast = forecast(self.cost, stored, self.device)
+            self.forecast, self._smallest = forecast(self.cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
 
+    def remember(self, known: KnownFailures) -> None:
+        """Begins where an earlier run of the same programs came to: plans that failed there are not tried again. What
+        fails from here on is told to `known`."""
+        self._known = known
+        while (failure := known.of(self.forecast, self.budget_bytes)) is not None:
+            self._failed.append(failure)
+            try:
+                self.forecast, self._smallest = self._next()
+            except PlanError:  # of what another run met, nothing is refused: all of it is tried anew
+                self._failed.clear()
+                self.forecast, self._smallest = self._next()
+                return
+
     def replan(
         self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], begun: bool = False
     ) -> None:
-        """Another plan, smaller by as much as the last one's need was underestimated (None: not known). begun: the
-        weights lie as the last plan says, and stay so."""
-        peak = self.forecast.peak_bytes
+        """Another plan, by what was learned of those that failed (search.py). need_bytes: of the plan in force, None:
+        not known. begun: the weights lie as that plan says, and stay so.
+
+        Raises:
+          PlanError: the smallest plan is what failed.
+        """
         room = "" if self.budget_bytes is None else f" in {self.budget_bytes / 1e9:.2f} GB"
-        print_line(f"the plan does not fit{room}: {problem}; planning once more")
-        smaller = peak / _MORE
-        if need_bytes is not None and self.budget_bytes is not None:
-            smaller = 0.99 * self.budget_bytes * peak / need_bytes  # another plan is as wrong to within so much
-        self.forecast = self._choose(smaller, self.plan.residuals.resident if begun else 0)
+        print_line(f"the plan does not fit{room}: {problem}; planning again")
+        self._failed.append(Failed(self.plan, self.forecast.peak_bytes, need_bytes))
+        if self._known is not None:
+            self._known.add(self._failed[-1], self.budget_bytes)
+        self.forecast, self._smallest = self._next(self.plan.residuals.resident if begun else 0)
         for line in self.lines():
             print_line(line)
 
     def fits(self, need_bytes: float) -> bool:
         """Whether a compiled step of so many bytes may run within the budget."""
-        assert self.budget_bytes is not None
-        return need_bytes <= self.budget_bytes * (1 + _EXCESS)
+        return self.room.fits(need_bytes, self._smallest)
 
-    def hopeless(self, problem: str) -> PlanError:
-        """The error of a run whose second plan did not fit either."""
-        budget = self.budget_bytes or self.forecast.peak_bytes
-        return PlanError(self.forecast, budget, self._fixes(budget / _MORE), f"planned twice, and still {problem}; it")
+    def _next(self, resident: int = 0) -> tuple[Forecast, bool]:
+        """(the plan to compile, whether it is the smallest): in a run of several processes, as the first of them says,
+        whose host and measured rates the others may not have."""
 
-    def _choose(self, budget_bytes: float | None, resident: int = 0) -> Forecast:
-        try:
-            found = choose(self.cost, self.config, self.device, budget_bytes, resident=resident)
-            if processes.count() > 1:  # whose hosts and measured rates may differ
-                plan = processes.of_first(found.plan.to_record)
-                found = forecast(self.cost, self._recorded(plan), self.device)
-            return found
-        except PlanError as error:
-            fixes = self._fixes(error.budget_bytes)
-            raise PlanError(error.smallest, error.budget_bytes, fixes) from None
+        def found() -> list[Any]:
+            try:
+                chosen, smallest = next_plan(self.cost, self.config, self.device, self.room, self._failed, resident)
+                return [chosen.plan.to_record(), smallest, None]
+            except PlanError as error:
+                return [error.smallest.plan.to_record(), True, [error.budget_bytes, error.compiled, error.need_bytes]]
+
+        record, smallest, refused = processes.of_first(found)
+        chosen = forecast(self.cost, self._recorded(record), self.device)
+        if refused is None:
+            return chosen, smallest
+        budget, *tried = refused
+        raise PlanError(chosen, budget, self._fixes(goal(budget, self._failed) or budget), *tried)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
         data = dataclasses.replace(self.config.data, length=self.cost.length)

@@ -1,0 +1,70 @@
+"""Plans that were too large, remembered between runs, so that the same command begins with the plan that fitted.
+
+They lie in the cache of compiled programs, as entries of it: a file there that is damaged or another user's is not
+believed, and the oldest go where room is short.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtune import processes
+from jaxtune.train.planning.forecasts import Forecast
+from jaxtune.train.planning.search import Failed
+from jaxtune.train.program_cache import ProgramCache, in_use
+
+
+class KnownFailures:
+    """Of the programs that `facts`, JSON-able, tell apart, compiled for this process's device by these versions.
+
+    All processes of a run know what the first one knows.
+    """
+
+    def __init__(self, facts: Any):
+        self._cache = _cache()
+        device = jax.local_devices()[0]
+        made_with = (device.device_kind, device.client.platform_version, jax.__version__, _sources())
+        text = json.dumps([facts, made_with], sort_keys=True, default=str)
+        self._key = f"plans-{hashlib.sha256(text.encode()).hexdigest()}"
+        self._found: list[dict[str, Any]] = processes.of_first(self._read)
+
+    def _read(self) -> list[dict[str, Any]]:
+        content = None if self._cache is None else self._cache.get(self._key)
+        return [] if content is None else json.loads(content)
+
+    def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
+        """What is known of a plan that is too large for this budget."""
+        plan = forecast.plan.to_record()
+        for one in self._found:
+            # One that ran out of memory says nothing of a larger budget.
+            too_large = one["need"] is not None or (one["budget"] or 0.0) >= (budget_bytes or 0.0)
+            if one["plan"] == plan and too_large:
+                failure = Failed(forecast.plan, forecast.peak_bytes, one["need"])
+                if failure.need_bytes is None or failure.need_bytes > (budget_bytes or 0.0):
+                    return failure
+        return None
+
+    def add(self, failed: Failed, budget_bytes: float | None) -> None:
+        self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
+        if self._cache is not None and processes.first():
+            self._cache.put(self._key, json.dumps(self._found).encode())
+
+
+def _cache() -> ProgramCache | None:
+    """None where programs are not kept, and on a CPU, whose plans are those of tests and of tiny runs."""
+    return None if jax.local_devices()[0].platform == "cpu" else in_use()
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the package: other code makes other programs."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
