@@ -143,6 +143,7 @@ class DecoderConfig:
 
     layers: one LayerSpec a layer. rotary: the model's rotary bases, named by LayerSpec.rotary.
     norm_offset: the norm multiplies by norm_offset + weight in fp32 (1.0 in Gemma, where weights start at 0).
+    float32_norm: the norm multiplies by its weight in fp32, too, and rounds once (OLMo 2, gpt-oss).
     centred_norm: the norm takes the mean off first: a LayerNorm without bias (Command R).
     pre_norm, post_norm: a norm before, and one on the output of, attention and MLP (Gemma has both, OLMo 2 only post).
     parallel: attention and MLP both read the layer's input, through one norm (Command R).
@@ -174,6 +175,7 @@ class DecoderConfig:
     rotary: tuple[RopeConfig, ...] = (RopeConfig(),)
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    float32_norm: bool = False
     centred_norm: bool = False
     pre_norm: bool = True
     post_norm: bool = False

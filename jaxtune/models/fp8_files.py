@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models import shards
 from jaxtune.models.digests import Digest
 from jaxtune.pallas.formats import FP8
-from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE, Block, scale_shape
+from jaxtune.pallas.formats.fp8 import LARGEST, LEAST_SCALE, MATRIX, ROW, TILE, Block, scale_shape
 
 _CODES = "F8_E4M3"
 _SCALES = {"weight_scale_inv": "fp8", "weight_scale": "compressed-tensors"}
@@ -148,15 +149,40 @@ def read_fp8(entry: FP8Entry, dtype_name: str) -> tuple[FP8, Digest]:
     """(the tensor, its leaves numpy arrays; the digest of all its parts).
 
     dtype_name: the dtype that it decodes to where nothing else is asked for.
+
+    Raises:
+      ValueError: a scale that is not positive, or makes numbers that the dtype cannot hold.
     """
     codes = [shards.read_tensor(part) for part, _ in entry.parts]
     scales = [shards.read_tensor(part) for _, part in entry.parts]
+    for (code, scale), part in zip(zip(codes, scales, strict=True), entry.parts, strict=True):
+        _check_scales(part[1], scale.astype(np.float32), code, entry.block, dtype_name)
     read = zip(entry.parts, zip(codes, scales, strict=True), strict=True)
     digest = Digest.joined(Digest.of(part.name, array) for parts, pair in read for part, array in zip(parts, pair))
     pieces = [scale.reshape(scale_shape(code.shape, entry.block)) for code, scale in zip(codes, scales, strict=True)]
     shape = (*entry.shape[:-2], *scale_shape(entry.shape, entry.block))
     leaves: list[Any] = [np.concatenate(codes).reshape(entry.shape), np.concatenate(pieces).reshape(shape)]
     return FP8(*leaves, block=entry.block, dtype_name=dtype_name), digest
+
+
+def _check_scales(
+    entry: shards.TensorEntry, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str
+) -> None:
+    """Scales that are not finite are the loader's to refuse; one of 0 is right where all of its block is 0."""
+    most = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
+    wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))
+    zeros = wrong & (scales == 0)
+    if zeros.any():
+        decoded = FP8(codes.view(np.uint8) & 0x7F, zeros.reshape(scale_shape(codes.shape, block)), block)  # type: ignore[arg-type]
+        if not (np.asarray(decoded.scales_of_numbers()) * decoded.codes).any():
+            wrong &= ~zeros
+    if wrong.any():
+        values = ", ".join(f"{value:.4g}" for value in np.unique(scales[wrong])[:4])
+        raise ValueError(
+            f"{entry.file}: {entry.name}: {wrong.sum()} of {wrong.size} scales cannot be right ({values}): in {dtype_name} "
+            f"a scale must be from {LEAST_SCALE:.4g} to {most:.4g}, or 0 of numbers that are all 0; fetch the file again"
+            f"{', or load in bfloat16' if dtype_name == 'float16' else ''}"
+        )
 
 
 def checkpoint_tensors(name: str, weight: FP8) -> dict[str, tuple]:

@@ -40,7 +40,14 @@ from jaxtune.models.model_folder import (
     weight_entries,
     write_json,
 )
-from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
+from jaxtune.models.registry import (
+    config_from_hf,
+    family,
+    is_nested,
+    text_config,
+    text_tensor_name,
+    weights_stored_in,
+)
 from jaxtune.models.tensor_entries import PACKED, listed, match
 from jaxtune.models.trained_over import TrainedOver
 from jaxtune.pallas.formats import FP8, FourBit, Stored
@@ -228,11 +235,7 @@ class Pretrained:
         self.packed = bool(packed)
         stored = {"fp8" if isinstance(entries[name], fp8_files.FP8Entry) else "nf4" for name in packed}
         self.stored_in = min(stored, default=None)
-        if load_in is not None and stored - {load_in}:
-            raise ValueError(
-                f"{folder}: load_in = {load_in!r}, but its weights are stored in {' and '.join(sorted(stored))}: leave "
-                "load_in out, or take the 16-bit original"
-            )
+        quant.check_stored(folder, weights_stored_in(hf), stored, load_in)
         # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
         encoded = quantizable - {_weight_name(name) for name in skip_modules}
         self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}

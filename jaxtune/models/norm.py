@@ -12,13 +12,14 @@ from jaxtune.models.config import DecoderConfig
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight in fp32 statistics.
 
-    With an offset (Gemma) the product is taken in fp32 before the cast; without, the cast comes first (Llama), so that
-    both round as their reference does.
+    With an offset (Gemma), and where it is asked for by `float32` (OLMo 2, gpt-oss), the product is taken in fp32 before
+    the cast; else the cast comes first (Llama), so that all round as their reference does.
     """
 
-    def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32):
+    def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32, float32: bool = False):
         self.eps = eps
         self.offset = offset
+        self.float32 = float32 or offset != 0.0
         self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -26,8 +27,9 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...]
-        if self.offset:
-            return (wide * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
+        if self.float32:
+            weight = weight.astype(jnp.float32)
+            return (wide * (self.offset + weight if self.offset else weight)).astype(x.dtype)
         return wide.astype(x.dtype) * weight.astype(x.dtype)
 
 
@@ -51,4 +53,4 @@ def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
     """A norm of `size` numbers of the kind that the decoder has."""
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
-    return RMSNorm(size, config.norm_eps, config.norm_offset, dtype)
+    return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

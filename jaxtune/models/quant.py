@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -350,6 +351,27 @@ def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int,
         return shape, np.dtype(array.dtype), lambda: np.asarray(array).reshape(shape)
 
     return {key: planned(key, array) for key, array in arrays.items()}
+
+
+def check_stored(folder: Path, said: str | None, stored: Set[str], load_in: str | None) -> None:
+    """Refuses weights that are not in the format that is asked for, or that their config.json says.
+
+    Args:
+      said: the format that config.json says. stored: those of the weights, none where all have 16 bits or more.
+    Raises:
+      ValueError: with the folder, what is said of its weights, and the fix.
+    """
+    if load_in is not None and stored - {load_in}:
+        raise ValueError(
+            f"{folder}: load_in = {load_in!r}, but its weights are stored in {' and '.join(sorted(stored))}: leave "
+            "load_in out, or take the 16-bit original"
+        )
+    if said is not None and not stored and load_in != said:
+        raise ValueError(
+            f"{folder}: config.json: quantization_config says that the weights are stored in {said}, but none is: set "
+            f"load_in = {said!r} to quantise them, or take quantization_config out of config.json to load them as they "
+            "are"
+        )
 
 
 def quantization_config(model: Decoder) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -142,6 +143,61 @@ def test_a_mistake_in_a_checkpoint_is_named(folder):
     broken = tensors[f"{name}.weight"].copy()
     broken[0, 0] = np.nan
     refused(r"values that are not finite.*up_proj", **{f"{name}.weight": broken})
+
+
+@pytest.mark.parametrize("config", [OFFICIAL, CHANNELS], ids=["tiles", "rows"])
+@pytest.mark.parametrize(
+    ("scale", "dtype", "said"),
+    [
+        (0.0, "bfloat16", "(0)"),
+        (1e-42, "bfloat16", "(1.001e-42)"),
+        (3e38, "bfloat16", "(3e+38)"),
+        (-1e-4, "bfloat16", "(-0.0001)"),
+        (200.0, "float16", "(200)"),
+    ],
+)
+def test_a_scale_that_cannot_be_right_is_named(folder, config, scale, dtype, said):
+    """Devices differ in what they make of numbers below 2^-126, and a scale near the largest number makes infinities."""
+    tensors = in_fp8(folder, config)
+    key = next(name for name in tensors if "up_proj.weight_scale" in name)
+    tensors[key].reshape(-1)[-1] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    words = f"{key}: 1 of {tensors[key].size} scales cannot be right {said}: in {dtype} a scale must be from 1.175e-38 to "
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_pretrained(folder, dtype)
+
+
+@pytest.mark.parametrize("config", [OFFICIAL, CHANNELS], ids=["tiles", "rows"])
+def test_a_scale_of_zero_is_right_where_all_numbers_are_zero(folder, tmp_path, config):
+    tensors = in_fp8(folder, config)
+    key = next(name for name in tensors if "up_proj.weight_scale" in name)
+    tensors[key].reshape(-1)[0] = 0
+    tensors["model.layers.0.mlp.up_proj.weight"][: 1 if config is CHANNELS else 128, :128] = E4M3(-0.0)
+    if config is CHANNELS:
+        tensors["model.layers.0.mlp.up_proj.weight"][0] = E4M3(0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model, tokens = from_pretrained(folder)[0], golden_tokens() % CONFIG["vocab_size"]
+    assert np.isfinite(model(tokens)).all()
+    save_pretrained(model, tmp_path / "again")
+    assert from_pretrained(tmp_path / "again")[0].base_fingerprint == model.base_fingerprint
+
+
+@pytest.mark.parametrize("said", ["nf4", "fp8"])
+def test_a_config_that_says_of_plain_weights_that_they_are_quantised(plain, folder, said):
+    """Transformers quantises such weights while it loads them; here it is asked for."""
+    four_bits = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = four_bits if said == "nf4" else OFFICIAL
+    (folder / "config.json").write_text(json.dumps(config))
+    words = f"quantization_config says that the weights are stored in {said}, but none is: set load_in = '{said}' to"
+    for load_in in {None, "nf4", "fp8"} - {said}:
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(folder, load_in=load_in)
+    model = from_pretrained(folder, load_in=said)[0]
+    assert stored_in(model) == said
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert stored_in(from_pretrained(folder)[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,23 @@ def test_bytes_are_the_definitions(shape, block, dtype):
     np.testing.assert_array_equal(np.asarray(wide).ravel(), np.array(expected, np.float32))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [ROW, TILE, MATRIX])
+@pytest.mark.parametrize("largest", [1e-35, 5e-36, 1e-36, 1.2e-38, 1e-39, 1e-45])
+def test_rows_of_tiny_numbers_are_numbers(largest, block):
+    """Their scale would be below 2^-126, which a CPU takes for zero; numbers below it are zeros on every device."""
+    row = np.float32(largest) * np.array([0.3, -1.0, 0.0, 0.5], np.float32).repeat(32)
+    array = np.tile(row, (3, 1))
+    seen = np.where(np.abs(array) < 2.0**-126, 0, array)
+    stored = FP8.encode(array, block)
+    codes, scale = fp8_product.rounded(jnp.asarray(seen), block == TILE)
+    for found, scales in ((stored.codes, stored.scales), (codes, scale)):
+        decoded = np.float32(found).astype(np.float64) * np.float64(scales).max()
+        np.testing.assert_allclose(decoded, seen, rtol=2**-4, atol=2.0**-126 * 2**-10)
+        assert np.asarray(scales).min() >= 2.0**-126
+    np.testing.assert_array_equal(np.signbit(np.float32(FP8.encode(np.full((1, 2), -0.0, np.float32)).codes)), True)
+
+
 def _block_of(place, shape, block):
     *at, r, c = place
     rows, columns = (whole if size is None else size for whole, size in zip(shape[-2:], block, strict=True))

@@ -20,6 +20,7 @@ from tiny import CONFIGS, golden_tokens
 import jaxtune
 from jaxtune.models.families.common import head_dim, tensor_name
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
+from jaxtune.models.norm import norm_of
 from jaxtune.models.registry import config_from_hf, family
 from jaxtune.models.rope import rotary_table
 from jaxtune.train.data.batches import Batch
@@ -194,6 +195,22 @@ def test_bfloat16_forward_is_close(name, both):
     their_error = np.abs(reference.logits(reference.load(folder, torch.bfloat16), tokens) - exact)
     our_error = np.abs(np.asarray(from_pretrained(folder)[0](jnp.asarray(tokens))) - exact)
     assert np.sqrt((our_error**2).mean()) <= 1.25 * np.sqrt((their_error**2).mean())
+
+
+@families
+def test_norms_round_as_transformers(name):
+    """In bf16, bit for bit: some classes round before they multiply by the weight, and others once, after it."""
+    config = config_from_hf(CONFIGS[name])
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CONFIGS[name]))
+    theirs, ours = made.model.norm.to_empty(device="cpu").bfloat16(), norm_of(config, config.hidden_size, "bfloat16")
+    weight, x = np.random.default_rng(0).standard_normal((2, 512, config.hidden_size), np.float32)
+    weight = torch.from_numpy(1 - config.norm_offset + 0.3 * weight[0]).bfloat16()
+    x = torch.from_numpy(x).bfloat16()
+    theirs.weight.data = weight
+    ours.weight.set_value(jnp.asarray(weight.float().numpy(), "bfloat16"))
+    got = jax.jit(ours.__call__)(jnp.asarray(x.float().numpy(), "bfloat16"))
+    np.testing.assert_array_equal(np.float32(got), theirs(x).detach().float().numpy())
 
 
 ROPES = {

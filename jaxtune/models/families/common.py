@@ -323,6 +323,13 @@ def gemma_features(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def olmo_features(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What OLMo 2 and 3 have in common, as fields of DecoderConfig."""
+    bias = bool(hf.get("attention_bias", False))
+    norms = {"pre_norm": False, "post_norm": True, "qk_norm": "projection", "float32_norm": True}
+    return {"qkv_bias": bias, "out_bias": bias, **norms}
+
+
 def gemma_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": round(config.attention_scale**-2),

@@ -54,6 +54,7 @@ def from_hf(hf: dict) -> DecoderConfig:
         qkv_bias=hf["attention_bias"],
         out_bias=hf["attention_bias"],
         attention_sinks=True,
+        float32_norm=True,
         moe=moe,
     )
 

@@ -11,8 +11,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-5}
 
 def from_hf(hf: dict) -> DecoderConfig:
     hf = _DEFAULTS | hf
-    bias = bool(hf.get("attention_bias", False))
-    return common.decoder_config(hf, qkv_bias=bias, out_bias=bias, pre_norm=False, post_norm=True, qk_norm="projection")
+    return common.decoder_config(hf, **common.olmo_features(hf))
 
 
 def to_hf(config: DecoderConfig) -> dict:

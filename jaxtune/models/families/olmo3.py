@@ -22,16 +22,11 @@ def from_hf(hf: dict) -> DecoderConfig:
     hf = _DEFAULTS | hf
     kinds = common.layer_kinds(hf, common.pattern_kinds(hf))
     windows = common.layer_windows(hf, kinds)
-    bias = bool(hf.get("attention_bias", False))
     return common.decoder_config(
         hf,
         layers=tuple(LayerSpec(window, _KINDS.index(kind)) for window, kind in zip(windows, kinds, strict=True)),
         rotary=tuple(_rotary(hf, kind) for kind in _KINDS),
-        qkv_bias=bias,
-        out_bias=bias,
-        pre_norm=False,
-        post_norm=True,
-        qk_norm="projection",
+        **common.olmo_features(hf),
     )
 
 

@@ -19,6 +19,7 @@ from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
 LARGEST = 448.0  # of e4m3
+LEAST_SCALE = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for zero, and would divide by it
 # (rows, columns) of a block; None: all there are.
 Block = tuple[int | None, int | None]
 ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
@@ -47,8 +48,9 @@ class FP8(Stored):
         """Quantises [..., out, in] in bfloat16, float16 or float32, on the device that it lies on; the bytes are the
         same on every one.
 
-        A block's scale is its largest magnitude over 448, in float32, and 1 for a block of zeros. Numbers that are not
-        finite make a scale that is not.
+        A block's scale is its largest magnitude over 448, in float32, at least 2^-126, and 1 for a block of zeros.
+        Numbers below 2^-126, which are zero to some devices, are zero. Numbers that are not finite make a scale that is
+        not.
 
         Raises:
           TypeError: array is none of these. ValueError: it has fewer than two axes, or no element; another block.
@@ -100,15 +102,21 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     return along[0], along[1]
 
 
+def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
+    """The scale of numbers up to `largest`, given what 448 takes to that; one that is NaN stays so."""
+    return jnp.where(largest < LEAST_SCALE, 1.0, jnp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, block: Block) -> FP8:
     wide = array.astype(jnp.float32)
+    wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
     rows, columns = (whole if size is None else size for whole, size in zip(wide.shape[-2:], block, strict=True))
     out, in_ = scale_shape(wide.shape, block)
     short = [(0, 0)] * (wide.ndim - 2) + [(0, out * rows - wide.shape[-2]), (0, in_ * columns - wide.shape[-1])]
     magnitudes = jnp.abs(jnp.pad(wide, short) if any(map(any, short)) else wide)
     largest = magnitudes.reshape(*wide.shape[:-2], out, rows, in_, columns).max((-3, -1))
-    scales = jnp.where(largest == 0, 1.0, divide(largest, jnp.full_like(largest, LARGEST)))
+    scales = scale_of(largest, divide(largest, jnp.full_like(largest, LARGEST)))
     stored = FP8(jnp.zeros(array.shape, jnp.float8_e4m3fn), scales, block, array.dtype.name)
     scaled = divide(wide, jnp.broadcast_to(stored.scales_of_numbers(), wide.shape))
     # A rounded scale may be a little low, and a number above 448 would be NaN.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.formats import FP8
-from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE
+from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
@@ -48,7 +48,7 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
         count, width = rows.shape
         wide = jnp.pad(wide, ((0, 0), (0, -width % BLOCK))).reshape(count, -1, BLOCK)
     largest = jnp.abs(wide).max(axis=-1, keepdims=True)
-    scale = jnp.where(largest == 0, 1.0, largest * jnp.float32(1 / LARGEST))  # not a division, which XLA may do as this
+    scale = scale_of(largest, largest * jnp.float32(1 / LARGEST))  # not a division, which XLA may do as this
     codes = jnp.clip(wide / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
     if blocks:
         return codes.reshape(count, -1)[:, :width], scale[..., 0]

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.pallas.formats.fp8 import LARGEST
+from jaxtune.pallas.formats.fp8 import LARGEST, scale_of
 
 _LANES = 128
 _VECTORS = (8, 4)  # 16-bit numbers that a lane reads at once
@@ -93,7 +93,7 @@ def _kernel(*refs, widths: tuple[int, ...], together: int, scaled: bool, grouped
             return wide * load(factors_ref.at[expert, pl.ds(pieces[index][2], piece)])
 
         largest = functools.reduce(jnp.maximum, (jnp.abs(number(index)) for index in range(len(pieces)))).max()
-        scale = jnp.where(largest == 0.0, 1.0, largest * (1.0 / LARGEST))
+        scale = scale_of(largest, largest * (1.0 / LARGEST))
         scale_ref[row] = scale
         for index, (_, _, place) in enumerate(pieces):
             codes_ref[row, pl.ds(place, piece)] = (number(index) / scale).astype(codes_ref.dtype)
