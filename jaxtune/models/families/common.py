@@ -73,8 +73,8 @@ def require(hf: Mapping[str, Any], key: str) -> Any:
 
 
 def activation(hf: Mapping[str, Any], key: str = "hidden_act") -> str:
-    """Our name of the activation that `key` names."""
-    name = require(hf, key)
+    """Our name of the activation that `key` names; without it, silu, as transformers has it of most classes."""
+    name = require({key: "silu", **hf}, key)
     if name not in ACTIVATIONS:
         raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -262,13 +262,18 @@ def hf_config(config: DecoderConfig, architecture: str, **features) -> dict[str,
     } | features
 
 
-def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """sliding_window and layer_types of a config."""
+def windows_to_hf(config: DecoderConfig, always: bool = False) -> dict[str, Any]:
+    """sliding_window and layer_types of a config.
+
+    always: transformers' class needs a window where no layer has one, too: it is written as long as the context, which
+      layer_windows reads as none.
+    """
     windows = {layer.window for layer in config.layers if layer.window is not None}
     if len(windows) > 1:
         raise ValueError(f"layers have different windows {sorted(windows)}: Hugging Face configs hold one")
     kinds = [FULL if layer.window is None else SLIDING for layer in config.layers]
-    return {"sliding_window": windows.pop() if windows else None, "layer_types": kinds}
+    window = config.max_position_embeddings if always else None
+    return {"sliding_window": windows.pop() if windows else window, "layer_types": kinds}
 
 
 def global_nope_layers(hf: Mapping[str, Any], kinds: Sequence[str]) -> tuple[LayerSpec, ...]:

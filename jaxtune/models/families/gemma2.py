@@ -36,5 +36,5 @@ def to_hf(config: DecoderConfig) -> dict:
         "Gemma2ForCausalLM",
         attn_logit_softcapping=config.attention_soft_cap,
         **common.gemma_to_hf(config),
-        **common.windows_to_hf(config),
+        **common.windows_to_hf(config, always=True),
     )

@@ -71,5 +71,5 @@ def to_hf(config: DecoderConfig) -> dict:
         output_router_logits=config.moe.output_router_logits,
         swiglu_limit=config.moe.swiglu_limit,
         swiglu_alpha=config.moe.swiglu_alpha,
-        **common.windows_to_hf(config),
+        **common.windows_to_hf(config, always=True),
     )

@@ -10,10 +10,23 @@ from jaxtune.models.families import common
 NORMS = common.LLAMA_NORMS
 _DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
 _ORIGINAL = "original_max_position_embeddings"
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    _ORIGINAL: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def from_hf(hf: dict) -> DecoderConfig:
     hf = _DEFAULTS | hf
+    if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+        hf = hf | {"rope_parameters": _ROPE}
     kind = common.FULL if hf["sliding_window"] is None else common.SLIDING
     windows = common.layer_windows(hf, [kind] * common.require(hf, "num_hidden_layers"))
     given = common.rope_parameters(hf)
