@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.draws import uniform
+from jaxtune.pallas.meshes import on_any_mesh
 
 
 class Embedding(nnx.Module):
@@ -59,11 +62,28 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
     return (x + largest * (2.0 * drawn - 1.0)).astype(x.dtype)
 
 
+def _on_any_mesh[Method: Callable](method: Method) -> Method:
+    """meshes.on_any_mesh of a method: what it gives is divided as the array behind `self` is, not as a weight."""
+
+    @on_any_mesh
+    def run(array, model, *arguments, **options):
+        return method(model, array, *arguments, **options)
+
+    @functools.wraps(method)
+    def called(self, array, *arguments, **options):
+        return run(array, self, *arguments, **options)
+
+    return called  # type: ignore[return-value]
+
+
 class Decoder(nnx.Module):
     """A causal language model.
 
     Every weight starts as an `nnx.Param` (trainable); adapters turn the base into `Frozen`. Weights are cast to the
     compute dtype on use, so fp32 masters of bf16 compute need nothing else.
+
+    On a mesh of several devices, of axes of any type, a model of whole weights runs as the ops do (pallas/meshes.py):
+    put the tokens' rows on it, and the weights, or set it (jax.set_mesh).
 
     Args:
       config: shape and features.
@@ -130,6 +150,7 @@ class Decoder(nnx.Module):
             tables = rotary_tables(self.config, positions, lengths)
             return PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
 
+    @_on_any_mesh
     def run(
         self,
         tokens: jax.Array,
@@ -168,6 +189,7 @@ class Decoder(nnx.Module):
         """[B, T, hidden] after the final norm, in the compute dtype: what the loss uses. Arguments as in `run`."""
         return self.run(*arguments, **options)[0]
 
+    @_on_any_mesh
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., hidden] -> float32[..., vocab], scaled and soft-capped where the family does that; or [..., 1], the
         scores, of which transformers does neither."""

@@ -173,14 +173,15 @@ def _check_scales(
     wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))
     zeros = wrong & (scales == 0)
     if zeros.any():
-        decoded = FP8(codes.view(np.uint8) & 0x7F, zeros.reshape(scale_shape(codes.shape, block)), block)  # type: ignore[arg-type]
-        if not (np.asarray(decoded.scales_of_numbers()) * decoded.codes).any():
+        sizes: Any = codes.view(np.uint8) & 0x7F  # without their signs
+        where: Any = zeros.reshape(scale_shape(codes.shape, block))
+        if not (np.asarray(FP8(sizes, where, block).scales_of_numbers()) * sizes).any():
             wrong &= ~zeros
     if wrong.any():
         values = ", ".join(f"{value:.4g}" for value in np.unique(scales[wrong])[:4])
         raise ValueError(
-            f"{entry.file}: {entry.name}: {wrong.sum()} of {wrong.size} scales cannot be right ({values}): in {dtype_name} "
-            f"a scale must be from {LEAST_SCALE:.4g} to {most:.4g}, or 0 of numbers that are all 0; fetch the file again"
+            f"{entry.file}: {entry.name}: {wrong.sum()} of {wrong.size} scales cannot be right ({values}): in "
+            f"{dtype_name} a scale must be from {LEAST_SCALE:.4g} to {most:.4g}, or 0 of numbers that are all 0; fetch the file again"
             f"{', or load in bfloat16' if dtype_name == 'float16' else ''}"
         )
 

@@ -12,8 +12,8 @@ from jaxtune.models.config import DecoderConfig
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight in fp32 statistics.
 
-    With an offset (Gemma), and where it is asked for by `float32` (OLMo 2, gpt-oss), the product is taken in fp32 before
-    the cast; else the cast comes first (Llama), so that all round as their reference does.
+    With an offset (Gemma), and where `float32` asks for it (OLMo 2, gpt-oss), the product is taken in fp32 before the
+    cast; else the cast comes first (Llama), so that all round as their reference does.
     """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32, float32: bool = False):

@@ -157,12 +157,14 @@ def test_a_mistake_in_a_checkpoint_is_named(folder):
     ],
 )
 def test_a_scale_that_cannot_be_right_is_named(folder, config, scale, dtype, said):
-    """Devices differ in what they make of numbers below 2^-126, and a scale near the largest number makes infinities."""
+    """Devices differ in what they make of numbers below 2^-126; a scale near the largest number makes infinities."""
     tensors = in_fp8(folder, config)
     key = next(name for name in tensors if "up_proj.weight_scale" in name)
     tensors[key].reshape(-1)[-1] = scale
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    words = f"{key}: 1 of {tensors[key].size} scales cannot be right {said}: in {dtype} a scale must be from 1.175e-38 to "
+    words = (
+        f"{key}: 1 of {tensors[key].size} scales cannot be right {said}: in {dtype} a scale must be from 1.175e-38 to "
+    )
     with pytest.raises(ValueError, match=re.escape(words)):
         from_pretrained(folder, dtype)
 
