@@ -181,8 +181,8 @@ def _check_scales(
         values = ", ".join(f"{value:.4g}" for value in np.unique(scales[wrong])[:4])
         raise ValueError(
             f"{entry.file}: {entry.name}: {wrong.sum()} of {wrong.size} scales cannot be right ({values}): in "
-            f"{dtype_name} a scale must be from {LEAST_SCALE:.4g} to {most:.4g}, or 0 of numbers that are all 0; fetch the file again"
-            f"{', or load in bfloat16' if dtype_name == 'float16' else ''}"
+            f"{dtype_name} a scale must be from {LEAST_SCALE:.4g} to {most:.4g}, or 0 of numbers that are "
+            f"all 0; fetch the file again{', or load in bfloat16' if dtype_name == 'float16' else ''}"
         )
 
 

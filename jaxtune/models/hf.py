@@ -40,14 +40,7 @@ from jaxtune.models.model_folder import (
     weight_entries,
     write_json,
 )
-from jaxtune.models.registry import (
-    config_from_hf,
-    family,
-    is_nested,
-    text_config,
-    text_tensor_name,
-    weights_stored_in,
-)
+from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.models.tensor_entries import PACKED, listed, match
 from jaxtune.models.trained_over import TrainedOver
 from jaxtune.pallas.formats import FP8, FourBit, Stored
@@ -235,7 +228,7 @@ class Pretrained:
         self.packed = bool(packed)
         stored = {"fp8" if isinstance(entries[name], fp8_files.FP8Entry) else "nf4" for name in packed}
         self.stored_in = min(stored, default=None)
-        quant.check_stored(folder, weights_stored_in(hf), stored, load_in)
+        quant.check_stored(folder, hf, stored, load_in)
         # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
         encoded = quantizable - {_weight_name(name) for name in skip_modules}
         self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}

@@ -24,6 +24,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.digests import Digest
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
+from jaxtune.models.registry import weights_stored_in
 from jaxtune.pallas.formats import FP4, FP8, NF4, FourBit, Stored, dense
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 
@@ -353,11 +354,11 @@ def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int,
     return {key: planned(key, array) for key, array in arrays.items()}
 
 
-def check_stored(folder: Path, said: str | None, stored: Set[str], load_in: str | None) -> None:
+def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None) -> None:
     """Refuses weights that are not in the format that is asked for, or that their config.json says.
 
     Args:
-      said: the format that config.json says. stored: those of the weights, none where all have 16 bits or more.
+      hf: config.json. stored: the formats of the weights, none where all have 16 bits or more.
     Raises:
       ValueError: with the folder, what is said of its weights, and the fix.
     """
@@ -366,6 +367,7 @@ def check_stored(folder: Path, said: str | None, stored: Set[str], load_in: str 
             f"{folder}: load_in = {load_in!r}, but its weights are stored in {' and '.join(sorted(stored))}: leave "
             "load_in out, or take the 16-bit original"
         )
+    said = weights_stored_in(hf)
     if said is not None and not stored and load_in != said:
         raise ValueError(
             f"{folder}: config.json: quantization_config says that the weights are stored in {said}, but none is: set "

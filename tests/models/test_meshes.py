@@ -1,5 +1,5 @@
-"""`model(tokens)` over a user's own mesh, whose axes XLA divides over or are Explicit (what jax.make_mesh makes), in force
-by jax.set_mesh or only in the arrays' shardings. Logits and gradients are those of one device."""
+"""`model(tokens)` over a user's own mesh, whose axes XLA divides over or are Explicit (what jax.make_mesh makes), in
+force by jax.set_mesh or only in the arrays' shardings. Logits and gradients are those of one device."""
 
 import contextlib
 
