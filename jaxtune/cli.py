@@ -123,7 +123,7 @@ def _is_user_error(error: Exception) -> bool:
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):
-        return error.filename is not None
+        return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     raised_in = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         raised_in = frame.f_code.co_filename

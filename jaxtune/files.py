@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,15 +30,18 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
       OSError: the disk is full or the folder cannot be written; what was there before is untouched.
     """
     path = Path(path)
+    data = data.encode() if isinstance(data, str) else data
     temporary = unfinished_name(path)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with open(descriptor, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            if durable:
-                os.fsync(descriptor)
-        os.replace(temporary, path)
+        with writing(path, len(data)):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+            with open(descriptor, "wb") as file:
+                hold(descriptor)
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(descriptor)
+                os.replace(temporary, path)  # while it is held: nobody takes it for one that a dead process left
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -50,19 +56,74 @@ def unfinished_name(path: str | os.PathLike) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
+@contextlib.contextmanager
+def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
+    """Has an OSError of writing, which by itself names no file, name this one and how many bytes it was to hold."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # NumPy's has words alone: how much of an array was written.
+        what = f"{error.strerror or error}, with {count_bytes:,} bytes to write"
+        raise OSError(error.errno or errno.EIO, what, os.fspath(path)) from None
+
+
+def hold(descriptor: int) -> bool:
+    """Locks what a descriptor is open on while it is open; False where another process has it.
+
+    The lock goes with its process, however that ends, which a process id in a name cannot tell. On a file system
+    without locks nothing is locked, and it is True.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def remove_left(path: Path) -> None:
+    """Removes an unfinished file or folder, unless a process that lives is writing it."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink():
+            path.unlink()
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not hold(descriptor):
+                return
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def read_plain(path: str | os.PathLike) -> bytes:
+    """The bytes of a file of a folder that others may write too: a named pipe or a device is not waited for.
+
+    Raises:
+      OSError: it is no plain file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{os.fspath(path)} is no plain file")
+        return file.read()
+
+
 _UNFINISHED = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 def remove_unfinished(folder: str | os.PathLike) -> None:
-    """Removes the unfinished files and folders that a killed process left in `folder`; the caller is its one writer."""
+    """Removes the unfinished files and folders that a killed process left in `folder`; what a living one is writing
+    there, such as an export into a run's folder, stays."""
     for left in Path(folder).glob(".*.tmp"):
-        if not _UNFINISHED.fullmatch(left.name):
-            continue
-        with contextlib.suppress(OSError):
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
+        if _UNFINISHED.fullmatch(left.name):
+            remove_left(left)
 
 
 def sync(path: str | os.PathLike) -> None:

@@ -19,6 +19,7 @@ from jaxtune.models.adapter_files import adapter_content, write_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import require_space
 from jaxtune.models.lora import experts, linears
+from jaxtune.models.model_folder import save_companions
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
@@ -26,8 +27,7 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     config, arrays, metadata = adapter_content(model)
     require_space(folder, sum(array.nbytes for array in arrays.values()) + (16 << 20))
     write_adapter(folder, config, arrays, metadata)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    save_companions(folder, (), tokenizer)
     verify(model, load_file(folder / WEIGHTS_NAME), arrays)
     return servers(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.export.gguf_tensors import HEADS, Tensor
+from jaxtune.files import writing
 
 # What weights can be kept in -> (gguf's name of it, the number of general.file_type).
 OUTTYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}
@@ -127,7 +129,7 @@ def write(
         count = int(np.prod(tensor.shape, dtype=np.int64)) // block * size
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), count, number)
     written = {}
-    try:
+    with writing(file, size_bytes(tensors, outtype)), contextlib.closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -137,8 +139,6 @@ def write(
             written[tensor.name] = Stored(
                 tensor.shape, types[tensor.name], zlib.crc32(stored.reshape(-1).view(np.uint8))
             )
-    finally:
-        writer.close()
     return written
 
 

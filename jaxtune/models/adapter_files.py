@@ -30,6 +30,7 @@ import numpy as np
 from flax import nnx
 from safetensors import safe_open
 
+from jaxtune.files import atomic_write
 from jaxtune.models import generate, partition, shards, trained_over, values
 from jaxtune.models.adapter_config import (
     CONFIG_NAME,
@@ -52,6 +53,7 @@ from jaxtune.models.lora import (
     name_matches,
     pattern_values,
 )
+from jaxtune.models.model_folder import save_companions
 from jaxtune.models.quant import rounded_by
 from jaxtune.models.registry import whole_tensor_name
 from jaxtune.models.reward import reward_model
@@ -136,8 +138,7 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
     files = adapter_content(model)
     with new_folder(path, "save_adapter") as folder:
         write_adapter(folder, *files)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        save_companions(folder, (), tokenizer)
 
 
 def write_adapter(
@@ -146,7 +147,7 @@ def write_adapter(
     """Writes the two files of an adapter into a folder; see adapter_content."""
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
 
 
 def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtune import processes
-from jaxtune.files import sync, unfinished_name
+from jaxtune.files import hold, remove_left, sync, unfinished_name
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
@@ -46,9 +45,7 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
     path = require_new(path, what)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(path)
-    temporary = unfinished_name(path)
-    temporary.mkdir()
-    held = _hold(temporary)
+    temporary, held = _make_held(path)
     try:
         yield temporary
         for entry in [*temporary.rglob("*"), temporary]:
@@ -59,30 +56,22 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        if held is not None:
-            os.close(held)
+        os.close(held)
 
 
-def _hold(folder: Path) -> int | None:
-    """A lock on a folder, as a descriptor that holds it while it is open; None where another process has it.
-
-    It goes with its process, however that ends, which a process id in a name cannot tell.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def _make_held(path: Path) -> tuple[Path, int]:
+    """A new folder beside `path`, and the descriptor that holds it."""
+    while True:
+        temporary = unfinished_name(path)
+        temporary.mkdir()
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        if hold(descriptor) and os.fstat(descriptor).st_nlink:
+            return temporary, descriptor
+        os.close(descriptor)  # somebody who removes what is left was quicker
 
 
 def _remove_left(path: Path) -> None:
     """Removes what killed processes left of `path`; not what one that lives is writing."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if not left.is_dir() or left.is_symlink():
-            continue
-        held = _hold(left)
-        if held is not None:
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(held)
+        if left.is_dir() and not left.is_symlink():
+            remove_left(left)

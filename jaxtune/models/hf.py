@@ -37,6 +37,7 @@ from jaxtune.models.model_folder import (
     read_generation_config,
     read_json,
     resolve_folder,
+    save_companions,
     weight_entries,
     write_json,
 )
@@ -490,7 +491,4 @@ def write_checkpoint(folder: Path, planned: Planned, hf: Mapping[str, Any], max_
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
     """Writes what travels with the weights, where there is any: generation_config.json, the tokenizer's files, and
     those of the processors of what is carried."""
-    for name, content in model.source.companions if model.source is not None else ():
-        (folder / name).write_bytes(content)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

@@ -7,10 +7,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtune.files import atomic_write, writing
 from jaxtune.models import shards, values
 from jaxtune.models.published import PUBLISHED
 
@@ -39,7 +40,25 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
+
+
+def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
+    """Writes files of these names and contents, and those of a tokenizer if it is not None."""
+    for name, content in files:
+        atomic_write(folder / name, content, durable=False)
+    if tokenizer is None:
+        return
+    size = len(tokenizer.backend_tokenizer.to_str()) if hasattr(tokenizer, "backend_tokenizer") else 0
+    with writing(folder / "tokenizer.json", size):
+        try:
+            tokenizer.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # of tokenizers, which writes in Rust
+            if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 # ---- finding the files

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxtune import processes
+from jaxtune.files import writing
 from jaxtune.models import partition
 from jaxtune.models.digests import Digest
 
@@ -195,7 +196,8 @@ def write_file(
         at += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    with open(file if processes.first() else os.devnull, "wb") as stream:
+    whole = 8 + len(raw) + at
+    with writing(file, whole), open(file if processes.first() else os.devnull, "wb") as stream:
         stream.write(len(raw).to_bytes(8, "little"))
         stream.write(raw)
         for name, shape, dtype in tensors:

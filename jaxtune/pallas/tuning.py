@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.files import atomic_write
+from jaxtune.files import atomic_write, read_plain
 from jaxtune.pallas import dispatch
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 def _own(path: Path) -> dict[str, Any]:
     """The entries of a user's file that were measured with this jaxlib; none of a file that is not one of ours."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_plain(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

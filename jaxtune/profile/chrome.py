@@ -75,7 +75,7 @@ def read_chrome(data: bytes, path: str) -> Trace:
     """Raises TraceError for JSON that is no trace, or a trace without device work."""
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: not whole JSON ({error}); record it again") from None
     rows = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows[:100]):

@@ -53,7 +53,7 @@ def known_ceilings(device: str) -> Ceilings | None:
     if file.is_file():
         try:
             return Ceilings(**json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged ({error}): delete it, then run `jaxtune profile ceilings`") from None
     sheet = data_sheet(device)
     if sheet is None:

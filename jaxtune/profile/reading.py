@@ -102,5 +102,5 @@ def _add_record(trace: Trace, file: Path) -> None:
         trace.peak_memory_bytes = trace.peak_memory_bytes or int(record.get("peak_memory_bytes") or 0)
         if trace.device in ("", "CPU") and record.get("device"):
             trace.device = str(record["device"])
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise TraceError(f"{file} is damaged: {error}; delete it to read the trace without it") from error

@@ -297,7 +297,7 @@ class _Delivery:
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
             own, rows = is_digest_of(numbers.pop("run"), run), numbers.pop(m.ROWS, self.rows)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             own = rows = False
         if not own:
             path.unlink()

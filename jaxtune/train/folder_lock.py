@@ -31,8 +31,9 @@ class FolderLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             while True:
-                # Never through a link: what it points to would be overwritten.
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                # Never through a link: what it points to would be overwritten; and a named pipe is not waited for.
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                descriptor = os.open(self.path, flags, 0o644)
                 self._lock(descriptor)
                 if _same_file(descriptor, self.path):
                     break

@@ -243,14 +243,17 @@ ROWS = "eval_rows"  # of an evaluation: Documents.identity of its rows
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, NaN and infinities as floats again. A torn line, of a kill, is left out, and so is
     anything else that no run writes: every line is an object with the number of a step."""
-    lines = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                line = json.loads(text)
-                if isinstance(line, dict) and type(line.get("step")) is int:
-                    lines.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in line.items()})
-    return lines
+    with open(path, "rb") as file:
+        return [line for text in file if (line := parsed(text)) is not None]
+
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """A line of a metrics.jsonl as read_metrics gives it; None of one that no run writes."""
+    with contextlib.suppress(ValueError, RecursionError):
+        line = json.loads(text.decode("utf-8", "replace"))
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in line.items()}
+    return None
 
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:

@@ -138,10 +138,12 @@ def _entry(key: str, content: bytes) -> bytes:
 
 
 def _read(path: Path) -> tuple[bytes, str | None]:
-    """The bytes of a file, and why they are not to be trusted; never through a link."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """The bytes of a file, and why they are not to be trusted; never through a link, nor waiting at a named pipe."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return b"", "it is no plain file"
         if status.st_uid != os.geteuid():
             return b"", f"it belongs to another user ({status.st_uid})"
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

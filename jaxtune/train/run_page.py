@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,12 @@ from typing import Any
 from jaxtune.train import metrics as m
 from jaxtune.train.run_folder import CONFIG, RESULTS
 
+_WHEN = ("before", "after")  # training
+# What a page shows of a line of metrics.jsonl, beside what took seconds.
+_DRAWN = {
+    "step", "steps", "loss", "eval_loss", m.ROWS, "learning_rate", "tokens_per_second", "peak_memory_bytes", "skipped",
+    "plan",
+}  # fmt: skip
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 190, 62, 24
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2126; --soft: #5b636d; --line: #dfe2e6; --page: #fbfbfa; --panel: #fff;
@@ -33,13 +41,70 @@ p { margin: 0; } .in { padding-left: 1.5em; }
 """
 
 
+class Run:
+    """What a run's folder says. Asked again, it reads only what was added since, and draws only what has changed.
+
+    Args:
+      folder: of the run. name: before the ids of the page's elements, where several runs share a page.
+    """
+
+    def __init__(self, folder: Path, name: str = ""):
+        self.folder, self.name = folder, name
+        self._lines: list[dict[str, Any]] = []
+        self._file, self._read = (0, 0), 0  # device and inode of metrics.jsonl, bytes of whole lines read
+        self._seen: Any = None
+        self._body = ""
+
+    def body(self) -> str:
+        """What the page says of the run.
+
+        Raises:
+          ValueError: a folder that holds no run.
+        """
+        path = self.folder / m.JSONL
+        if not path.is_file():
+            raise ValueError(f"{self.folder} is not a run's folder: there is no {m.JSONL} in it")
+        seen = [_state(self.folder / name) for name in (m.JSONL, RESULTS, CONFIG)]
+        if seen != self._seen:
+            self._body = _body(self.folder, self.name, self._metrics(path))
+            self._seen = seen
+        return self._body
+
+    def _metrics(self, path: Path) -> list[dict[str, Any]]:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._file or status.st_size < self._read:  # a resumed run wrote it anew
+                self._lines, self._read, self._file = [], 0, identity
+            file.seek(self._read)
+            *whole, rest = file.read().split(b"\n")
+        self._read += sum(len(text) + 1 for text in whole)
+        self._lines += _drawn(whole)
+        return [*self._lines, *_drawn([rest])]
+
+
+def _state(path: Path) -> Any:
+    """What changes when a file does."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _drawn(texts: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl with what the page shows alone: those of a long run would fill the memory."""
+    lines = [line for text in texts if (line := m.parsed(text)) is not None]
+    return [{key: line[key] for key in line if key in _DRAWN or key.endswith("_seconds")} for line in lines]
+
+
 def run_page(folder: Path) -> str:
     """The page of a run's folder.
 
     Raises:
       ValueError: a folder that holds no run.
     """
-    body = run_body(folder)
+    body = Run(folder).body()
     title = f"{folder.resolve().name} - jaxtune"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -48,15 +113,7 @@ def run_page(folder: Path) -> str:
     )
 
 
-def run_body(folder: Path, name: str = "") -> str:
-    """What the page says of the run. name: before the elements' ids, where several runs share a page.
-
-    Raises:
-      ValueError: a folder that holds no run.
-    """
-    if not (folder / m.JSONL).is_file():
-        raise ValueError(f"{folder} is not a run's folder: there is no {m.JSONL} in it")
-    lines = m.read_metrics(folder / m.JSONL)
+def _body(folder: Path, name: str, lines: Sequence[dict[str, Any]]) -> str:
     results = _json(folder / RESULTS)
     losses = [("training", _points(lines, "loss")), ("evaluation", _points(lines, "eval_loss"))]
     parts = [
@@ -87,21 +144,28 @@ def _read(path: Path) -> str:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(_read(path) or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _points(lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
     """(step, value) of the lines that have a number there."""
-    return [(line["step"], line[key] * scale) for line in lines if isinstance(line.get(key), int | float)]
+    found = ((line["step"], line.get(key)) for line in lines)
+    return [(step, float(value) * scale) for step, value in found if type(value) is float or _is_number(value)]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float holds; integers of JSON have any size."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _seconds(line: dict[str, Any]) -> float:
     """What a line adds to the wall clock of a run (monitor.py): of its steps, or of a pause and its parts."""
-    if _points([line], "step_seconds"):
-        return line["step_seconds"] * line.get("steps", 1)
-    return sum(line[key] for key in line if key.endswith("_seconds") and _points([line], key))
+    if _is_number(line.get("step_seconds")):
+        steps = line.get("steps", 1)
+        return line["step_seconds"] * steps if _is_number(steps) else 0.0
+    return sum(line[key] for key in line if key.endswith("_seconds") and _is_number(line[key]))
 
 
 def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -109,13 +173,14 @@ def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tup
     facts: list[tuple[str, str]] = []
     if lines:
         facts.append(("steps", f"{lines[-1]['step']:,}"))
-        facts.append(("time", m.duration(sum(map(_seconds, lines)))))  # without that between a kill and its resume
+        seconds = sum(map(_seconds, lines))  # without what lies between a kill and its resume
+        facts.append(("time", m.duration(seconds) if math.isfinite(seconds) else "-"))
     rows = next((line.get(m.ROWS) for line in reversed(lines) if "eval_loss" in line), None)
     alike = [line for line in lines if line.get(m.ROWS, rows) == rows]  # evaluations of other rows compare with none
     for key, name in (("loss", "training loss, first and last"), ("eval_loss", "evaluation loss, first and last")):
         if points := _points(alike, key):
             facts.append((name, f"{points[0][1]:.4f}, {points[-1][1]:.4f}"))
-    matches = [(when, results[when]["exact_match"]) for when in ("before", "after") if _scored(results, when)]
+    matches = [(when, float(results[when]["exact_match"])) for when in _WHEN if _scored(results, when)]
     if matches:
         facts.append(("exact match", ", ".join(f"{100 * score:.1f} % {when} training" for when, score in matches)))
     if speeds := [value for _, value in _points(lines, "tokens_per_second")]:
@@ -129,7 +194,7 @@ def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tup
 
 
 def _scored(results: dict[str, Any], when: str) -> bool:
-    return isinstance(results.get(when), dict) and isinstance(results[when].get("exact_match"), int | float)
+    return isinstance(results.get(when), dict) and _is_number(results[when].get("exact_match"))
 
 
 def _table(rows: Sequence[Sequence[str]], name: str, head: Sequence[str] = ()) -> str:
@@ -149,15 +214,20 @@ def _plan(lines: Sequence[dict[str, Any]], name: str) -> str:
 
 def _samples(results: dict[str, Any], name: str) -> str:
     """Held-out questions with what was expected and what the model said before and after training."""
-    before, after = (results[when].get("samples", []) if _scored(results, when) else [] for when in ("before", "after"))
+    before, after = (_asked(results[when].get("samples")) if _scored(results, when) else [] for when in _WHEN)
     if not after:
         return ""
-    said = {sample["question"]: sample["given"] for sample in before}
-    rows = [
-        (sample["question"], sample["expected"], said.get(sample["question"], "-"), sample["given"]) for sample in after
-    ]
+    said = {question: given for question, _, given in before}
+    rows = [(question, expected, said.get(question, "-"), given) for question, expected, given in after]
     head = ("question", "expected", "before training", "after training")
     return "<h2>Samples</h2>\n" + _table(rows, f"{name}samples", head)
+
+
+def _asked(samples: Any) -> list[tuple[str, str, str]]:
+    """(question, expected, given) of the samples that have them."""
+    found = [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
+    keys = ("question", "expected", "given")
+    return [tuple(str(sample[key]) for key in keys) for sample in found if all(key in sample for key in keys)]  # type: ignore[misc]
 
 
 def _number(value: float) -> str:
@@ -167,10 +237,28 @@ def _number(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.4g}"
 
 
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Of more points than a chart has columns, the first and the last, the lowest and the highest of each column: the
+    line looks the same."""
+    if len(points) <= 4 * _WIDTH:
+        return points
+    each = -(-len(points) // _WIDTH)
+    found = []
+    for start in range(0, len(points), each):
+        column = points[start : start + each]
+        few = {column[0], column[-1], min(column, key=_value), max(column, key=_value)}
+        found += sorted(few, key=column.index)
+    return found
+
+
+def _value(point: tuple[int, float]) -> float:
+    return point[1]
+
+
 def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, float]]]]) -> str:
     """Lines over the steps, through what is finite; a second series is drawn with dots, as it has few points. Empty
     without any point."""
-    series = [(label, [point for point in values if math.isfinite(point[1])]) for label, values in series]
+    series = [(label, _thinned([point for point in values if math.isfinite(point[1])])) for label, values in series]
     points = [point for _, values in series for point in values]
     if not points:
         return ""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import html
 import http.server
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtune.train import metrics as m
-from jaxtune.train.run_page import STYLE, run_body
+from jaxtune.train.run_page import STYLE, Run
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
@@ -47,6 +48,9 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
       ValueError: a port that cannot be had.
     """
 
+    pages = [Run(run, f"run{i}-") for i, run in enumerate(runs)]
+    drawing = threading.Lock()  # of each request there is a thread
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
@@ -54,7 +58,9 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
             elif self.path == "/":
                 self._answer(_PAGE)
             elif self.path == "/runs":
-                self._answer("\n".join(f"<section>{_of(run, f'run{i}-')}</section>" for i, run in enumerate(runs)))
+                with drawing:
+                    sections = [f"<section>{_of(page)}</section>" for page in pages]
+                self._answer("\n".join(sections))
             else:
                 self.send_error(404)
 
@@ -76,7 +82,11 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
         raise ValueError(f"--port {port} cannot be had ({error}): name another, or 0 for one that is free") from None
 
 
-def _of(run: Path, name: str) -> str:
-    if not (run / m.JSONL).is_file():
-        return f'<h1>{html.escape(run.name)}</h1><p class="soft">This run has not begun: there is no {m.JSONL} yet.</p>'
-    return run_body(run, name)
+def _of(page: Run) -> str:
+    begin = f"<h1>{html.escape(page.folder.name)}</h1>"
+    if not (page.folder / m.JSONL).is_file():
+        return f'{begin}<p class="soft">This run has not begun: there is no {m.JSONL} yet.</p>'
+    try:
+        return page.body()
+    except Exception as error:  # of one run, whose files may hold anything: the others are shown all the same
+        return f'{begin}<p class="soft">It cannot be shown: {html.escape(f"{type(error).__name__}: {error}")}</p>'

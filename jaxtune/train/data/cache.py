@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pydantic
 
-from jaxtune.files import unfinished_name
+from jaxtune.files import atomic_write, read_plain, unfinished_name, writing
 from jaxtune.terminal import printable
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.reading import Source
@@ -143,7 +143,8 @@ class _Store:
             array = np.ascontiguousarray(array, FIELDS[name])
             if self.streams:
                 data = array.tobytes()
-                self.streams[name].write(data)
+                with writing(self.streams[name].name, len(data)):
+                    self.streams[name].write(data)
                 self.checksums[name] = zlib.crc32(data, self.checksums[name])
             else:
                 self.parts[name].append(array)
@@ -153,10 +154,11 @@ class _Store:
         """Writes what says how to read the files; with it the folder is whole."""
         assert self.folder is not None
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
-        for stream in self.streams.values():
-            stream.close()  # here the last bytes are written, or a full disk shows
+        for name, stream in self.streams.items():
+            with writing(stream.name, sizes[name]):
+                stream.close()  # here the last bytes are written, or a full disk shows
         meta = _Meta(sizes, self.checksums, list(self.files), self.summary)
-        (self.folder / "meta.json").write_text(json.dumps(dataclasses.asdict(meta)), encoding="utf-8")
+        atomic_write(self.folder / "meta.json", json.dumps(dataclasses.asdict(meta)), durable=False)
 
     def close(self) -> None:
         """Gives the files back, whatever their state; `finish` closes them for good."""
@@ -293,7 +295,7 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
 
 def _read_meta(file: Path) -> _Meta:
     try:
-        return pydantic.TypeAdapter(_Meta).validate_json(file.read_bytes(), strict=True)
+        return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{file.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -169,12 +169,11 @@ def _file_identity(file: Path) -> str:
 
 def _file_count(file: Path) -> int:
     if file.suffix.lower() == ".parquet":
-        import pyarrow as arrow
         import pyarrow.parquet as parquet
 
         try:
             return parquet.read_metadata(file).num_rows
-        except (arrow.ArrowException, OSError):  # which reading it will tell
+        except Exception:  # which reading it will tell
             return 0
     with open(file, "rb") as stream:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
@@ -384,7 +383,6 @@ def _read_csv(file: Path) -> Iterator[Row]:
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
-    import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     weight = file.stat().st_size
@@ -393,6 +391,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         f"{file}: its {weight:,} bytes hold rows of more than {allowed:,}; a file that expands so far is not read. If "
         "its rows are truly so much alike, write them as JSONL"
     )
+    number = read = 0
     try:
         metadata = parquet.read_metadata(file)
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -401,24 +400,34 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         if sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks) > allowed:
             raise refusal
         texts = list({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
-        number = read = 0
         # As dictionaries, texts that many rows share are in memory once; each row is made by itself.
-        with parquet.ParquetFile(file, read_dictionary=texts) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                for index in range(batch.num_rows):
-                    number += 1
-                    try:
-                        row = _table_row(
-                            str(file), number, {name: batch[name][index].as_py() for name in batch.schema.names}
-                        )
-                    except (ValueError, OverflowError) as error:  # not UTF-8, or a date that Python does not know
-                        row = Row(str(file), number, None, error=f"cannot be read: {error}")
-                    read += row.size
-                    if read > allowed:
-                        raise refusal
-                    yield row
-    except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file}: not a readable Parquet file: {printable(error).strip()}") from None
+        with parquet.ParquetFile(file, read_dictionary=texts, page_checksum_verification=True) as table:
+            for index, group in enumerate(groups):
+                until = number + group.num_rows
+                # One group of rows after the other: of texts in lists, Arrow cannot join the dictionaries of two.
+                for batch in table.iter_batches(batch_size=1024, row_groups=[index]):
+                    for place in range(batch.num_rows):
+                        number += 1
+                        row = _parquet_row(file, number, batch, place)
+                        read += row.size
+                        if read > allowed:
+                            raise refusal
+                        yield row
+                if number != until:
+                    raise ValueError(f"its group {index} of rows ends {until - number} rows early")
+    except Exception as error:  # of many kinds, where a bit of the file is another
+        if error is refusal:
+            raise
+        where = f" after row {number:,}" if number else ""
+        reason = printable(error).strip() or type(error).__name__
+        raise ValueError(f"{file}: not a readable Parquet file{where}: {reason}; fetch or write it again") from None
+
+
+def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
+    try:
+        return _table_row(str(file), number, {name: batch[name][place].as_py() for name in batch.schema.names})
+    except (ValueError, OverflowError) as error:  # not UTF-8, or a date that Python does not know
+        return Row(str(file), number, None, error=f"cannot be read: {error}")
 
 
 def _read_list(values: list[Any]) -> Iterator[Row]:

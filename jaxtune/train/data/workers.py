@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import logging
 import os
 import pickle
 import queue
@@ -46,6 +47,8 @@ from jaxtune.train.data.formats import (
 from jaxtune.train.data.reading import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
+logger = logging.getLogger(__name__)
+
 ROWS_PER_CHUNK = 512
 CHARACTERS_PER_CHUNK = 8 * 2**20
 MANY_ROWS = 16_384  # from here on, processes are worth the seconds that they take to start
@@ -55,6 +58,7 @@ POLL_SECONDS = 0.2
 # A chunk that takes longer is stuck. The slowest rows seen take a second for 200,000 characters.
 PATIENCE_SECONDS = 600.0
 CHARACTERS_PER_SECOND = 10_000
+MOST_POLL_SECONDS = 2.0  # that count of a wait for one poll: while we ourselves were stopped (Ctrl-Z), nobody waited
 REASON_CHARACTERS = 500  # of what is wrong with a row; a message may quote columns of any length
 
 
@@ -190,6 +194,10 @@ class _Encoder(Protocol):
 
     def encode(self, rows: list[Row]) -> Chunk: ...
 
+    def stopped(self) -> str:
+        """Which process of it was stopped and stands still, in words; or ""."""
+        ...
+
     def close(self) -> None:
         """After the last chunk."""
         ...
@@ -233,9 +241,9 @@ def _encode(
             waiting.append((rows, concurrent.futures.Future()))
             tasks.put(waiting[-1])
             if len(waiting) > 2 * count:
-                yield _wait_for(*waiting.popleft(), poll)
+                yield _wait_for(*waiting.popleft(), workers, poll)
         while waiting:
-            yield _wait_for(*waiting.popleft(), poll)
+            yield _wait_for(*waiting.popleft(), workers, poll)
         done = True
     finally:
         with contextlib.suppress(queue.Empty):
@@ -249,15 +257,28 @@ def _encode(
             worker.join(timeout=1)  # none should still run while the interpreter shuts down
 
 
-def _wait_for(rows: list[Row], future: concurrent.futures.Future[Chunk], poll: Callable[[], None]) -> Chunk:
+def _wait_for(
+    rows: list[Row],
+    future: concurrent.futures.Future[Chunk],
+    workers: list[_Worker],
+    poll: Callable[[], None],
+) -> Chunk:
     """The result of a chunk, the next in order; `poll` is called all the while."""
     size = sum(row.size for row in rows)
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
-    until = time.monotonic() + patience
+    waited, last, told = 0.0, time.monotonic(), ""
     while not future.done():
         concurrent.futures.wait([future], POLL_SECONDS)
         poll()
-        if time.monotonic() > until and not future.done():
+        now = time.monotonic()
+        waited, last = waited + min(now - last, MOST_POLL_SECONDS), now
+        stopped = next((words for worker in workers if (words := worker.encoder.stopped())), "")
+        if stopped and stopped != told:
+            logger.warning("%s stands still, and this run waits for it: kill -CONT wakes it", stopped)
+        told = stopped or told
+        if waited > patience and not future.done():
+            if stopped:
+                raise ValueError(f"{stopped} has not gone on for {patience:,.0f} s, and has {_span(rows)} to tokenise")
             raise ValueError(
                 f"tokenising {_span(rows)} has taken more than {patience:,.0f} s for {size:,} characters: the chat "
                 "template may loop on one of these rows; look for it with data.max_rows, or set another data.template"
@@ -283,6 +304,10 @@ class _Here:
             return encode_chunk(self.encoder, rows)
         finally:
             self.thread = None
+
+    def stopped(self) -> str:
+        """Nothing: whoever asks runs."""
+        return ""
 
     def close(self) -> None:
         """Nothing: there is no process to end."""
@@ -332,6 +357,13 @@ class _Process:
         if isinstance(result, Exception):
             raise result
         return result
+
+    def stopped(self) -> str:
+        with contextlib.suppress(OSError):  # it is gone, or the system has no such folder
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][:1]
+            if state in ("T", "t"):
+                return f"process {self.process.pid}, which was stopped (SIGSTOP),"
+        return ""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
