@@ -26,7 +26,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import hf_config_of, load_base
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.model_folder import load_tokenizer
-from jaxtune.models.quant import dequantize, quantize
+from jaxtune.models.quant import compute_in_fp8, dequantize, quantize
 from jaxtune.terminal import say
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.end_tokens import with_end_tokens
@@ -257,6 +257,7 @@ class FastLanguageModel:
         dtype: Any = None,
         load_in_4bit: bool | None = None,
         load_in_16bit: bool = False,
+        load_in_fp8: bool = False,
         full_finetuning: bool = False,
         use_gradient_checkpointing: bool | str = "unsloth",
         random_state: int = 3407,
@@ -267,22 +268,18 @@ class FastLanguageModel:
         """(model, tokenizer) of a model folder, a hub name, or an adapter folder that names its base.
 
         dtype None is bfloat16; torch's dtypes are taken by name. load_in_4bit, the default, is NF4 with double
-        quantisation; full_finetuning turns it off. An adapter's folder that records what the adapter was trained over
-        gets that by default, and that dtype. Loading draws nothing, so random_state is kept for sampling only.
-        packing is what SFTConfig's is where it does not say. num_labels=1 gives a head that scores texts.
+        quantisation; full_finetuning turns it off. load_in_fp8 keeps the layers' weights in FP8, with a scale for each
+        row or as the files store them, and multiplies in FP8, forward and backward. An adapter's folder that records
+        what the adapter was trained over gets that by default, and that dtype. Loading draws nothing, so random_state
+        is kept for sampling only. packing is what SFTConfig's is where it does not say. num_labels=1 gives a head that
+        scores texts.
         """
         where = "FastLanguageModel.from_pretrained"
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
-        in_4bit = load_in_4bit is None or load_in_4bit
-        if in_4bit and load_in_16bit:
-            raise ValueError(
-                f"{where}: load_in_4bit = True, its default, and load_in_16bit = True contradict each other: pass "
-                "load_in_4bit=False for 16-bit weights"
-            )
+        load_in: str | None = _format(where, load_in_4bit, load_in_16bit, load_in_fp8, full_finetuning)
         base, adapter = base_of(model_name), None
         recorded = None if base is None else trained_over.read(Path(model_name).expanduser())
-        load_in = "nf4" if in_4bit and not full_finetuning else "stored"
-        if recorded is not None and load_in_4bit is None:
+        if recorded is not None and load_in_4bit is None and not load_in_fp8:
             load_in = None
         name = None if dtype is None else _dtype_name(where, dtype)
         if load_in_16bit and name == "float32":
@@ -290,6 +287,8 @@ class FastLanguageModel:
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         load = jaxtune.from_pretrained if base is None else load_base
         module, tokenizer = load(model_name, dtype=name, load_in=load_in, max_length=max_seq_length)
+        if load_in_fp8:
+            module = compute_in_fp8(module)
         if num_labels is not None:
             if num_labels != 1:
                 raise ValueError(f"{where}: num_labels = {num_labels!r}: it can be 1, a reward model; leave it out")
@@ -365,6 +364,27 @@ class FastLanguageModel:
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model
+
+
+def _format(where: str, in_4bit: bool | None, in_16bit: bool, in_fp8: Any, full_finetuning: bool) -> str:
+    """What jaxtune.from_pretrained's load_in is for these arguments of Unsloth's."""
+    if in_fp8:
+        if in_fp8 is not True:
+            raise ValueError(
+                f"{where}: load_in_fp8 = {in_fp8!r} is not supported. Instead: True, which makes a scale for each row; "
+                "a checkpoint that is published with scales of 128 x 128 keeps them"
+            )
+        others = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning}
+        if also := [name for name, value in others.items() if value]:
+            raise ValueError(f"{where}: load_in_fp8 = True and {also[0]} = True contradict each other: drop one")
+        return "fp8"
+    four = in_4bit is None or in_4bit
+    if four and in_16bit:
+        raise ValueError(
+            f"{where}: load_in_4bit = True, its default, and load_in_16bit = True contradict each other: pass "
+            "load_in_4bit=False for 16-bit weights"
+        )
+    return "nf4" if four and not full_finetuning else "stored"
 
 
 def _dtype_name(where: str, dtype: Any) -> str:

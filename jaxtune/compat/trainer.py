@@ -29,7 +29,7 @@ from jaxtune.compat.settings import (
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, TRAINER
-from jaxtune.models.quant import is_quantized
+from jaxtune.models.quant import computes_in_fp8, stored_in
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
     CheckpointConfig,
@@ -208,10 +208,12 @@ class SFTTrainer:
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
+        stored: Any = stored_in(self.model.module)
         return TrainConfig(
             model=ModelConfig(
                 path="in memory" if source is None else source.path,
-                load_in="nf4" if is_quantized(self.model.module) else None,
+                load_in=stored,
+                compute="fp8" if computes_in_fp8(self.model.module) else None,
             ),
             data=DataConfig(
                 train="train_dataset",
