@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import carried, expert_files, fp8_files, partition, quant, shards, trained_over
+from jaxtune.models import carried, expert_files, fp8_files, load_memory, partition, quant, shards, trained_over
 from jaxtune.models.adapter_config import base_of
 from jaxtune.models.adapter_files import load_adapter
 from jaxtune.models.config import DecoderConfig, Source
@@ -42,28 +42,17 @@ from jaxtune.models.model_folder import (
     write_json,
 )
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
-from jaxtune.models.tensor_entries import PACKED, listed, match
+from jaxtune.models.tensor_entries import PACKED, dtype_name, listed, match, weight_name
 from jaxtune.models.trained_over import TrainedOver
 from jaxtune.pallas.formats import FP8, FourBit, Stored
 
 _ROUTER = ".mlp.gate.weight"
 # Of each variable: {tensor of the file: (shape, dtype, function that gives it)}.
 Planned = dict[str, dict[str, tuple]]
-COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _DTYPE = "bfloat16"  # where nobody says one
 # Host memory of tensors on their way to the device, unless one alone is larger.
 IN_FLIGHT_BYTES = 1 << 30
 _THREADS = 8
-
-
-def _dtype_name(dtype) -> str:
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in COMPUTE_DTYPES:
-        raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(COMPUTE_DTYPES)}")
-    return name
 
 
 # ---- loading
@@ -186,7 +175,7 @@ class Pretrained:
         skip_modules: Sequence[str] = (),
     ):
         quant.check_load_in(load_in)
-        self._dtype = _dtype_name(dtype)
+        self._dtype = dtype_name(dtype)
         self.folder = folder = resolve_folder(path)
         whole = read_config(folder)
         try:
@@ -220,7 +209,7 @@ class Pretrained:
             files = getattr(family(config.family), "EXPERT_FILES", None)
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
         self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
-        quantizable = {_weight_name(name) for name in modules}
+        self._quantizable = quantizable = {weight_name(name) for name in modules}
         packed = {name for name, entry in entries.items() if isinstance(entry, PACKED)}
         self._opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
         packed -= self._opened  # a linear of transformers 4's, small, and no matrix of ours
@@ -231,15 +220,29 @@ class Pretrained:
         self.stored_in = min(stored, default=None)
         quant.check_stored(folder, hf, stored, load_in)
         # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
-        encoded = quantizable - {_weight_name(name) for name in skip_modules}
+        encoded = quantizable - {weight_name(name) for name in skip_modules}
         self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}
         # In few bits the weights leave the grid that QAT put them on.
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
+    def device_bytes(self, load_in: str | None = None) -> int:
+        """Bytes of the model on a device that has all of it; load_in: if it were loaded in that."""
+        shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
+        encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
+        return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._opened)
+
     def load(self, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
         """The model, on the default device, or as `partition.shardings` has it lie on a mesh: neither the host nor a
         device ever has the whole of one that is divided. Once `cancelled` is set, a load in another thread ends early,
-        with a CancelledError."""
+        with a CancelledError.
+
+        Raises:
+          ValueError: as in from_pretrained; weights that the default device has no room for.
+        """
+        if mesh is None:
+            how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
+            nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4")
+            load_memory.require_room(self.folder, self.device_bytes(), how, nf4)
 
         def where(name: str, tensor):
             if mesh is None:
@@ -256,10 +259,6 @@ class Pretrained:
         model.source, model.base_fingerprint, model.qat = self._source, digest.sampled.hex(), self._qat
         model.base_digest = of_base(self.config, digest.whole)
         return model
-
-
-def _weight_name(module: str) -> str:
-    return module if ".experts." in module else f"{module}.weight"
 
 
 def from_pretrained(
@@ -333,7 +332,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
         hf, where = text_config(read_config(file) if file.is_dir() else read_json(file)), os.fspath(config)
     if hf.get("quantization_config"):
         raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
-    model = Decoder(config_from_hf(hf), key, _dtype_name(dtype))
+    model = Decoder(config_from_hf(hf), key, dtype_name(dtype))
     model.source = Source(path=where, config=json.dumps(hf))
     model.base_digest = of_random(model.config, key, model.dtype)
     return model

@@ -5,12 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models import expert_files, fp8_files, quant, shards
 
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 # Tensors of a file that hold weights in few bits.
 PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry, fp8_files.FP8Entry)
+
+
+def dtype_name(dtype) -> str:
+    """The name of a dtype that models compute in.
+
+    Raises:
+      ValueError: another dtype.
+    """
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in COMPUTE_DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(COMPUTE_DTYPES)}")
+    return name
+
+
+def weight_name(module: str) -> str:
+    """The tensor of a linear, or of experts' matrices, which are tensors themselves."""
+    return module if ".experts." in module else f"{module}.weight"
 
 
 def listed(names: Iterable[str]) -> str:

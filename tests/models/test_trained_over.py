@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ from jaxtune.models.trained_over import TrainedOver
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]
-SIZES = dict(hidden_size=32, intermediate_size=64, head_dim=16, layers=(LayerSpec(),))
+SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, head_dim=16, layers=(LayerSpec(),))
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def base(tmp_path) -> Path:
     return tmp_path / "base"
 
 
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "16 bits": dict(dtype="bfloat16"),
     "float32": dict(dtype="float32"),
     "nf4": dict(dtype="bfloat16", load_in="nf4"),
@@ -87,7 +88,8 @@ def test_linears_that_were_left_alone_are_so_again(tmp_path, base):
     jaxtune.save_adapter(model, tmp_path / "adapter")
     again, _ = jaxtune.from_pretrained(tmp_path / "adapter")
     np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
-    assert trained_over.read(tmp_path / "adapter").skip_modules == tuple(
+    over = trained_over.read(tmp_path / "adapter")
+    assert over is not None and over.skip_modules == tuple(
         name for name, _ in linears(model) if name.endswith(("o_proj", "down_proj"))
     )
 
@@ -151,7 +153,8 @@ def test_a_folder_of_an_older_run_says_it_in_the_run_s_record(tmp_path, base):
     np.testing.assert_array_equal(jaxtune.from_pretrained(tmp_path / "adapter")[0](TOKENS), model(TOKENS))
     run |= {"config.precision": "bf16", "config.qat.format": "int4", "config.qat.group_size": 128}
     (tmp_path / "adapter" / "jaxtune_run.json").write_text(json.dumps({"run": run}))
-    assert trained_over.read(tmp_path / "adapter").qat == FakeQuant("int4", 128, "bfloat16")
+    over = trained_over.read(tmp_path / "adapter")
+    assert over is not None and over.qat == FakeQuant("int4", 128, "bfloat16")
 
 
 @pytest.mark.parametrize(
