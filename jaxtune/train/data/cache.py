@@ -45,6 +45,7 @@ class Summary:
     rows: read. documents: made. bad_rows: left out as bad; `offenders` names the first, as "file:line: reason".
     untrained: left out because no token of theirs is trained on; `untrained_first` names the first.
     special: rows whose messages hold special tokens or markers; `special_first` names the first, as "file:line: what".
+    left_out: rows of which the template does not write all; `left_out_first` names the first, as "file:line: what".
     responses, ended: responses found, and those that train a token which ends the turn. masked: tokens that
     data.mask_spans took out. unread: the first columns that hold something, and are not read. cut: rows that were cut
     before they were tokenised whole. tokens, trained_tokens: sums over the documents. max_token: the largest token id.
@@ -58,6 +59,8 @@ class Summary:
     untrained_first: list[str] = dataclasses.field(default_factory=list)
     special: int = 0
     special_first: list[str] = dataclasses.field(default_factory=list)
+    left_out: int = 0
+    left_out_first: list[str] = dataclasses.field(default_factory=list)
     responses: int = 0
     ended: int = 0
     masked: int = 0
@@ -77,6 +80,10 @@ class Summary:
         self.special += len(chunk.special)
         self.special_first += [
             f"{place}: {what}" for place, what in chunk.special[: OFFENDERS - len(self.special_first)]
+        ]
+        self.left_out += len(chunk.left_out)
+        self.left_out_first += [
+            f"{place}: {what}" for place, what in chunk.left_out[: OFFENDERS - len(self.left_out_first)]
         ]
         self.responses += chunk.responses
         self.ended += chunk.ended
@@ -105,6 +112,11 @@ class Summary:
             found.append(
                 f"{self.special:,} rows hold special tokens or markers in their own text, first {self.special_first[0]}"
                 "; the model reads them as control tokens, and responses were found by the template's turns alone"
+            )
+        if self.left_out:
+            found.append(
+                f"{self.left_out:,} rows hold what the chat template does not write, so that it is not trained on, "
+                f"first {self.left_out_first[0]}; set data.template to one that writes it"
             )
         if self.ended < self.responses:
             found.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")
@@ -328,6 +340,7 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
         (summary.bad_rows, summary.offenders),
         (summary.untrained, summary.untrained_first),
         (summary.special, summary.special_first),
+        (summary.left_out, summary.left_out_first),
     ):
         if len(first) != min(count, OFFENDERS):
             raise ValueError("its summary names other rows than it counts")

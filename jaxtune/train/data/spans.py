@@ -35,11 +35,6 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def has_thought(turn: Mapping[str, Any]) -> bool:
-    """Whether a message says what was thought before it."""
-    return bool(turn.get("reasoning_content") or turn.get("thinking")) or "</think>" in turn["content"]
-
-
 def refuse_left_out(turns: Sequence[Mapping[str, Any]], last_only: bool) -> None:
     """Raises RowError where one of the answers in `turns`, or the last of them, is to be trained on, and the row itself
     says that it is not to be."""

@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversations
 from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, check_unicode
 from jaxtune.train.data.markers import Markers, special_ids
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
 from jaxtune.train.data.reading import MAX_ROW_SIZE
-from jaxtune.train.data.spans import has_thought, masked_spans, refuse_left_out, special_texts, strings
+from jaxtune.train.data.spans import masked_spans, refuse_left_out, special_texts, strings
 from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 
 TRAIN_ON = ("responses", "all")
-MOST_RESPONSES = 1000  # of a conversation that is rendered anew for each of them
-
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SENTINEL = "\ue000x\ue001"  # private-use characters: in no real message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +37,8 @@ class Encoded:
 
     responses: how many responses were found. ended: how many of them train a token that ends the turn, or reach the
     cut. masked: tokens that `mask_spans` took out. special: a special token or marker that stands in the text of the
-    row's messages, or "". cut: whether the row was longer than `max_tokens`.
+    row's messages, or "". left_out: what of the conversation the template does not write, or "". cut: whether the row
+    was longer than `max_tokens`.
     """
 
     tokens: np.ndarray
@@ -50,6 +47,7 @@ class Encoded:
     ended: int
     masked: int = 0
     special: str = ""
+    left_out: str = ""
     cut: bool = False
 
 
@@ -61,6 +59,7 @@ class Rendered:
     text: str
     ranges: list[tuple[int, int]] | None
     special: str = ""
+    left_out: str = ""
     begin: int = 0
 
 
@@ -210,28 +209,29 @@ class RowEncoder:
         if self._is_raw(example) or not example.messages:
             return "", ""
         prompt = self._render(example.messages[:-1], example.tools, add_generation_prompt=True)
-        text = self._render([*example.messages[:-1], {"role": "assistant", "content": _SENTINEL}], example.tools)
-        before, found, after = text.removeprefix(prompt).partition(_SENTINEL)
+        text = self._render([*example.messages[:-1], {"role": "assistant", "content": SENTINEL}], example.tools)
+        before, found, after = text.removeprefix(prompt).partition(SENTINEL)
         return (before, after) if found and text.startswith(prompt) else ("", "")
 
     def render(self, example: Example) -> Rendered:
         """The text of an example, and where its responses are. Raises `RowError` where it has none."""
         if example.text is not None:
-            text, ranges, special, begin = example.text, [(0, len(example.text))], "", 0
+            text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
         elif self._is_raw(example):
-            text, special, begin = (example.prompt or "") + (example.completion or ""), "", 0
+            text, special, left_out, begin = (example.prompt or "") + (example.completion or ""), "", "", 0
             ranges = [(len(example.prompt or ""), len(text))]
         else:
             special = self._special_in(example)
             text, ranges = self._render_conversation(example, special)
             begin = self._end_of_prompt(example, text)
             ranges = [(low, high) for low, high in ranges if high > begin]
+            left_out = self._conversations.left_out(example.messages or [], example.tools, text)
         check_unicode(text)
         if len(text) > 2 * MAX_ROW_SIZE:
             raise RowError(
                 f"its text has {len(text):,} characters once the template is applied; divide it into several rows"
             )
-        return Rendered(text, None if self.markers is not None and not special else ranges, special, begin)
+        return Rendered(text, None if self.markers is not None and not special else ranges, special, left_out, begin)
 
     def _special_in(self, example: Example) -> str:
         """The first special token or marker that stands in the text of a conversation, or ""."""
@@ -247,12 +247,12 @@ class RowEncoder:
         if self.train_on == "all" or (self.markers is not None and not special):
             return self._render(messages, example.tools), []
         try:
-            if _GENERATION_MARK.search(self._template_text()):
-                return self._render_marked(messages, example.tools)
+            if GENERATION_MARK.search(self._template_text()):
+                return self._conversations.render_marked(messages, example.tools)
             first = max(example.asked, 1)
             if self.last_response_only:  # of those that are not trained on, nothing need be told from the template
                 first = max([first, *(i for i, turn in enumerate(messages) if turn["role"] == "assistant")])
-            return self._render_prefixes(messages, example.tools, first)
+            return self._conversations.render_prefixes(messages, example.tools, first)
         except RowError as error:
             if self.markers is None:
                 raise
@@ -294,13 +294,14 @@ class RowEncoder:
                 last = self._end_of_turn(text, tokens, first, last, high)
             spans.append((first, last))
         if is_raw:
-            ids, spans = self._with_eos(text, ids, spans)
+            ids, spans = self._with_eos(text, tokens, spans)
         if not len(ids):
             return RowError("no token")
         if rendered.ranges is None and self.markers is not None:
-            spans = self.markers.spans(ids)
             spans = [
-                (first, last) for first, last in spans if not rendered.begin or rendered.begin < tokens.ends[last - 1]
+                (first, last if last > len(tokens) else self._end_of_turn(text, tokens, first, last))
+                for first, last in self.markers.spans(ids)
+                if not rendered.begin or rendered.begin < tokens.ends[last - 1]
             ]
             spans = spans[-1 if self.last_response_only else 0 :]
         mask = np.zeros(len(ids), bool)
@@ -319,27 +320,34 @@ class RowEncoder:
         with_bos = self._one_bos(ids)
         added = len(with_bos) - len(ids)  # 1 prepended, 0, or -k doubled ones taken away
         mask = np.concatenate([np.zeros(1, bool), mask]) if added > 0 else mask[-added:]
-        return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, tokens.cut)
+        return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.cut)
 
-    def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int) -> int:
-        """The end of a response without the white space that a template writes after its end-of-turn token."""
+    def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
+        """The end of a response without the white space that a template writes after its end-of-turn token.
+
+        high: where in the text the response ends, if not with its last token."""
+        if high is None:
+            high = int(tokens.ends[last - 1])
         for index in range(last - 1, first - 1, -1):
             if int(tokens.ids[index]) in self.end_ids:
                 return index + 1 if not text[tokens.ends[index] : high].strip() else last
         return last
 
     def _with_eos(
-        self, text: str, tokens: np.ndarray, spans: list[tuple[int, int]]
+        self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Raw rows end with EOS, which is trained: a model learns to stop. One that is there is not doubled."""
+        """Raw rows end with EOS, which is trained: a model learns to stop. One that is there is not doubled; where
+        markers find the responses, nor is another token that ends a turn (Gemma's, Phi-3's), as the row is a
+        conversation that was rendered."""
         eos = self.tokenizer.eos_token
         if eos is None:
             raise SetupError("the tokenizer has no EOS token, so no row can end; set tokenizer.eos_token")
-        if text.rstrip().endswith(eos):
-            return tokens, spans
-        last = len(tokens) + 1
-        tokens = np.append(tokens, np.int32(self.tokenizer.eos_token_id))
-        return tokens, [*spans[:-1], (spans[-1][0], last)]
+        end = self._end_of_turn(text, tokens, 0, len(tokens), len(text))
+        rendered = self.markers is not None and end > 0 and int(tokens.ids[end - 1]) in self.end_ids
+        if rendered or text.rstrip().endswith(eos):
+            return tokens.ids, spans
+        ids = np.append(tokens.ids, np.int32(self.tokenizer.eos_token_id))
+        return ids, [*spans[:-1], *((first, len(ids)) for first, _ in spans[-1:])]
 
     def _one_bos(self, tokens: np.ndarray) -> np.ndarray:
         """Exactly one BOS where the tokenizer wants one or the template wrote one; else none."""
@@ -357,107 +365,17 @@ class RowEncoder:
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
-    # --- conversations to text
-
     def _template_text(self) -> str:
         if self._jinja is None:
             self._jinja = resolve_template(self.tokenizer, self.template)
         return self._jinja
 
+    @property
+    def _conversations(self) -> Conversations:
+        return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
+
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        template = self._template_text()
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # templates are programs: any error of theirs is this row's
-            raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
-
-    def _render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """Rendered once, with the ranges of the template's `{% generation %}` blocks."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered: Any = render_jinja_template(  # annotated as str, returns a pair
-                conversations=[messages],
-                tools=tools,  # type: ignore[arg-type]
-                chat_template=self._template_text(),
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-            )
-        except Exception as error:
-            raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
-        (text,), (ranges,) = rendered
-        return text, [(low, high) for low, high in ranges if low < high]
-
-    def _render_prefixes(
-        self, messages: list[dict], tools: list[dict] | None, first: int
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """For a template without marks: a response lies between the prompt that asks for it and its turn's end.
-
-        A response that opens a conversation has no prompt and is not trained on. first: the first message that may be a
-        response.
-        """
-        responses = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        if len(responses) > MOST_RESPONSES:
-            raise RowError(
-                f"{len(responses):,} responses; a template without {{% generation %}} marks is rendered anew for each, "
-                f"so a conversation may have {MOST_RESPONSES:,}; divide it"
-            )
-        text = self._render(messages, tools)
-        ranges = []
-        for index in responses:
-            prompt = self._render(messages[:index], tools, add_generation_prompt=True)
-            start = len(prompt) if text.startswith(prompt) else self._start_of_content(messages, tools, text, index)
-            turn = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
-            end = len(turn) if text.startswith(turn) else self._end_of_content(messages, tools, text, index)
-            ranges.append((start, end))
-        return text, ranges
-
-    def _start_of_content(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """Where response `index` begins in `text`, for templates that write the turns before it otherwise once later
-        ones follow, or whose prompt opens a thought that earlier turns have not (Qwen3.5's): at its content, where what
-        a prompt asks with stands before it, up to the thought. No thought that a row gives may get lost."""
-        before, asking = (self._render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
-        opening = asking.removeprefix(before)
-        at = max(self._with_content(messages, tools, index, _SENTINEL).find(_SENTINEL), 0)
-        sizes = (size for size in range(len(opening), 0, -1) if text.endswith(opening[:size], 0, at))
-        told = opening != asking and not any(map(has_thought, messages[: index + 1]))
-        shared = opening[: next(sizes, 0)] if told else ""
-        if not shared or (shared != opening and not (self._special_texts and self._special_texts.search(shared))):
-            raise RowError(
-                f"the chat template writes the turns before response {index} differently once later turns follow: it "
-                "cannot tell the responses; set data.last_response_only=true, or data.instruction_part and "
-                "data.response_part, or use a template with {% generation %} marks"
-            )
-        return at
-
-    def _with_content(self, messages: list[dict], tools: list[dict] | None, index: int, content: str) -> str:
-        return self._render([*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]], tools)
-
-    def _end_of_content(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """Where response `index` ends in `text`, for templates that write a turn otherwise while it is the last
-        one (they keep its reasoning, or end it with another token): after the first special token that follows
-        its content. Where the content lies shows when it is replaced."""
-        other = self._with_content(messages, tools, index, _SENTINEL)
-        at = other.find(_SENTINEL)
-        tail = other[at + len(_SENTINEL) :]
-        if at < 0 or not text.endswith(tail):
-            raise RowError(
-                f"the chat template changes response {index} once later turns follow, and its end cannot be found; "
-                "set data.instruction_part and data.response_part, or use a template with {% generation %} marks"
-            )
-        end = len(text) - len(tail)
-        specials = [self.tokenizer.convert_ids_to_tokens(int(token)) for token in self.end_ids]
-        following = [(text.find(special, end), special) for special in specials if special in text[end:]]
-        if not following:
-            raise RowError(f"the chat template ends response {index} with no special token")
-        at, special = min(following)
-        return at + len(special)
+        return self._conversations.render(messages, tools, add_generation_prompt)
 
 
 def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:

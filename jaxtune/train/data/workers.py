@@ -69,7 +69,8 @@ class Chunk:
     tokens: int32[total]. mask: uint8[total]. lengths, trained: int64[n]. origins: (file, line) of each document.
     problems: (place, reason) of each bad row. untrained: places of rows without a trained token.
     unread: names of columns that hold something, and are not read.
-    special: (place, what) of rows whose messages hold special tokens or markers. cut: rows cut before they were
+    special: (place, what) of rows whose messages hold special tokens or markers. left_out: (place, what) of rows of
+    which the template does not write all. cut: rows cut before they were
     tokenised whole. responses, ended, masked: counts, see `templates.Encoded`.
     """
 
@@ -84,6 +85,7 @@ class Chunk:
     responses: int
     ended: int
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     masked: int = 0
     cut: int = 0
     unread: list[str] = dataclasses.field(default_factory=list)
@@ -100,7 +102,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
     )
     documents: list[Encoded] = []
-    origins, problems, untrained, special, masked = [], [], [], [], 0
+    origins, problems, untrained, special, left_out, masked = [], [], [], [], [], 0
     for row, found in zip(rows, outcome, strict=True):
         outcomes = [found] if isinstance(found, RowError) else [next(encoded) if one else None for one in found]
         place = printable(row.place)
@@ -112,6 +114,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         masked += sum(result.masked for result in results)
         if whose := next((result.special for result in results if result.special), ""):
             special.append((place, printable(whose)))
+        if what := next((result.left_out for result in results if result.left_out), ""):
+            left_out.append((place, printable(what)))
         if not all(result.mask[1:].any() for result in results):
             untrained.append(place)
         else:
@@ -129,6 +133,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         responses=sum(d.responses for d in documents),
         ended=sum(d.ended for d in documents),
         special=special,
+        left_out=left_out,
         masked=masked,
         cut=sum(d.cut for d in documents),
         unread=list(dict.fromkeys(name for row in rows if row.value for name in unread(row.value, row.format))),

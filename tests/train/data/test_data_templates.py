@@ -164,11 +164,13 @@ def test_a_prompt_that_opens_a_thought():
     asked = Example(messages=[*CHAT[:3], *used], asked=4)
     assert trained(tokenizer, asked) == within
     assert trained(tokenizer, asked, last_response_only=True) == within[1:]
-    for thought in ({"reasoning_content": "hm"}, {"content": "<think>hm</think>I am a bot."}):  # which would get lost
-        chat = [*CHAT[:2], CHAT[2] | thought, *CHAT[3:]]
-        with pytest.raises(RowError, match=r"before response 2 differently.*set data.last_response_only=true"):
-            trained(tokenizer, Example(messages=chat))
-        assert trained(tokenizer, Example(messages=chat), last_response_only=True) == within[1:]
+    # A thought that the template leaves out is said, and the answer is trained.
+    chat = [*CHAT[:2], CHAT[2] | {"reasoning_content": "hm"}, *used]
+    assert trained(tokenizer, Example(messages=chat)) == [ANSWERS[0], *within]
+    assert encode(tokenizer, Example(messages=chat)).left_out == "reasoning_content of message 2 (assistant)"
+    kept = [*chat[:4], call | {"reasoning_content": "hm"}, *chat[5:]]
+    assert trained(tokenizer, Example(messages=kept))[1] == f"hm{within[0]}"
+    assert encode(tokenizer, Example(messages=kept[3:])).left_out == ""
 
 
 def test_a_template_that_raises_is_the_rows_problem():

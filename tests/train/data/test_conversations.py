@@ -1,0 +1,203 @@
+"""Conversations whose templates write turns otherwise once later ones follow, or leave parts of them out; and texts
+that were rendered before."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxtune.train.data import prepare
+from jaxtune.train.data.formats import Example, RowError
+from jaxtune.train.data.templates import RowEncoder
+from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
+
+END = "<|im_end|>"
+# Like Qwen3.5: a prompt opens a thought, which turns before the last question have lost, and text stands before calls.
+OPENED = (
+    "{% set asked = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > asked.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+    "{% endif %}{{ m.content | trim }}{% for call in m.tool_calls or [] %}"
+    "{{ '\n\n' if m.content else '' }}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# Like gpt-oss: channels, two ends of a turn, the name of a call told again with its result, no text beside a thought.
+CHANNELS = (
+    "{% set last = namespace(call='') %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{% if (m.content or m.thinking) and loop.revindex < 4 %}"
+    "<|im_start|>assistant|analysis|{{ m.content or m.thinking }}<|im_end|>{% endif %}"
+    "{% set last.call = m.tool_calls[0].function.name %}"
+    "<|im_start|>assistant to={{ last.call }}|{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}{% if m.thinking and loop.last %}<|im_start|>assistant|analysis|{{ m.thinking }}<|im_end|>{% endif %}"
+    "<|im_start|>assistant|final|{{ m.content }}{{ '<|eos|>' if loop.last else '<|im_end|>' }}{% endif %}"
+    "{% elif m.role == 'tool' %}<|im_start|>{{ last.call }} to=assistant|{{ m.content | tojson }}<|im_end|>"
+    "{% else %}<|im_start|>{{ m.role }}|{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text, thought=None, call=None):
+    made = {"role": "assistant", "content": text}
+    made |= {"reasoning_content": thought, "thinking": thought} if thought else {}
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": call}}}]
+    return made | ({"tool_calls": calls} if call is not None else {})
+
+
+def result(text):
+    return {"role": "tool", "content": text}
+
+
+def rounds(*thoughts):
+    """Two rounds of a tool."""
+    one, two, three, four = thoughts
+    return [
+        user("Add."), answer("", one, 1), result("2"), answer("It is 2.", two),
+        user("More."), answer("", three, 3), result("4"), answer("It is 4.", four),
+    ]  # fmt: skip
+
+
+def encode(template, messages, tools=None, **options):
+    specials = ["<|im_start|>", "<|im_end|>", "<|call|>"]
+    tokenizer = make_tokenizer(template, additional_special_tokens=specials)
+    (found,) = RowEncoder(tokenizer, **options).encode([Example(messages=messages, tools=tools)])
+    if isinstance(found, RowError):
+        raise found
+    return found, spans(tokenizer, found.tokens, found.mask)
+
+
+def test_two_rounds_of_a_tool_under_a_prompt_that_opens_a_thought():
+    plain = ['<call>add {"a": 1}', "It is 2.", '\n</think>\n\n<call>add {"a": 3}', "\n</think>\n\nIt is 4."]
+    encoded, found = encode(OPENED, rounds(None, None, None, None))
+    assert found == [f"{each}{END}" for each in plain] and encoded.left_out == ""
+    encoded, found = encode(OPENED, rounds("hm", "so", "again", "done"))
+    assert found == [f"{each}{END}" for each in (*plain[:2], f"again{plain[2]}", f"done{plain[3]}")]
+    assert encoded.left_out == "reasoning_content of message 1 (assistant), reasoning_content of message 3 (assistant)"
+
+
+def test_a_thought_within_the_text_of_an_earlier_turn():
+    chat = [user("A?"), answer("B", "hm"), user("C?"), answer("<think>so</think>D")]
+    encoded, found = encode(OPENED, chat)
+    assert found == [f"B{END}", f"\n</think>\n\n<think>so</think>D{END}"]
+    assert encoded.left_out == "reasoning_content of message 1 (assistant)"
+
+
+def test_two_rounds_of_a_tool_in_channels():
+    calls = ['assistant to=add|{"a": 1}', 'assistant to=add|{"a": 3}']
+    for thoughts in ((None, None, None, None), ("hm", "so", "again", "done")):
+        encoded, found = encode(CHANNELS, rounds(*thoughts))
+        assert len(found) == 4
+        assert found[0] == calls[0].removeprefix("assistant") + "<|call|>" and found[1] == f"|final|It is 2.{END}"
+        if thoughts[0] is None:
+            assert found[2:] == [calls[1].removeprefix("assistant") + "<|call|>", "|final|It is 4.<|eos|>"]
+            assert encoded.left_out == ""
+        else:
+            assert found[2].startswith("|analysis|again") and found[3].startswith("|analysis|done")
+            assert "message 1" in encoded.left_out and "message 7" not in encoded.left_out
+
+
+# ---- what a template does not write
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "lost"),
+    [
+        ([user("A?"), answer("B", "hm")], None, "reasoning_content of message 1 (assistant)"),
+        ([user("A?"), answer("B")], TOOLS, "tools"),
+        ([user("A?"), answer("Now:", None, 1), result("2"), answer("B")], None, "tool_calls of message 1 (assistant)"),
+        ([user("A?"), answer("<think>hm</think>B")], None, ""),  # it is written as it stands
+        ([user("hm"), answer("hm", "hm")], None, "reasoning_content of message 1 (assistant)"),
+    ],
+)
+@pytest.mark.parametrize("marked", [False, True])
+def test_what_a_template_does_not_write_is_said(messages, tools, lost, marked):
+    template = PLAIN_TEMPLATE
+    if marked:
+        body = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+        template = template.replace("{{ m.content }}<|im_end|>\n", body)
+    assert encode(template, messages, tools)[0].left_out == lost
+
+
+def test_a_message_that_a_template_drops_is_said():
+    template = PLAIN_TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    chat = [{"role": "system", "content": "Be brief."}, user("A?"), answer("B")]
+    assert encode(template, chat)[0].left_out == "content of message 0 (system)"
+    assert encode(PLAIN_TEMPLATE.replace("m.content", "m.content | upper"), chat)[0].left_out == ""
+
+
+def test_rows_are_counted_and_the_first_is_named(write, tmp_path):
+    rows = [{"messages": [user("A?"), answer("B", "hm" if number else None)]} for number in range(3)]
+    path = write("a.jsonl", rows)
+    for _ in range(2):  # tokenised, and from the cache
+        found = prepare(path, make_tokenizer(), length=64, cache_dir=tmp_path / "cache").summary
+        assert found.left_out == 2
+        (said,) = [line for line in found.warnings() if "does not write" in line]
+        assert (
+            f"2 rows hold what the chat template does not write, so that it is not trained on, first {path}:2" in said
+        )
+
+
+# ---- texts that were rendered before, with markers
+
+PARTS = dict(instruction_part="<|im_start|>user\n", response_part="<|im_start|>assistant\n")
+TEXT = f"<|im_start|>user\nA?{END}\n<|im_start|>assistant\nB{END}\n<|im_start|>user\nC?{END}\n<|im_start|>assistant\nD"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{TEXT}{END}\n", [f"B{END}", f"D{END}"]),  # ends a turn, and not with the EOS
+        (f"{TEXT}{END}", [f"B{END}", f"D{END}"]),
+        (TEXT, [f"B{END}", "D<|eos|>"]),  # ends with neither
+        (f"{TEXT}{END}<|eos|>", [f"B{END}", f"D{END}<|eos|>"]),
+        (f"<|im_start|>user\nA?{END}\n", []),  # no response
+        ("Only a text.", []),
+    ],
+)
+def test_a_text_that_ends_otherwise_than_with_the_eos(text, expected):
+    tokenizer = make_tokenizer(eos="<|eos|>")
+    (found,) = RowEncoder(tokenizer, **PARTS).encode([Example(text=text)])
+    assert spans(tokenizer, found.tokens, found.mask) == expected
+    assert (found.responses, found.ended) == (len(expected), len(expected))
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_no_such_row_vanishes(on_bad_row, write, tmp_path):
+    rows = [{"text": f"{TEXT}{END}\n"}, {"text": f"<|im_start|>user\nA?{END}\n"}, {"text": f"{TEXT}{END}\n"}]
+    tokenizer = make_tokenizer(eos="<|eos|>")
+    options = dict(length=128, cache_dir=tmp_path, on_bad_row=on_bad_row, **PARTS)
+    found = prepare(write("a.jsonl", rows), tokenizer, **options).summary
+    assert (found.rows, found.documents, found.bad_rows, found.untrained) == (3, 2, 0, 1)
+    assert found.responses == found.ended == 4
+
+
+FAMILIES = {
+    "gemma": ("<start_of_turn>", "<end_of_turn>", "user", "model"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>", "user", "model"),
+    "phi3": ("<|user|>", "<|end|>", "<|user|>", "<|assistant|>"),
+    "phi3_5": ("<|user|>", "<|end|>", "<|user|>", "<|assistant|>"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_of_gemma_and_phi(name, test_data):
+    """As a notebook renders them before it asks for responses alone."""
+    opening, end, asks, answers = FAMILIES[name]
+    specials = sorted({opening, end, "<|user|>", "<|assistant|>", "<|system|>"})
+    tokenizer = make_tokenizer(None, eos="<|eos|>", additional_special_tokens=specials)
+    tokenizer.chat_template = (test_data / "chat_templates" / f"{name}.jinja").read_text()
+    chat = [user("A?"), answer("B"), user("C?"), answer("D")]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    parts = (asks, answers) if "phi" in name else (f"{opening}{asks}\n", f"{opening}{answers}\n")
+    options = dict(zip(("instruction_part", "response_part"), parts, strict=True))
+    (found,) = RowEncoder(tokenizer, **options).encode([Example(text=text)])
+    assert not isinstance(found, RowError)
+    trained = [each.strip() for each in spans(tokenizer, found.tokens, found.mask)]
+    assert trained[0] == f"B{end}" and trained[1].startswith(f"D{end}") and len(trained) == 2
+    assert found.ended == found.responses == 2
