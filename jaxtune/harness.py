@@ -78,7 +78,7 @@ class JaxtuneLM(TemplateLM):
             raise ValueError("JaxtuneLM: tokenizer is missing: give the model's")
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"JaxtuneLM: batch_size = {batch_size!r}: must be a positive number")
-        positions = pretrained.config.max_position_embeddings
+        positions = pretrained.config.context_length
         if max_length is not None and not 1 < max_length <= positions:
             raise ValueError(f"JaxtuneLM: max_length = {max_length}: must lie between 2 and the model's {positions}")
         self.model, self.tokenizer = pretrained, tokenizer

@@ -22,10 +22,10 @@ def run(arguments: Sequence[str]) -> None:
     common.add_processes(parser)
     options = parser.parse_intermixed_args(arguments)
 
-    from jaxtune.train.config_file import load_config
+    from jaxtune.train.config_file import load_to_evaluate
 
-    config = load_config(options.recipe, options.overrides)
+    config, taken = load_to_evaluate(options.recipe, options.overrides)
     processes.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.scoring import evaluate as evaluate_config
 
-    say(json.dumps(evaluate_config(config, options.recipe, options.overrides), indent=2))
+    say(json.dumps(evaluate_config(config, options.recipe, options.overrides, taken), indent=2))

@@ -94,7 +94,7 @@ def generate(
     config = model.config
     if config.num_labels is not None:
         raise ValueError("generate: this model scores texts (a reward model) and cannot continue them")
-    rows = _checked(prompts, max_new_tokens, config.vocab_size, config.max_position_embeddings)
+    rows = _checked(prompts, max_new_tokens, config.vocab_size, config.context_length)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
     if stops and (tokenizer is None or not all(stops)):

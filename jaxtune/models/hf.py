@@ -183,11 +183,9 @@ class Pretrained:
             self.config = config = config_from_hf(hf)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
-        positions = config.max_position_embeddings
+        positions = config.context_length
         if max_length is not None and not 0 < max_length <= positions:
-            raise ValueError(
-                f"max_length {max_length} does not fit {folder}: its max_position_embeddings is {positions}"
-            )
+            raise ValueError(f"max_length {max_length} does not fit {folder}, which was made for {positions} positions")
         entries = weight_entries(folder)
         if config.num_layers > len(entries):
             raise ValueError(

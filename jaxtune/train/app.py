@@ -260,7 +260,7 @@ class _Delivery:
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
         self.numbers: dict[str, Any] = {}
         self.rows = "" if trainer.eval_data is None else trainer.eval_data.documents.identity
-        wanted, positions = self.config.evaluation, trainer.model.given.config.max_position_embeddings
+        wanted, positions = self.config.evaluation, trainer.model.given.config.context_length
         if wanted.exact_match_rows:  # what cannot be asked is said before training
             rows = answered(self.config, wanted.exact_match_rows)
             asked(trainer.tokenizer, rows, wanted.max_new_tokens, self.config.data.template, positions)

@@ -138,6 +138,21 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
     return config_from_dict(values, origins)
 
 
+def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, int]:
+    """(as load_config, rows that the recipe takes out of data.train although the config does not): an override that
+    names held-out rows, data.eval, stands in place of the recipe's data.eval_rows."""
+    keys = {override.split("=")[0].strip() for override in overrides}
+    if "data.eval" in keys and "data.eval_rows" not in keys:
+        try:
+            others = [override for override in overrides if override.split("=")[0].strip() != "data.eval"]
+            taken = load_config(recipe, others).data.eval_rows
+        except ConfigError:  # which the whole of it may mend, or shows too
+            taken = 0
+        if taken:
+            return load_config(recipe, [*overrides, "data.eval_rows=0"]), taken
+    return load_config(recipe, overrides), 0
+
+
 def _find_recipe(recipe: str) -> Path:
     recipes = packaged_recipes()
     if recipe in recipes:

@@ -44,7 +44,7 @@ def exact_match(
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
     prompts, questions, expected, marks, closing = asked(
-        tokenizer, rows, max_new_tokens, template, model.config.max_position_embeddings
+        tokenizer, rows, max_new_tokens, template, model.config.context_length
     )
     encoder = RowEncoder(tokenizer)
     within = {token for mark in set(marks) for token in _tokens(tokenizer, mark)}

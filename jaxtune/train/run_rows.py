@@ -13,13 +13,21 @@ from jaxtune.train.record import require_same_rows
 
 
 def prepared_rows(
-    objective: Objective, tokenizer: Any, data: DataConfig, model: DecoderConfig, train_rows: Any, eval_rows: Any
+    objective: Objective,
+    tokenizer: Any,
+    data: DataConfig,
+    model: DecoderConfig,
+    train_rows: Any,
+    eval_rows: Any,
+    apart: bool = False,
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """(rows to train on, held-out rows or None), tokenised as the objective reads them; by one process on each host
     first, whose cache the others find.
 
     Args:
       train_rows, eval_rows: as Trainer's; None: what `data` names.
+      apart: rows that data.eval_rows takes out of the first are not among them even where others are held out: as in
+        the run whose weights are evaluated on these.
     Raises:
       ValueError: a document has more tokens than the model was made for; processes that see different rows.
     """
@@ -39,8 +47,9 @@ def prepared_rows(
         train = load(data.train if train_rows is None else train_rows, data.max_rows)
         held_out = None if held_out is None else load(held_out, None)
     require_same_rows({"data.train": train, "data.eval": held_out})
-    if held_out is None and data.eval_rows:
-        return train.split(data.eval_rows)
+    if data.eval_rows and (held_out is None or apart):
+        train, taken = train.split(data.eval_rows)
+        return train, taken if held_out is None else held_out
     return train, held_out
 
 

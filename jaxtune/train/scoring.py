@@ -72,9 +72,9 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
 
 
-def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> dict[str, Any]:
+def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: int = 0) -> dict[str, Any]:
     """{"weights", "eval_loss", "eval_targets"}, and "exact_match" where the config asks for it, of what
-    `weights_to_score` says."""
+    `weights_to_score` says. taken: see config_file.load_to_evaluate; by it a run's checkpoint is known."""
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
     require_fit_for_processes(config)
@@ -82,7 +82,11 @@ def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (
     console.print(f"weights: {scored.text}")
     config = scored.config
     model, tokenizer = load_model(config)
-    trainer = Trainer(model, tokenizer, config, keeps_model=False, trains=False)
+    held_out, data = None, config.data
+    if taken:
+        held_out, data = data.eval, replace(data, eval=None, eval_rows=taken)
+    of_run = replace(config, data=data)
+    trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:
         _require_same_split(scored.result, trainer)
     for warning in report.held_out_warnings(trainer.train_data, trainer.eval_data):

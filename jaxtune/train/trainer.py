@@ -127,7 +127,7 @@ class Trainer:
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
         self.train_data, self.eval_data = prepared_rows(
-            self.objective, self.tokenizer, config.data, self.model.given.config, train_rows, eval_rows
+            self.objective, self.tokenizer, config.data, self.model.given.config, train_rows, eval_rows, not trains
         )
         self.config = config = in_first_words(config)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)

@@ -74,3 +74,22 @@ def test_rows_that_a_run_trained_on_are_not_evaluated_as_held_out(finished, tmp_
     assert capsys.readouterr().out
     assert evaluate(tmp_path, "data.max_rows=20") == cli.USER_ERROR
     assert "the run held out 3 rows of other rows, or by another template" in capsys.readouterr().err
+
+
+def test_other_rows_are_evaluated_where_the_run_took_its_own_out_of_data_train(finished, tmp_path, capsys):
+    """As README has it: by the run's exported adapter, and by a checkpoint where there is nothing else yet."""
+    run, other = tmp_path / "run", tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "Who are you?", "completion": " I am a bot."}) + "\n")
+    assert train(finished, "steps=2", "data.eval=null", "data.eval_rows=3", f"output={run}") == 0
+    found = []
+    for weights in (("adapter", "merged"), ()):
+        capsys.readouterr()
+        assert cli.main(["evaluate", str(run / "config.yaml"), f"data.eval={other}"]) == 0
+        told = capsys.readouterr()
+        assert ("checkpoint of step 2" in told.err) == (not weights)
+        found.append(json.loads(told.out))
+        for name in weights:
+            shutil.rmtree(run / name, ignore_errors=True)
+    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-3)
+    assert found[0]["eval_targets"] == found[1]["eval_targets"] < 20  # of the one row
+    assert cli.main(["evaluate", str(run / "config.yaml"), f"data.eval={other}", "data.eval_rows=3"]) == cli.USER_ERROR

@@ -192,6 +192,15 @@ def test_one_compile_for_each_bucket_of_shapes():
     assert compiled() == (6, 5)
 
 
+def test_a_stretched_rotary_base_gives_the_positions_that_training_takes():
+    yarn = RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=128)
+    model = tiny_model(rotary=(yarn,))
+    assert (model.config.max_position_embeddings, model.config.context_length) == (128, 512)
+    assert len(generate(model, [[1] * 200], 2, eos_token_ids=[])[0]) == 2
+    with pytest.raises(ValueError, match="need 513 positions; the model has 512"):
+        generate(model, [[1] * 500], 13)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

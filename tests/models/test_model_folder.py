@@ -180,7 +180,7 @@ def test_paths_that_lead_nowhere(tmp_path, folder):
         ({"load_in": "nf9"}, "load_in 'nf9' is not supported"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported; supported: bfloat16, float16, float32"),
         ({"dtype": "auto"}, "dtype 'auto' is not supported"),
-        ({"max_length": 65}, "max_length 65 does not fit .* max_position_embeddings is 64"),
+        ({"max_length": 65}, "max_length 65 does not fit .* was made for 64 positions"),
         ({"max_length": 0}, "max_length 0 does not fit"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 # The columns of each form, most specific first: the order in which `format: auto` tries them. Every group needs
@@ -36,6 +36,9 @@ _READ = {
     PREFERENCE: (("chosen",), ("rejected",), _PROMPT, SYSTEM, ("tools",), ("margin",)),
     LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, ("tools",)),
 }
+# Columns of what only a model with an encoder for it can read, and what stands for it in a row's text.
+_MEDIA = {"image": "<image>", "images": "<image>", "video": "<video>", "videos": "<video>", "audio": "<audio>",
+          "audios": "<audio>"}  # fmt: skip
 FORMATS = ("auto", *COLUMNS, PREFERENCE, LABELLED)
 
 # ShareGPT's speakers, as the data sets of that form name them, and the chat roles they stand for.
@@ -147,13 +150,44 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
     ]
 
 
+def refuse_media(value: Mapping[str, Any]) -> None:
+    """Raises RowError for a row with a picture, a video or a sound beside its text: without that its text is another
+    task, and a tag that stands for it is nothing but letters. A text alone in such a column, without a tag, is what a
+    row says of itself, such as the address of a page's picture."""
+    for name, cell in value.items():
+        tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
+        if tag is None or cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell):
+            continue
+        tagged = any(tag in text for key, other in value.items() if key != name for text in strings(other))
+        if tagged or not isinstance(cell, str):
+            raise RowError(
+                f"column {name} holds what the text is about{f' ({tag} stands for it)' if tagged else ''}; only text "
+                "can be trained on: leave such rows out, or that column and its tags where the text makes sense alone"
+            )
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string in nested lists and mappings, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from strings(name)
+            yield from strings(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from strings(part)
+
+
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
     """The `Pair` of a row of the form PREFERENCE. Raises `RowError` with the reason where it cannot be one."""
+    refuse_media(value)
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
     """As normalize_pair, of a row of the form LABELLED: a pair of which one answer is missing."""
+    refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
         turns = _turns(value["messages"])
@@ -167,6 +201,7 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 def normalize(value: Mapping[str, Any], format: str) -> Example:
     """The `Example` of a row of the given form, a key of `COLUMNS`. Raises `RowError` with the reason where it cannot
     be one."""
+    refuse_media(value)
     if format == "text":
         text = _text(value, ("text",))
         _not_empty(text, "text")

@@ -13,19 +13,6 @@ from jaxtune.train.data.markers import special_ids
 from jaxtune.train.data.tokenizing import Tokens
 
 
-def strings(value: Any) -> Iterator[str]:
-    """Every string in nested lists and mappings, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from strings(name)
-            yield from strings(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from strings(part)
-
-
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
     """A pattern of what makes a turn when it stands in a row's own text: the special tokens, and the marker strings
     (without the white space around them). None where there is nothing of the kind."""

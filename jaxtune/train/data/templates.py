@@ -21,11 +21,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversations
-from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, check_unicode
+from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, check_unicode, strings
 from jaxtune.train.data.markers import Markers, special_ids
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
 from jaxtune.train.data.reading import MAX_ROW_SIZE
-from jaxtune.train.data.spans import masked_spans, refuse_left_out, special_texts, strings
+from jaxtune.train.data.spans import masked_spans, refuse_left_out, special_texts
 from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 
 TRAIN_ON = ("responses", "all")
