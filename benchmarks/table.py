@@ -201,6 +201,7 @@ def headlines(records: dict[str, dict]) -> str:
 
     rows = {
         "Llama-3.1-8B, LoRA in 16 bits, packed rows": speed(steps["8b_packed"]),
+        "Llama-3.1-8B, LoRA over [weights and products in FP8](docs/fp8.md)": speed(steps["8b_fp8"]),
         "Llama-3.1-8B, QLoRA within 16 GB": speed(memory["16gb"]),
         "gpt-oss-20b, QLoRA on attention and experts": speed(steps["gpt_oss_nf4"]),
         "Llama-3.3-70B, QLoRA over two H200s, each":
