@@ -24,6 +24,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data.batches import Batch, Batches, Rows
 from jaxtune.train.flops import document_lengths
+from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.step import StepProgram, Sums, TrainState
@@ -100,7 +101,7 @@ class Engine:
         self,
         program: StepProgram,
         before_qat: StepProgram | None,
-        planner: Planner,
+        planner: Planner | ForwardPlanner,
         mesh: jax.sharding.Mesh,
         batches: Batches,
         config: TrainConfig,
@@ -109,7 +110,8 @@ class Engine:
         alpha = config.neftune_noise_alpha
         self.program = dataclasses.replace(program, noise_alpha=alpha)
         self.before_qat = None if before_qat is None else dataclasses.replace(before_qat, noise_alpha=alpha)
-        self.planner, self.batches = planner, batches
+        self.planner: Any = planner  # nobody asks a ForwardPlanner for what only a Planner has
+        self.batches = batches
         self._early_steps = 0 if config.qat is None else config.qat.start
         self._deterministic, self._held_out = config.deterministic, held_out
         self.use_mesh(mesh)
@@ -283,7 +285,9 @@ class Engine:
             self.planner.replan(problem, need, print_line, begun)
             self.follow_plan()
 
-    def _compiled_and_need(self, shapes, first_step: int) -> tuple[Programs | None, float | None]:
+    def _compiled_and_need(
+        self, shapes: tuple[TrainState, Sums, Any], first_step: int
+    ) -> tuple[Programs | None, float | None]:
         """(the programs, None where memory ran out in any process; the most bytes that any process's take, None where
         nothing limits them or that is not known)."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
