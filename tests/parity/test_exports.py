@@ -7,11 +7,17 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from llama_cpp_models import made
+from tiny_models import adapted_model
 
 import jaxtune
+from jaxtune import cli
+from jaxtune.models.lora import linears
 from jaxtune.models.quant import convert_qat, prepare_qat
 
 
@@ -45,3 +51,44 @@ def test_eight_bits_and_mxfp4(tmp_path, to, name):
         (tmp_path / "out/config.json").write_text(json.dumps(config))
     ours, _ = jaxtune.from_pretrained(tmp_path / "out", dtype="float32")
     same_in_transformers(tmp_path / "out", ours, model)
+
+
+def decompressed(folder) -> dict[str, np.ndarray]:
+    """{name: weight} of what compressed-tensors' own reader makes of each linear that a folder has in four bits."""
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(said).config_groups["group_0"]
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    parts = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition(".")
+        if part.startswith("weight_"):
+            parts.setdefault(name, {})[part] = tensor
+    weights = {name: PackedQuantizationCompressor.decompress(state, scheme)["weight"] for name, state in parts.items()}
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    return {name: weight.float().numpy() for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_qat_exports_the_numbers_that_training_saw(tmp_path, how, group):
+    """Bit for bit, from the merged model and from the adapter, read by compressed-tensors."""
+    model = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    if how == "full":
+        whole = convert_qat(prepare_qat(model, "int4", group))
+        folders = ["merged"]
+    else:
+        jaxtune.save_pretrained(model, tmp_path / "base")
+        base, _ = jaxtune.from_pretrained(tmp_path / "base")
+        adapted = prepare_qat(adapted_model(base, r=4), "int4", group)
+        jaxtune.save_adapter(adapted, tmp_path / "adapter")
+        whole = jaxtune.merge_adapter(adapted)
+        folders = ["merged", "adapter"]
+    jaxtune.save_pretrained(whole, tmp_path / "merged")
+    seen = {name: np.asarray(linear.weight[...], np.float32) for name, linear in linears(whole)}
+    for folder in folders:
+        out = tmp_path / f"{folder}_w4a16"
+        assert cli.main(["export", str(tmp_path / folder), str(out), "--to", "w4a16"]) == 0
+        found = decompressed(out)
+        assert found.keys() == seen.keys()
+        for name, weight in seen.items():
+            np.testing.assert_array_equal(found[name], weight, err_msg=name)
