@@ -45,6 +45,10 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )
+    add_load_in(parser)
+
+
+def add_load_in(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-in",
         choices=("nf4", "fp8", "stored"),

@@ -19,6 +19,7 @@ def run(arguments: Sequence[str]) -> None:
         "recipe", help="config.yaml in a run's folder: what the run led to; or a recipe: its model as it is"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
+    common.add_load_in(parser)
     common.add_processes(parser)
     options = parser.parse_intermixed_args(arguments)
 
@@ -28,4 +29,5 @@ def run(arguments: Sequence[str]) -> None:
     processes.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.scoring import evaluate as evaluate_config
 
-    say(json.dumps(evaluate_config(config, options.recipe, options.overrides, taken), indent=2))
+    found = evaluate_config(config, options.recipe, options.overrides, taken, options.load_in)
+    say(json.dumps(found, indent=2))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune import terminal
+from jaxtune.models import trained_over
 from jaxtune.terminal import fitted, printable
 from jaxtune.train import metrics as m
 from jaxtune.train import report
@@ -66,19 +67,53 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     if result.folder.name == ADAPTER:
         config = replace(config, adapter=AdapterConfig(path=str(result.folder)))
         return Scored(f"{text} on {config.model.path}", config, result=result)
-    model = replace(config.model, path=str(result.folder), from_config=None, load_in=None)
+    model = replace(config.model, path=str(result.folder), from_config=None, load_in=None, compute=None)
     # An optimizer without states: none is used.
     optim = OptimConfig(name="sgd", momentum=0.0)
     return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
 
 
-def evaluate(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: int = 0) -> dict[str, Any]:
+def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()) -> Scored:
+    """What is scored, with the weights of the layers in a format of from_pretrained's load_in; None: those of an
+    adapter's base as the adapter was trained over them, where its folder records it and no override says otherwise.
+
+    Raises:
+      ValueError: a checkpoint, whose weights lie over those of its run.
+    """
+    config, model = scored.config, scored.config.model
+    if scored.checkpoints is not None:
+        if load_in is not None:
+            raise ValueError(
+                f"--load-in {load_in}: what is scored is a {scored.text}, which goes with the weights of its run; let "
+                "the run end, and score what it exports"
+            )
+        return scored
+    adapter = config.adapter
+    if load_in is not None:
+        wanted = None if load_in == "stored" else load_in
+        kept = replace(model, load_in=wanted, compute=model.compute if wanted == model.load_in else None)
+    else:
+        said = any(text.split("=")[0] in ("model", "model.load_in") for text in overrides)
+        path = None if adapter is None or said else adapter.path
+        over = None if path is None else trained_over.read(Path(path).expanduser())
+        if over is None:
+            return scored
+        kept = replace(model, load_in=over.load_in, compute=over.compute)
+    if kept.load_in is not None and adapter is None:
+        adapter = AdapterConfig(r=1)  # which adds nothing until it is trained: weights in few bits go with one
+    return replace(scored, config=replace(config, model=kept, adapter=adapter))
+
+
+def evaluate(
+    config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: int = 0, load_in: str | None = None
+) -> dict[str, Any]:
     """{"weights", "eval_loss", "eval_targets"}, and "exact_match" where the config asks for it, of what
-    `weights_to_score` says. taken: see config_file.load_to_evaluate; by it a run's checkpoint is known."""
+    `weights_to_score` says, in the format of `loaded_in`. taken: see config_file.load_to_evaluate; by it a run's
+    checkpoint is known."""
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
     require_fit_for_processes(config)
-    scored = weights_to_score(config, recipe, overrides)
+    scored = loaded_in(weights_to_score(config, recipe, overrides), load_in, overrides)
     console.print(f"weights: {scored.text}")
     config = scored.config
     model, tokenizer = load_model(config)
