@@ -8,9 +8,9 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxtune.train import metrics as m
 from jaxtune.train.run_folder import CONFIG, RESULTS
@@ -151,11 +151,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _points(lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
     """(step, value) of the lines that have a number there."""
-    found = ((line["step"], line.get(key)) for line in lines)
+    found: Iterator[tuple[int, Any]] = ((line["step"], line.get(key)) for line in lines)
     return [(step, float(value) * scale) for step, value in found if type(value) is float or _is_number(value)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Whether it is one that a float holds; integers of JSON have any size."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
