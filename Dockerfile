@@ -11,6 +11,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 COPY pyproject.toml constraints.txt README.md LICENSE /usr/local/src/jaxtune/
+COPY scripts/build_backend.py /usr/local/src/jaxtune/scripts/build_backend.py
 COPY jaxtune /usr/local/src/jaxtune/jaxtune
 RUN python3 -m venv /usr/local/venv \
     && cd /usr/local/src/jaxtune \

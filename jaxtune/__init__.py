@@ -7,7 +7,14 @@ transformers, and touches no accelerator.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 12):  # noqa: UP036 (of a clone: pip looks by itself); before what older ones cannot read
+    raise ImportError(
+        f"jaxtune needs Python 3.12 or newer, and this is {sys.version.split()[0]}: make an environment with "
+        "python3.12 -m venv .env"
+    )
 
 if TYPE_CHECKING:
     from jaxtune.export.api import export_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -100,6 +101,24 @@ def test_the_wheel_holds_recipes_types_and_licence(tmp_path, monkeypatch):
     assert {"jaxtune/py.typed", "jaxtune/train/recipes/lora-8b.yaml", "jaxtune/cli.py"} <= inside
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     assert {name.split("/")[0] for name in names} == {"jaxtune", f"jaxtune-{jaxtune.__version__}.dist-info"}
+
+
+@pytest.mark.parametrize("module", ["jaxtune", "build_backend"])
+def test_an_older_python_is_told_that_it_is_one(module):
+    """By `import jaxtune` in a clone, and by pip, before it looks for a flax that was made for it."""
+    older = f"import sys; sys.version_info, sys.version = (3, 11, 7), '3.11.7 (main)'; import {module}"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    done = subprocess.run([sys.executable, "-c", older], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "jaxtune needs Python 3.12 or newer, and this is 3.11.7: make an environment with" in done.stderr
+
+
+def test_pip_builds_by_what_tells_it():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+    assert (settings["build-backend"], settings["backend-path"]) == ("build_backend", ["scripts"])
+    text = (ROOT / "scripts/build_backend.py").read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 8))  # what is to read it is old
+    ast.parse((ROOT / "jaxtune/__init__.py").read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
 def test_built_files_install_and_run(tmp_path):

@@ -14,7 +14,7 @@ import yaml
 from jaxtune import cli
 from jaxtune.models.model_folder import find_config
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train.config_file import config_keys, load_config, packaged_recipes
+from jaxtune.train.config_file import config_keys, load_config, packaged_recipes, recipe_summary
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import budget, find_device
@@ -126,10 +126,16 @@ def test_the_readmes_models_are_those_of_its_recipes():
     rows = re.findall(r"^\| ([\w./-]+)(?:, all parameters)? \| (\d+) GB \(([\w ]+)\) \| `([\w.-]+)` \|$", README, re.M)
     recipes = packaged_recipes()
     assert {recipe for *_, recipe in rows} == recipes.keys() - {"quickstart"}
-    for model, _, _, recipe in rows:
+    for model, memory, _, recipe in rows:
+        assert re.findall(r"(\d+) GB", recipe_summary(recipes[recipe])) == [memory], recipe  # what jaxtune info says
         config = load_config(recipe, [], rows_needed=False)
         assert config.model.path == model
         assert (config.adapter is None) == (f"| {model}, all parameters |" in README and recipe.startswith("full"))
+
+
+def test_the_quickstarts_time_is_one_in_readme_and_info():
+    (time,) = re.findall(r"jaxtune train quickstart +#.*two CPU cores: (in [\w ]+ s)$", README, re.M)
+    assert f"on two CPU cores, {time}" in recipe_summary(packaged_recipes()["quickstart"])
 
 
 CARDS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090", "A40", "A100")  # of 12, 16, 24, 32, 48 and 80 GB
