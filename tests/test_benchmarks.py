@@ -22,7 +22,7 @@ from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
 from benchmarks.table import Rejected, load, rows_of, startup_table
-from benchmarks.train import compile_ahead, memory, mesh, startup, step
+from benchmarks.train import budgets, compile_ahead, memory, mesh, startup, step
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.quant import quantize
 
@@ -202,3 +202,17 @@ def test_a_figure_that_misses_its_floor_is_marked_in_the_table():
     assert rows_of([row | {"at_most": True}], with_kernel=False) == [
         "| gain | 1.05 (missed) | at most 1 | at most 1.2 |"
     ]
+
+
+def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
+    for model, (arguments, cards) in budgets.MODELS.items():
+        assert len(cards) == 12 and list(cards) == sorted(set(cards)) and cards[0] >= 7.5 and cards[-1] == 60
+        wanted = step.arguments().parse_args(step_arguments(budgets.step_of(model, cards[0]), "trace"))
+        assert step.train_config(wanted).memory.budget_gb == pytest.approx(cards[0], rel=1e-6) and arguments
+    assert budgets.falls({"10": 95.0, "8": 90.0, "60": 100.0}) == pytest.approx({"8": 1 - 90 / 95, "10": 0.05})
+    case = {"trains": True, "compilations": 2, "tokens_per_second": 100.0}
+    cases_ = {"8": case | {"tokens_per_second": 90.0}, "10": case, "12": {"failed": "no", "trains": False}}
+    shown = {row["what"]: row for row in budgets.must_show({"models": {"m": {"cases": cases_}}})}
+    assert shown["cases that train, share"]["value"] == pytest.approx(2 / 3)
+    assert shown["most compilations"]["value"] == 2 and shown["most compilations"]["at_most"]
+    assert shown["m: largest fall of speed to the next card"]["value"] == pytest.approx(0.1)

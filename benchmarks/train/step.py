@@ -227,6 +227,7 @@ def measure(options) -> dict:
         "predicted_peak_gb": planner.forecast.peak_bytes / 1e9,
         "compiled_peak_gb": planner.compiled_bytes(programs.accumulate, programs.update) / 1e9,
         "predicted_tokens_per_second": planner.forecast.tokens_per_second,
+        "compilations": planner.compilations,
         "optimizer": options.optim,
         "host_gb": programs.accumulate.memory_analysis().host_temp_size_in_bytes / 1e9,  # of residuals
         "step_seconds": step_seconds,

@@ -76,6 +76,11 @@ class Planner:
     def budget_bytes(self) -> float | None:
         return self.room.budget_bytes
 
+    @property
+    def compilations(self) -> int:
+        """Plans that this run compiled, or knew not to be worth it, with the one in force."""
+        return len(self._failed) + 1
+
     def lines(self) -> list[str]:
         """The plan in words."""
         lines = plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)

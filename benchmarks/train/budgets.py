@@ -1,0 +1,227 @@
+"""The planner's own choices on cards of many sizes: what the search for a plan comes to, and how fast that is.
+
+    python benchmarks/train/budgets.py --ahead [MODEL ...] [--budgets 10,24] [--layers 4] --output FILE.json
+    python benchmarks/train/budgets.py [MODEL ...] [--budgets 10,24] [--seconds 560] --output FILE.json
+
+Budgets are cards' sizes (memory.budget_gb); a step has 8 x 2,048 tokens, LoRA r=16.
+
+With --ahead, in the environment of `make aot`, programs are compiled for an H200 that is not here. --layers: so many of
+the model's layers under the plan of all of them, whose difference from the forecast is added to the whole model's
+forecast (what is around a layer exists once, and kept residuals are exact); 0: all of them.
+
+Without it, each case is measured by benchmarks/train/step.py on this machine's GPU, in a process of its own whose
+allocator has no more than the card would.
+
+A FILE.json that is there is added to: cases that it holds are not run again. Of each case it has the plans that were
+compiled, with predicted and compiled bytes and their ratio, the number of compilations, and tokens per second by the
+forecast, or measured; `forecasts` has the first plan's speed at every budget, and `falls` what is lost to the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.cases import Step
+from benchmarks.processes import ROOT, Call, Side
+from benchmarks.record import commit_here, write
+
+# {model: (arguments of step.py, twelve budgets)}: from the smallest card up, where speed falls fast, closer together.
+MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "8b_nf4": (
+        "--shape llama-3.1-8b --load-in nf4",
+        (7.5, 7.75, 8, 8.5, 9, 10.25, 11.5, 12.75, 14, 19.5, 26.75, 60),
+    ),
+    "8b": ("--shape llama-3.1-8b", (16.75, 17, 17.25, 17.75, 18.75, 19.25, 19.75, 20.75, 23.75, 28.75, 40, 60)),
+    "gpt_oss_nf4": (
+        "--shape gpt-oss-20b --load-in nf4",
+        (17.75, 18, 18.5, 18.75, 19.75, 20, 22.75, 26.25, 28, 33.25, 36.75, 60),
+    ),
+    "qwen35_9b_nf4": (
+        "--shape qwen3.5-9b --load-in nf4",
+        (9.75, 10, 10.5, 10.75, 11, 11.5, 13, 15, 16.25, 20.25, 27.25, 60),
+    ),
+}
+_FALL = 0.04  # of speed, at most, between neighbouring budgets
+_MOST = 4  # compilations
+
+
+def step_of(model: str, card: float) -> Step:
+    """As step.py counts budgets: in 1e9 bytes."""
+    return Step(f"{MODELS[model][0]} --plan auto --budget-gb {card * 2**30 / 1e9:.6f}")
+
+
+class Ahead:
+    """A model's search for a plan, for an H200 that is not here. layers: that are compiled; 0: all."""
+
+    def __init__(self, model: str, layers: int):
+        from benchmarks.shapes import SHAPES
+        from benchmarks.train import step
+        from jaxtune.models.registry import config_from_hf
+        from jaxtune.train.planning import devices
+        from jaxtune.train.planning.cost import abstract_model, step_cost
+
+        self.options = step.arguments().parse_args(shlex.split(MODELS[model][0]))
+        self.options.plan = "auto"
+        self.hf, self.config = SHAPES[self.options.shape], step.train_config(self.options)
+        self.layers = layers or self.hf["num_hidden_layers"]
+        self.parts = step_cost(abstract_model(config_from_hf(self.hf), self.config), self.config)
+        self.device = devices.find_device("NVIDIA H200")
+        self.budgets = MODELS[model][1]
+
+    def room(self, card: float):
+        from jaxtune.train.config import MemoryConfig
+        from jaxtune.train.planning import devices
+        from jaxtune.train.planning.search import Room
+
+        config = dataclasses.replace(self.config, memory=MemoryConfig(budget_gb=card))
+        return Room(devices.budget(config, self.device), devices.limit(config, self.device))
+
+    def next(self, card: float, failed=()):
+        """(forecast, whether it is the smallest plan)."""
+        from jaxtune.train.planning.search import next_plan
+
+        return next_plan(self.parts, self.config, self.device, self.room(card), failed)
+
+    def compiled_bytes(self, found) -> float:
+        """Of the model under the plan of this forecast."""
+        from benchmarks.train import step
+        from jaxtune.models.registry import config_from_hf
+        from jaxtune.train.planning.cost import abstract_model
+        from jaxtune.train.planning.forecasts import forecast
+        from jaxtune.train.planning.plan import residuals_text
+        from tests.gpu.aot.target import H200
+
+        plan, last = found.plan, self.hf["num_hidden_layers"] - 1
+        few = self.hf | {"num_hidden_layers": self.layers}
+        if "layer_types" in few:
+            few["layer_types"] = few["layer_types"][: self.layers]
+        kept = [plan.residuals.layers[round(i * last / (self.layers - 1))] for i in range(self.layers)]
+        plan = dataclasses.replace(plan, residuals=dataclasses.replace(plan.residuals, layers=tuple(kept)))
+        options = argparse.Namespace(**vars(self.options) | {"plan": residuals_text(plan.residuals)})
+        options.micro_batches = plan.micro_batches
+        model = abstract_model(config_from_hf(few), step.train_config(options))
+        trainer = step.make_trainer(options, model)
+        planner, engine = trainer.planner, trainer.engine
+        planner.forecast = forecast(planner.cost, plan, self.device)
+        engine.follow_plan()
+        engine.use_mesh(H200.mesh(1))
+        with H200.lowering():
+            programs = engine.compile(*trainer.model.first_shapes(engine))
+        difference = planner.compiled_bytes(programs.accumulate, programs.update) - planner.forecast.peak_bytes
+        return found.peak_bytes + difference
+
+    def search(self, card: float) -> dict:
+        """What is recorded of a case."""
+        from jaxtune.train.planning.plan import residuals_text
+        from jaxtune.train.planning.search import Failed
+
+        room, failed, tried = self.room(card), [], []
+        while True:
+            begun = time.monotonic()
+            found, smallest = self.next(card, failed)
+            need = self.compiled_bytes(found)
+            fits = room.fits(need, smallest)
+            tried.append({
+                "residuals": residuals_text(found.plan.residuals), "micro_batches": found.plan.micro_batches,
+                "predicted_gb": found.peak_bytes / 1e9, "compiled_gb": need / 1e9, "ratio": need / found.peak_bytes,
+                "fits": fits, "seconds": time.monotonic() - begun,
+            })  # fmt: skip
+            if fits or (smallest and failed):
+                break
+            failed.append(Failed(found.plan, found.peak_bytes, need))
+        return {
+            "budget_gb": card, "room_gb": room.budget_bytes / 1e9, "layers": self.layers, "compilations": len(tried),
+            "trains": fits, "tokens_per_second": found.tokens_per_second, "tried": tried,
+        }  # fmt: skip
+
+    def forecasts(self) -> dict[str, float]:
+        """{budget: tokens per second} of the plan that would be compiled first."""
+        return {f"{card:g}": self.next(card)[0].tokens_per_second for card in self.budgets}
+
+
+def falls(speeds: dict[str, float]) -> dict[str, float]:
+    """{budget: share of speed lost by a card of this size to the next larger one}."""
+    ordered = sorted(speeds.items(), key=lambda one: float(one[0]))
+    return {small: 1 - slow / fast for (small, slow), (_, fast) in itertools.pairwise(ordered)}
+
+
+def must_show(record: dict) -> list[dict]:
+    """[{what, value, floor, goal, at_most}] of what the cases came to."""
+    ran = [case for model in record["models"].values() for case in model["cases"].values()]
+    rows: list[dict] = [
+        dict(what="cases that train, share", value=sum(case["trains"] for case in ran) / len(ran), floor=1.0),
+        dict(what="most compilations", value=max(case.get("compilations", 1) for case in ran), floor=_MOST, goal=1),
+    ]
+    for name, model in record["models"].items():
+        speeds = {card: case["tokens_per_second"] for card, case in model["cases"].items() if case.get("trains")}
+        if lost := falls(speeds).values():
+            rows.append(dict(what=f"{name}: largest fall of speed to the next card", value=max(lost), floor=_FALL))
+    return [{"goal": None, **row, "at_most": not row["what"].startswith("cases")} for row in rows]
+
+
+def measured(call: Call, side: Side, model: str, card: float) -> dict | None:
+    """On the GPU of this machine; None where time ran out."""
+    from benchmarks.train.memory import pool_of
+
+    case = step_of(model, card)
+    found = call.run(side, case, f"{model} in {card:g} GB", 30, 200, pool_of(case))
+    if found is None or "failed" in found:
+        return None if found is None else found | {"trains": False}
+    return found | {"trains": True, "ratio": found["compiled_peak_gb"] / found["predicted_peak_gb"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(MODELS)}")
+    parser.add_argument("--budgets", help="of the models' twelve, these alone, as 10.25,14")
+    parser.add_argument("--ahead", action="store_true", help="compile for an H200 that is not here")
+    parser.add_argument("--layers", type=int, default=4, help="that are compiled ahead; 0: all")
+    parser.add_argument("--seconds", type=float, default=560.0, help="for all")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    if unknown := set(options.models) - set(MODELS):
+        parser.error(f"no model of this name: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    wanted = None if options.budgets is None else {float(word) for word in options.budgets.split(",")}
+    call = Call(options.output, options.seconds)
+    record = call.begun({"benchmark": "train/budgets", "ahead": options.ahead, "commit": commit_here(), "models": {}})
+    if record["ahead"] != options.ahead:
+        parser.error(f"{options.output} holds cases that were {'compiled ahead' if record['ahead'] else 'measured'}")
+    side = Side("new", ROOT, commit_here(), Path(tempfile.mkdtemp()))
+    if options.ahead:
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs for an absent device cannot be read back
+    for name in options.models or list(MODELS):
+        model, budgets = record["models"].setdefault(name, {"cases": {}}), MODELS[name][1]
+        ahead = Ahead(name, options.layers) if options.ahead else None
+        if ahead is not None:
+            model["forecasts"] = ahead.forecasts()
+            model["falls"] = falls(model["forecasts"])
+            write(options.output, record)
+        for card in budgets:
+            if f"{card:g}" in model["cases"] or (wanted is not None and card not in wanted):
+                continue
+            if call.left <= 0:
+                print("out of time; the same command goes on from here", flush=True)
+                return 1
+            found = ahead.search(card) if ahead is not None else measured(call, side, name, card)
+            if found is None:
+                return 1
+            model["cases"][f"{card:g}"] = found
+            record["must_show"] = must_show(record)
+            write(options.output, record)
+            print(name, card, {key: value for key, value in found.items() if key != "tried"}, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
