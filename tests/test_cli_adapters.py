@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import adapted_model, tiny_model
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.compat import FastLanguageModel
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.quant import prepare_qat
+from jaxtune.models.quant import prepare_qat, stored_in
 from tests.test_cli import word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -86,6 +87,26 @@ def test_a_model_that_a_run_wrote_is_loaded_in_the_precision_of_the_run(tmp_path
         assert cli.main(["export", str(run / "merged"), str(out), *arguments]) == 0
         assert json.loads((out / "config.json").read_text())["torch_dtype"] == dtype
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("kind", "load_in", "dtype"), [("float32 over nf4", "nf4", "float32"), ("fp8", "fp8", "bfloat16")]
+)
+def test_unsloths_loader_takes_the_base_of_the_adapter_unless_it_is_told_otherwise(tmp_path, kind, load_in, dtype):
+    model, run = trained(tmp_path, kind)
+    tokens = np.arange(12, dtype=np.int32)[None]
+
+    def loaded(**settings):
+        return FastLanguageModel.from_pretrained(str(run / "adapter"), 64, **settings)[0].module
+
+    assert (stored_in(loaded()), loaded().dtype) == (load_in, dtype)
+    np.testing.assert_array_equal(loaded()(tokens), model(tokens))
+    assert stored_in(loaded(load_in_4bit=True)) == "nf4"
+    told = loaded(load_in_4bit=False, dtype="float16")
+    assert (stored_in(told), told.dtype) == (None, "float16")
+    adapter = run / "adapter/adapter_model.safetensors"  # as PEFT writes it: Unsloth's default
+    save_file(load_file(adapter), adapter, {"format": "pt"})
+    assert (stored_in(loaded()), loaded().dtype) == ("nf4", "bfloat16")
 
 
 def test_a_format_that_no_weights_are_loaded_in_is_refused(tmp_path, capsys):

@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
     )
 
 
-def _memory(device: jax.Device) -> tuple[int | None, int]:
+def _memory(device: Any) -> tuple[int | None, int]:
     """(bytes that jax may take of a device, bytes of them that are free); None where it does not say."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")

@@ -102,9 +102,10 @@ def _from_record(where: str, record: Any) -> TrainedOver:
     _one_of(f"{where}: dtype", found.get("dtype"), tuple(_DTYPES.values()))
     values.texts(f"{where}: skip_modules", found.get("skip_modules", []))
     values.items(f"{where}: eos_token_ids", found.get("eos_token_ids", []), values.token_ids)
-    if "qat" in found:
-        found["qat"] = FakeQuant.of_record(f"{where}: qat", found["qat"])
-    return TrainedOver(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+    lists: dict[str, Any] = {key: tuple(found.get(key, ())) for key in ("skip_modules", "eos_token_ids")}
+    names: dict[str, Any] = {key: found.get(key) for key in ("load_in", "compute", "dtype")}
+    qat = FakeQuant.of_record(f"{where}: qat", found["qat"]) if "qat" in found else None
+    return TrainedOver(qat=qat, **names, **lists)
 
 
 def of_run(folder: Path) -> TrainedOver | None:

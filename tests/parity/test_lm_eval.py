@@ -11,9 +11,12 @@ import reference
 import transformers
 from lm_eval.models.huggingface import HFLM
 from tiny import CONFIGS
+from tiny_models import adapted_model
 
 from jaxtune.harness import JaxtuneLM
+from jaxtune.models.adapter_files import save_adapter
 from jaxtune.models.hf import from_pretrained
+from jaxtune.models.quant import stored_in
 from jaxtune.models.reward import reward_model
 from tests.train.data.conftest import make_tokenizer
 
@@ -91,3 +94,13 @@ def test_what_it_refuses(base):
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_an_adapter_is_scored_over_what_it_was_trained_over(base, tmp_path):
+    model = adapted_model(from_pretrained(base, load_in="nf4")[0], r=2)
+    save_adapter(model, tmp_path / "adapter")
+    tokens = np.arange(8)[None]
+    loaded = JaxtuneLM(tmp_path / "adapter").model
+    assert stored_in(loaded) == "nf4"
+    np.testing.assert_array_equal(loaded(tokens), model(tokens))
+    assert stored_in(JaxtuneLM(tmp_path / "adapter", load_in="stored").model) is None
