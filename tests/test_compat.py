@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 
 import jax
@@ -167,8 +166,8 @@ def test_steps_may_be_shares_of_all_as_in_transformers(folder, tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), max_steps=10, **shares)
     made = SFTTrainer(load(folder)[0], args=args, train_dataset=rows(), eval_dataset=rows()).config()
     assert (made.checkpoint.every_steps, made.evaluation.every_steps, made.metrics.log_every) == (5, 3, 1)
-    trainer = trainer_of(folder, tmp_path, max_steps=0, num_train_epochs=4, save_strategy="steps", save_steps=0.5)
-    assert trainer.config().checkpoint.every_steps == math.ceil(trainer._prepared.total_steps / 2) > 1
+    trainer = trainer_of(folder, tmp_path, max_steps=0, num_train_epochs=4, save_strategy="steps", save_steps=0.3)
+    assert (trainer.config().steps, trainer.config().checkpoint.every_steps) == (12, 4)
     with pytest.raises(ValueError, match=r"eval_steps = 2.5: must be a whole number, or below 1"):
         SFTTrainer(load(folder)[0], args=SFTConfig(eval_steps=2.5), train_dataset=rows())
 
@@ -177,11 +176,10 @@ def test_defaults_are_unsloths(folder, tmp_path):
     made = SFTTrainer(load(folder)[0], args=SFTConfig(run_name="mine"), train_dataset=rows())
     config = made.config()
     assert made.args.run_name == "mine"  # a callback may look at it
-    assert (config.rows_per_step, config.micro_batches, config.epochs, config.seed) == (8, 2, 3.0, 3407)
+    assert (config.rows_per_step, config.micro_batches, config.steps, config.seed) == (8, None, 9, 3407)
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.name) == (5e-5, 0.001, "adamw_8bit")
-    assert (config.schedule.name, config.schedule.warmup_ratio) == ("linear", 0.1)
-    # But for packing, which is on as in jaxtune's command.
-    assert (config.data.packing, config.data.length, config.precision) == (True, 64, "bf16")
+    assert (config.schedule.name, config.schedule.warmup_steps) == ("linear", 1)
+    assert (config.data.packing, config.data.length, config.precision) == ("step", 64, "bf16")
     assert (config.checkpoint.every_steps, config.metrics.log_every, config.output) == (500, 1, "trainer_output")
 
 
@@ -202,12 +200,13 @@ def test_schedules_are_transformers(folder, tmp_path):
 
     def schedule(**settings):
         made = trainer_of(folder, tmp_path, model=model, **settings).config().schedule
-        return made.name, made.warmup_steps, made.warmup_ratio
+        return made.name, made.warmup_steps, made.zero_start
 
-    assert schedule(lr_scheduler_type="constant", warmup_steps=5) == ("constant", 0, None)
-    assert schedule(lr_scheduler_type="constant_with_warmup", warmup_steps=5) == ("constant", 5, None)
-    assert schedule(warmup_ratio=0.2) == ("linear", 0, 0.2)
-    assert schedule(warmup_steps=0.05) == ("linear", 0, 0.05)
+    assert schedule(lr_scheduler_type="constant", warmup_steps=5) == ("constant", 0, False)
+    assert schedule(lr_scheduler_type="constant_with_warmup", warmup_steps=5) == ("constant", 5, True)
+    assert schedule(warmup_ratio=0.2) == ("linear", 2, True)  # of 9 steps, rounded up
+    assert schedule(warmup_steps=0.05) == ("linear", 1, True)
+    assert schedule(warmup_ratio=0.2, max_steps=21) == ("linear", 5, True)
     restarts = dict(lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 3})
     assert trainer_of(folder, tmp_path, model=model, **restarts).config().schedule.cycles == 3
 

@@ -2,9 +2,9 @@
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
-Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them, but for packing, which is on
-as in jaxtune's command. An argument is followed; or changes nothing here, which one line says; or is an error that
-names what to use instead. The page "Arguments of other libraries" lists every one.
+Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them. An argument is followed; or
+changes nothing here, which one line says; or is an error that names what to use instead. The page "Arguments of other
+libraries" lists every one.
 
 jaxtune's modules are values: training returns a new one. Those scripts expect `model` itself to change, so their model
 is a `CompatModel`, which holds the current module: `SFTTrainer.train` puts the trained module into it, and whoever

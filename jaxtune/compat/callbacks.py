@@ -166,13 +166,17 @@ class Events(Callback):
 
     Args:
       args: the SFTConfig. model: is lent the weights of the moment while callbacks look at it.
-      measure: more numbers of an evaluation of the model as it is.
+      measure: more numbers of an evaluation of the model as it is. handed_back: of a module of the run, the script's.
+      leave: writes the model as it is after so many steps, where a save was due or asked for.
     """
 
     def __init__(
         self, args: Any, state: TrainerState, control: Any, model: CompatModel, processing_class: Any,
         callbacks: Sequence[Any], measure: Callable[[], dict[str, float]],
+        handed_back: Callable[[Decoder], Decoder] = lambda module: module,
+        leave: Callable[[int], Any] = lambda step: None,
     ):  # fmt: skip
+        self._handed_back, self._leave, self._asked = handed_back, leave, -1
         self.args, self.state, self.control, self.model, self.measure = args, state, control, model, measure
         self.best: Any = None  # trained arrays on the host
         self._callbacks, self._processing_class = callbacks, processing_class
@@ -219,6 +223,7 @@ class Events(Callback):
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
         for name, is_due in due.items():
             setattr(control, f"should_{name}", is_due)
+        self._asked = moment.step if due["save"] else -1  # what a signal saves is for the run to go on from
         self.tell("on_step_end")
         self._do(moment, due)
         epoch_ended = moment.last or moment.step % self._steps_per_epoch == 0
@@ -235,7 +240,7 @@ class Events(Callback):
 
     def _at(self, step: int, model: Callable[[], Decoder]) -> None:
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
-        self.model.module = model
+        self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
         """What control asks for, in transformers' order."""
@@ -252,6 +257,7 @@ class Events(Callback):
                 raise ValueError("SFTTrainer: a callback set should_evaluate, which needs eval_dataset")
             moment.evaluate()
         if self.control.should_save:
+            self._asked = moment.step
             moment.save()
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
@@ -278,6 +284,8 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
+        if step == self._asked:
+            self._leave(step)
         self.tell("on_save")
 
     def tell_of_better(self, metrics: Path, done: int) -> None:

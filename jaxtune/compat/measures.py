@@ -20,7 +20,7 @@ from jaxtune.train.data import Batches
 class EvalPrediction(NamedTuple):
     """predictions: float32[rows, length, vocab], or what preprocess_logits_for_metrics made of each row's, put
     together. label_ids: int32[rows, length], the tokens that are trained on and -100 elsewhere; the logits of a slot
-    are for the label of the next one, as in transformers. A row is as it is trained on: packed, unless packing=False.
+    are for the label of the next one, as in transformers. A row is one document, or packed if packing=True.
     """
 
     predictions: Any

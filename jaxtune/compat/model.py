@@ -66,7 +66,7 @@ class CompatModel:
         adapter: AdapterConfig | None = None,
         full_finetuning: bool = False,
         random_state: int = 3407,
-        packing: bool = True,
+        packing: bool = False,
     ):
         self.module = module
         self.tokenizer = tokenizer
@@ -261,7 +261,7 @@ class FastLanguageModel:
         full_finetuning: bool = False,
         use_gradient_checkpointing: bool | str = "unsloth",
         random_state: int = 3407,
-        packing: bool = True,
+        packing: bool = False,
         num_labels: int | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from flax import nnx
 
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.settings import SFTConfig, given_arguments
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
 from jaxtune.compat.trainer import SFTTrainer, loaded
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
 from jaxtune.terminal import say
+from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
+from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.objectives.config import ObjectiveConfig
+from jaxtune.train.objectives.kto import in_groups
 
 
 @dataclasses.dataclass(init=False)
@@ -48,10 +54,12 @@ class ORPOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """TRL's KTOConfig."""
+    """TRL's KTOConfig. Rows stay in their order, because each is compared with the answer of one before it."""
 
     table = KTO
+    orders = {"sequential": "given"}
 
+    train_sampling_strategy: str = "sequential"
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -67,6 +75,14 @@ class RewardConfig(PreferenceConfig):
     center_rewards_coefficient: float | None = None
 
 
+def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
+    """The module, with other rates of dropout."""
+    for name, matrix in matrices(module):
+        if matrix.lora is not None:
+            matrix.lora.rate = rates[name]
+    return module
+
+
 class PreferenceTrainer(SFTTrainer):
     """What they share; arguments as of SFTTrainer."""
 
@@ -76,14 +92,31 @@ class PreferenceTrainer(SFTTrainer):
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
-        loras = [matrix.lora for _, matrix in matrices(self.model.module) if matrix.lora is not None]
-        rate = max((lora.rate for lora in loras), default=0.0)
+        rate = max(self._rates().values(), default=0.0)
         if rate and self.args.disable_dropout:
             say(
                 f"{type(self).__name__}: lora_dropout = {rate} is turned off, as in TRL; disable_dropout=False keeps it"
             )
-            for lora in loras:
-                lora.rate = 0.0
+
+    def _rates(self) -> dict[str, float]:
+        """Dropout's rates, by the names of the matrices that have an adapter."""
+        return {name: matrix.lora.rate for name, matrix in matrices(self.model.module) if matrix.lora is not None}
+
+    def _to_train(self) -> Decoder:
+        """The model, without dropout if that is to be off: another module over the same arrays."""
+        if not self.args.disable_dropout:
+            return self.model.module
+        return _with_rates(nnx.merge(*nnx.split(self.model.module)), dict.fromkeys(self._rates(), 0.0))
+
+    def _handing_back(self) -> Callable[[Decoder], Decoder]:
+        rates = self._rates()
+        return lambda module: _with_rates(module, rates)
+
+    def _packing(self) -> bool:
+        if self.args.packing:
+            name = type(self.args).__name__
+            raise ValueError(f"{name}: packing = True is not supported. Instead: jaxtune train with objective=...")
+        return False
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
         name = type(self).__name__
@@ -147,6 +180,10 @@ class KTOTrainer(ReferencedTrainer):
     config_type = KTOConfig
     form = LABELLED
     columns = ("completion", "label")
+
+    def _rows_for(self, data: TokenDataset) -> TokenDataset:
+        assert isinstance(data, PairDataset)
+        return in_groups(data, self.args.per_device_train_batch_size)
 
     def _objective(self) -> ObjectiveConfig:
         names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtune.compat.arguments import choose, settle
-from jaxtune.compat.tables import SCHEDULES, SFT
+from jaxtune.compat.tables import ORDERS, SCHEDULES, SFT
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
@@ -23,6 +23,7 @@ class SFTConfig:
     """
 
     table = SFT  # of what is not followed
+    orders = ORDERS  # by train_sampling_strategy
 
     output_dir: str = "trainer_output"
     per_device_train_batch_size: int = 4
@@ -56,6 +57,7 @@ class SFTConfig:
     max_length: int | None = None
     max_seq_length: int | None = None
     packing: bool | None = None
+    train_sampling_strategy: str = "random"
     dataset_text_field: str = "text"
     dataset_num_proc: int | None = None
     completion_only_loss: bool | None = None
@@ -147,7 +149,13 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
     return "responses" if completions and args.completion_only_loss is not False else "all"
 
 
-def schedule_config(args: SFTConfig) -> ScheduleConfig:
+def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
+    """The updates of a run, as transformers counts them."""
+    return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
+
+
+def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
+    """steps: of the run; None where they are not known yet, as is then a warm-up that is a share of them."""
     kind = plain_value(args.lr_scheduler_type)
     name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
     given = dict(args.lr_scheduler_kwargs or {})
@@ -159,9 +167,11 @@ def schedule_config(args: SFTConfig) -> ScheduleConfig:
         )
     if kind == "constant":  # as in transformers, "constant" has no warm-up
         return ScheduleConfig(name=name)
-    if args.warmup_steps >= 1:  # steps win over the ratio
-        return ScheduleConfig(name=name, warmup_steps=int(args.warmup_steps), cycles=cycles)
-    return ScheduleConfig(name=name, warmup_ratio=args.warmup_steps or args.warmup_ratio, cycles=cycles)
+    # Steps win over the ratio; a number of steps below 1 is one.
+    warmup = int(args.warmup_steps)
+    if args.warmup_steps < 1:
+        warmup = math.ceil((args.warmup_steps or args.warmup_ratio) * (steps or 0))
+    return ScheduleConfig(name=name, warmup_steps=warmup, zero_start=True, cycles=cycles)
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:

@@ -30,7 +30,7 @@ SAVE, GENERATE, RESPONSES, TEMPLATE = (_TABLES[name] for name in ("save", "gener
 REFERENCE_MODEL = _TABLES["reference_model"]
 ORPO = {name: fate for name, fate in SFT.items() if name != "loss_type"} | _TABLES["preference"]
 DPO, KTO = ORPO | _TABLES["dpo"], ORPO | _TABLES["kto"]
-REWARD = SFT | {name: _TABLES["preference"][name] for name in ("pad_to_multiple_of", "train_sampling_strategy")}
+REWARD = SFT | {"pad_to_multiple_of": _TABLES["preference"]["pad_to_multiple_of"]}
 
 # ---- values that are followed under another name
 
@@ -46,6 +46,8 @@ SCHEDULES = {
     "linear": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_with_restarts", "constant": "constant",
     "constant_with_warmup": "constant",
 }  # fmt: skip
+# The order of an epoch's rows by train_sampling_strategy; see jaxtune.train.data.batches.
+ORDERS = {"random": "torch", "sequential": "given"}
 # Unsloth's names of GGUF's types; its own quantised ones (q4_k_m, ...) are llama.cpp's to make.
 GGUF = {
     "fast_quantized": "q8_0", "q8_0": "q8_0", "q4_0": "q4_0", "not_quantized": "f16", "f16": "f16", "bf16": "bf16",

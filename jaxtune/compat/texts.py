@@ -79,8 +79,15 @@ def without_torch(tokenizer: Any) -> Any:
 
         return method
 
+    def reduced(self: Any, protocol: Any) -> Any:
+        # A class that is made here has no name to find it by again: a copy, or another process, makes it anew.
+        plain = object.__new__(base)
+        vars(plain).update(vars(self))
+        return without_torch, (plain,)
+
     methods = {name: wrapped(name) for name in ("__call__", "apply_chat_template", "pad", "encode")}
-    tokenizer.__class__ = type(base.__name__, (base,), methods | {"_answers_numpy": True})
+    methods |= {"__reduce_ex__": reduced, "_answers_numpy": True}
+    tokenizer.__class__ = type(base.__name__, (base,), methods)
     return tokenizer
 
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtune.compat import folders
 from jaxtune.compat.adapters import adapted, lora_settings
 from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
 from jaxtune.compat.measures import EvalPrediction, measures
 from jaxtune.compat.model import CompatModel, FastLanguageModel
+from jaxtune.compat.reports import Reports
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.settings import (
     SFTConfig,
@@ -26,10 +28,13 @@ from jaxtune.compat.settings import (
     precision,
     schedule_config,
     steps_between,
+    total_steps,
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, TRAINER
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.quant import computes_in_fp8, stored_in
+from jaxtune.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
     CheckpointConfig,
@@ -40,6 +45,7 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
+from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.metrics import JSONL
 from jaxtune.train.objectives.config import ObjectiveConfig
@@ -48,15 +54,17 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class TrainOutput:
-    """What train() returns, as in transformers. metrics: train_runtime in seconds, train_loss."""
+    """What train() returns, as in transformers. metrics: train_runtime in seconds, train_loss, epoch, and examples and
+    steps a second of this call."""
 
     global_step: int
     training_loss: float
     metrics: dict[str, float]
 
 
-class SFTTrainer:
-    """TRL's SFTTrainer over jaxtune.train.Trainer. `train` puts the trained module into the model it was given.
+class SFTTrainer(Reports):
+    """TRL's SFTTrainer over jaxtune.train.Trainer. `train` puts the trained module into the model it was given, and
+    leaves it in output_dir/checkpoint-N. An update takes as many rows as in TRL, and the same ones; see `config`.
 
     Args:
       model: from FastLanguageModel, or a hub name or folder, which is loaded and trained whole if there is no
@@ -136,7 +144,8 @@ class SFTTrainer:
         self.callbacks = [checked(callback) for callback in callbacks or ()]
         self.state, self.control = TrainerState(), TrainerControl()
         config = self.config(prepared=False)  # mistakes show here, not after the data
-        self.state.logging_steps, self.state.train_batch_size = config.metrics.log_every, config.rows_per_step
+        self.state.logging_steps = config.metrics.log_every
+        self.state.train_batch_size = self.args.per_device_train_batch_size
         self._events().tell("on_init_end")
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
@@ -148,6 +157,27 @@ class SFTTrainer:
 
     def _objective(self) -> ObjectiveConfig:
         return ObjectiveConfig()
+
+    def _packing(self) -> bool:
+        """Whether rows are filled from all of the data set, as a script asks for."""
+        return self.model.packing if self.args.packing is None else self.args.packing
+
+    def _to_train(self) -> Decoder:
+        """What the run trains."""
+        return self.model.module
+
+    def _order(self) -> Any:
+        """The order of an epoch's rows, in jaxtune's words."""
+        args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
+        return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
+
+    def _rows_for(self, data: TokenDataset) -> TokenDataset:
+        """Tokenised rows as a run takes them."""
+        return data
+
+    def _handing_back(self) -> Callable[[Decoder], Decoder]:
+        """Makes of a module of the run the one that a script sees."""
+        return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
         """A callback, or its class, beside those that are there."""
@@ -165,8 +195,11 @@ class SFTTrainer:
         """Takes away the callback, or the first one of the class."""
         self.pop_callback(callback)
 
-    def _events(self) -> Events:
-        return Events(self.args, self.state, self.control, self.model, self.tokenizer, self.callbacks, self._measure)
+    def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
+        return Events(
+            self.args, self.state, self.control, self.model, self.tokenizer, self.callbacks, self._measure,
+            self._handing_back(), leave,
+        )  # fmt: skip
 
     def _measure(self) -> dict[str, float]:
         """What compute_metrics says of the model as it is."""
@@ -174,11 +207,15 @@ class SFTTrainer:
             return {}
         held_out = self._prepared.eval_data
         assert held_out is not None  # there was an evaluation
+        if not self._packing():
+            held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)
         return measures(self.model.module, rows, self.compute_metrics, self.preprocess_logits_for_metrics)
 
     def config(self, resume: str = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig that the arguments mean.
+        """The TrainConfig that the arguments mean: an update takes as many examples as in transformers, each cut at
+        max_length, and there are as many updates. What is in rows together changes nothing, unless packing is asked
+        for: then an update takes so many packed rows, as in TRL.
 
         Args:
           prepared: whether rows may be tokenised for it, where steps are counted by epochs or as shares of all.
@@ -193,17 +230,22 @@ class SFTTrainer:
             raise ValueError(f"SFTConfig: eval_strategy = {evaluates!r} needs eval_dataset")
         if args.load_best_model_at_end and evaluates == "no":
             raise ValueError("SFTConfig: load_best_model_at_end = True needs eval_strategy = 'steps' or 'epoch'")
-        # Rows must be packed before an epoch's steps can be counted.
+        # Rows must be tokenised before an epoch's steps can be counted.
         epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
+        self._order()
+        steps = args.max_steps if args.max_steps > 0 else None
+        if steps is None and prepared:
+            steps = total_steps(args, self._epoch_steps)
 
         def every(name: str) -> int | None:
-            counted = args.max_steps if args.max_steps > 0 else None
-            return steps_between(args, name, lambda: counted or (self._prepared.total_steps if prepared else None))
+            return steps_between(args, name, lambda: steps)
 
         log_every = every("logging_steps") or 1
         every_save = every("save_steps") if saves == "steps" else {"no": None, "epoch": epoch}[saves]
         every_evaluation = {"no": None, "epoch": epoch, "steps": every("eval_steps") or log_every}[evaluates]
-        packing = self.model.packing if args.packing is None else args.packing
+        packing, objective = self._packing(), self._objective()
+        # Losses that look at the examples of a micro-batch together; others add up, however they are divided.
+        parted = packing or objective.name in ("kto", "orpo")
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
@@ -220,17 +262,17 @@ class SFTTrainer:
                 eval="eval_dataset" if "eval" in self._rows else None,
                 format=self._format,
                 length=min([self.model.max_seq_length, *lengths]),
-                packing=packing,
+                packing=packing or "step",
                 template=args.chat_template_path,
                 num_workers=args.dataset_num_proc,
                 **self._masking,
             ),
-            objective=self._objective(),
+            objective=objective,
             adapter=self.model.adapter,
-            steps=args.max_steps if args.max_steps > 0 else None,
-            epochs=None if args.max_steps > 0 else args.num_train_epochs,
+            steps=steps,
+            epochs=args.num_train_epochs if steps is None else None,
             rows_per_step=batch * parts,
-            micro_batches=parts,
+            micro_batches=parts if parted else None,
             precision=precision(args, self.model.module),
             seed=args.seed,
             deterministic=args.full_determinism,
@@ -246,7 +288,7 @@ class SFTTrainer:
                 eps=args.adam_epsilon,
                 momentum=0.0,
             ),
-            schedule=schedule_config(args),
+            schedule=schedule_config(args, steps),
             memory=MemoryConfig(plan=residuals),
             checkpoint=CheckpointConfig(
                 every_steps=every_save,
@@ -267,7 +309,7 @@ class SFTTrainer:
     def _prepared(self) -> Trainer:
         """Holds the tokenised rows; made when they are first needed, after train_on_responses_only."""
         config = self.config(prepared=False)
-        return Trainer(self.model.module, self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
+        return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
 
     @property
     def _epoch_steps(self) -> int:
@@ -275,52 +317,80 @@ class SFTTrainer:
 
     def _trainer(self, resume: str = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
         data = self._prepared
-        config = self.config(resume)
-        return Trainer(self.model.module, self.tokenizer, config, data.train_data, data.eval_data, callbacks=callbacks)
+        rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
+        held_out = None if data.eval_data is None else self._rows_for(data.eval_data)
+        return Trainer(self._to_train(), self.tokenizer, self.config(resume), rows, held_out, callbacks=callbacks)
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
         """The tokenised rows: input_ids, and labels with -100 where nothing is trained."""
         return Tokenised(self._prepared.train_data.documents)
 
-    def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:
-        """Trains; afterwards the model holds the trained module.
+    def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
+        """Trains; afterwards the model holds the trained module, and output_dir/checkpoint-N has it on disk.
 
         Args:
-          resume_from_checkpoint: True goes on from the last checkpoint in output_dir.
+          resume_from_checkpoint: True, or the last checkpoint-N in output_dir, goes on from there.
         """
-        if resume_from_checkpoint not in (None, True, False):
-            raise ValueError(
-                f"train: resume_from_checkpoint = {resume_from_checkpoint!r} is not supported; True goes on from "
-                "the last checkpoint in output_dir"
-            )
-        output = Path(self.args.output_dir).expanduser()
-        if not resume_from_checkpoint and any((output / "checkpoints").glob("step_*")):
+        output = self._output
+        resumes = self._resumes(resume_from_checkpoint, output)
+        if not resumes and any((output / "checkpoints").glob("step_*")):
             raise ValueError(
                 f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
                 "resume_from_checkpoint=True to go on from them, or name another folder"
             )
-        events = self._events()
-        # Without anybody to tell, no step is waited for.
-        told = self.callbacks or self.compute_metrics is not None or self.args.metric_for_best_model is not None
-        trainer = self._trainer("auto" if resume_from_checkpoint else "never", [events] if told else [])
+        folders.require_own(output)
+        left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
+        events = self._events(lambda step: left.write(self.model.module, step))
+        trainer = self._trainer("auto" if resumes else "never", [events])
+        say(trainer.data_summary())
         self.state.log_history = trainer.history
         given, started = self.model.module, time.monotonic()
         try:
             events.begin(trainer.config, trainer.total_steps, trainer.batches.steps_per_epoch)
-            trained = trainer.train()
+            trained = self._handing_back()(trainer.train())
         except BaseException:
             self.model.module = given  # not the weights of a moment, which are used up
             raise
-        self.model.module = trained if events.best is None else with_trained(trained, events.best)
-        if resume_from_checkpoint and self.args.load_best_model_at_end:
-            events.tell_of_better(output / JSONL, trainer.steps_done)
-        self.state.global_step = trainer.steps_done
-        self.state.epoch = trainer.steps_done / trainer.batches.steps_per_epoch
+        steps = trainer.steps_done
+        self.state.global_step, self.state.epoch = steps, steps / trainer.batches.steps_per_epoch
+        self.model.module = trained
+        there = left.write(trained, steps)
+        if events.best is not None:
+            self.model.module = with_trained(trained, events.best)
+            best = self.state.best_global_step
+            assert best is not None
+            if left.write(self.model.module, best):
+                self.state.best_model_checkpoint = str(left.folder(best))
+        if there:
+            say(f"{type(self).__name__}: what was trained is in {left.folder(steps)}")
+        if resumes and self.args.load_best_model_at_end:
+            events.tell_of_better(output / JSONL, steps)
         events.tell("on_train_end")
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         loss = sum(losses) / len(losses) if losses else math.nan
-        return TrainOutput(trainer.steps_done, loss, {"train_runtime": time.monotonic() - started, "train_loss": loss})
+        seconds = time.monotonic() - started
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": len(losses) * trainer.config.rows_per_step / seconds,
+            "train_steps_per_second": len(losses) / seconds,
+            "train_loss": loss,
+            "epoch": self.state.epoch,
+        }
+        return TrainOutput(steps, loss, metrics)
+
+    @staticmethod
+    def _resumes(given: bool | str | os.PathLike | None, output: Path) -> bool:
+        if given in (None, True, False):
+            return bool(given)
+        steps = [int(path.name.removeprefix("step_")) for path in (output / "checkpoints").glob("step_*")]
+        last = output / f"checkpoint-{max(steps)}" if steps else None
+        if last is None or Path(given).expanduser().resolve() != last.resolve():
+            raise ValueError(
+                f"train: resume_from_checkpoint = {os.fspath(given)!r} is not supported; True goes on from the last "
+                f"checkpoint in output_dir{f', which is {last}' if last else ', which has none'}"
+            )
+        return True
 
     def evaluate(self) -> dict[str, Any]:
         """{"eval_loss", "eval_targets"} of the model as it is now, and what compute_metrics says of it."""
@@ -330,8 +400,12 @@ class SFTTrainer:
         events.tell("on_evaluate", metrics=values)
         return values
 
-    def save_model(self, output_dir: str | os.PathLike) -> None:
-        self.model.save_pretrained(output_dir)
+    def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
+        """The adapter, or the whole model, with its tokenizer: into a new folder, or beside what else output_dir, the
+        default, holds."""
+        folder = self._output if output_dir is None else Path(output_dir).expanduser()
+        beside = folder.exists() and folder.resolve() == self._output.resolve()
+        (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
 
 
 # Collators that pad rows of one batch to one length, and do nothing else.

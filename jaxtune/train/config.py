@@ -66,7 +66,11 @@ class DataConfig:
         "Spans of responses that are not trained on, as [opening, closing], e.g. [[<think>, </think>]].",
     ] = None
     length: Annotated[int, "Tokens in a row."] = 2048
-    packing: Annotated[bool, "Fill rows with several whole documents; false: one padded document a row."] = True
+    packing: Annotated[
+        bool | Literal["step"],
+        "Fill rows with several whole documents; false: one padded document a row; step: a step has rows_per_step "
+        "documents (or pairs), which share rows.",
+    ] = True
     overflow: Annotated[Literal["truncate", "split", "error"], "Documents longer than data.length."] = "truncate"
     on_bad_row: Annotated[Literal["error", "skip"], "Rows that cannot be used; they are reported as file:line."] = (
         "error"
@@ -149,6 +153,9 @@ class ScheduleConfig:
     )
     warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
     warmup_ratio: Annotated[float | None, "The same as a share of all steps."] = None
+    zero_start: Annotated[
+        bool, "The first step of a warm-up has a rate of 0, as in transformers; else the peak / its steps."
+    ] = False
     min_ratio: Annotated[float, "Lowest learning rate as a share of the peak (not of constant)."] = 0.0
     cycles: Annotated[int, "Cosines from the peak down, one after the other (cosine_with_restarts)."] = 1
 
@@ -356,7 +363,9 @@ class TrainConfig:
     adapter: Annotated[AdapterConfig | None, "LoRA adapter; null trains all parameters."] = None
     steps: Annotated[int | None, "Optimizer steps to run; this or epochs."] = None
     epochs: Annotated[float | None, "Passes over the data; 1 when steps is not set either."] = None
-    rows_per_step: Annotated[int, "Rows of data.length tokens in an optimizer step, over all devices."] = 8
+    rows_per_step: Annotated[
+        int, "Rows of data.length tokens in an optimizer step, over all devices; see data.packing: step."
+    ] = 8
     micro_batches: Annotated[
         int | None, "Parts that the rows of a step are computed in, one after the other; null: the fastest that fits."
     ] = None

@@ -191,7 +191,7 @@ class Monitor:
         now = stamp.result()
         seconds, self._counted = now - self._counted, now
         flops = self.run.flops(counts["lengths"])
-        slots = config.rows_per_step * self.run.batches.length
+        slots = self.run.batches.rows_per_step * self.run.batches.length
         work = _Work(1, seconds, slots, counts["tokens"], counts["trained_tokens"], flops, data_wait)
         done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
         line = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -20,8 +22,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.models.quant import computes_in_fp8, stored_in
 from jaxtune.train.checkpoint import CheckpointError
-from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, OptimConfig, TrainConfig
-from jaxtune.train.config_file import config_to_dict, config_to_yaml, flat_keys
+from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, TrainConfig
+from jaxtune.train.config_file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.run_folder import CONFIG
 
@@ -218,7 +220,8 @@ def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
-    """Differences of two metas, by dotted key: (those that forbid a resume, harmless ones).
+    """Differences of two metas, by dotted key: (those that forbid a resume, harmless ones). A key of a config that one
+    of them lacks stands at its default there: it is newer than the other.
 
     Args:
       incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
@@ -226,13 +229,28 @@ def compare_meta(
     old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(by_what_it_holds(saved, current))))
     forbidding = tuple(incompatible)
     refused, harmless = [], []
+    defaults = _defaults()
+    in_both = {key.rpartition(".")[0] for key in old} & {key.rpartition(".")[0] for key in new}  # sections
     for key in sorted(old.keys() | new.keys()):
+        lacking = (key in old) != (key in new) and key.rpartition(".")[0] in in_both
+        if lacking and key in defaults and (old | new)[key] == defaults[key]:
+            continue
         difference = Difference(key, old.get(key, "(absent)"), new.get(key, "(absent)"))
         if json.dumps(difference.saved) == json.dumps(difference.current) or difference.saved == difference.current:
             continue
         covered = any(key == prefix or key.startswith(prefix + ".") for prefix in forbidding)
         (refused if covered else harmless).append(difference)
     return refused, harmless
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """{"config." + key: its default} of keys whose default is null, true, false, a number or a list."""
+    found: dict[str, Any] = {}
+    for key in config_keys():
+        with contextlib.suppress(ValueError):
+            found[f"config.{key.name}"] = json.loads(key.default)
+    return found
 
 
 def require_compatible(
@@ -306,9 +324,17 @@ def require_same_config(output: Path, config: TrainConfig) -> bool:
         found, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
     except FileNotFoundError:
         return False
-    if found != ours and not ours.startswith(found.rstrip(b"\0")):
+    if found != ours and not ours.startswith(found.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
         raise ValueError(
             f"output = {str(output)!r} holds another run (its config.yaml differs): name another folder, or remove "
             "that config.yaml if nothing of the run is worth keeping"
         )
     return found == ours
+
+
+def _reads_as(path: Path, config: TrainConfig) -> bool:
+    """Whether a file that an older version may have written, without keys that are newer, holds this config."""
+    try:
+        return load_config(str(path)) == config
+    except ConfigError:
+        return False

@@ -80,7 +80,8 @@ def data_summary(
 ) -> str:
     """What became of the rows, and what somebody should know of them before training. batches: of the run's steps;
     warmup_steps: schedule.warmup_steps; context_length: positions that the model was made for."""
-    lines = [f"training rows: {train.report}"]
+    in_steps = train.packing == "step"
+    lines = [f"training rows: {train.report.of_documents if in_steps else train.report}"]
     warnings = train.warnings()
     if held_out is not None:
         lines.append(f"evaluation rows: {held_out.report}")
@@ -96,7 +97,10 @@ def data_summary(
             "and does not reach optim.learning_rate; lower it, or set schedule.warmup_ratio in its place"
         )
     per_epoch = batches.steps_per_epoch
-    lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {len(train.rows):,} rows")
+    what = f"{len(train.rows):,} rows"
+    if in_steps:
+        what += f", laid out anew in {batches.rows_per_step:,} rows of {batches.length:,} tokens for each step"
+    lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {what}")
     return "\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtune import processes
 from jaxtune.models.config import DecoderConfig
 from jaxtune.train.config import DataConfig
-from jaxtune.train.data import TokenDataset
+from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.record import require_same_rows
 
@@ -53,6 +53,6 @@ def prepared_rows(
     return train, held_out
 
 
-def most_documents(*sets: TokenDataset | None) -> int:
-    """The largest number of documents in a row of any of these sets."""
-    return max(data.batches(1, shuffle=False).max_documents for data in sets if data is not None)
+def most_documents(batches: Batches, held_out: TokenDataset | None) -> int:
+    """The largest number of documents in a row of the steps or of the evaluation."""
+    return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

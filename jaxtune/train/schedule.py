@@ -1,15 +1,31 @@
-"""Learning-rate schedules: linear warm-up from zero, then linear, cosine, cosine_with_restarts or constant."""
+"""How many steps a run has, and its learning rates: after a warm-up linear, cosine, with restarts, or constant."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import optax
 
-from jaxtune.train.config import ScheduleConfig
+from jaxtune.train.config import ScheduleConfig, TrainConfig
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """The optimizer steps of a run.
+
+    Raises:
+      ValueError: they are more than a counter of 32 bits can hold.
+    """
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    steps = max(1, round(config.epochs * steps_per_epoch))
+    if steps >= 2**31:
+        raise ValueError(f"epochs = {config.epochs:g}: {steps:,} steps are more than can be counted")
+    return steps
 
 
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """step (int, from 0) -> learning rate. The first update already moves: step 0 of a warm-up of n has peak / n.
+    """step (int, from 0) -> learning rate. The first update already moves: step 0 of a warm-up of n has peak / n, and
+    step n - 1 the peak; or, with config.zero_start, 0, and step n the peak.
 
     linear and the cosines end at peak * config.min_ratio after total_steps; of cosine_with_restarts, config.cycles
     cosines from the peak follow each other, as in transformers.
@@ -30,7 +46,10 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
         raise ValueError(f"schedule.name = {config.name!r}: must be linear, cosine, cosine_with_restarts or constant")
     if warmup == 0:
         return after
-    rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
+    if config.zero_start:
+        rise = optax.linear_schedule(0.0, peak, warmup)
+    else:
+        rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
     return optax.join_schedules([rise, after], [warmup])
 
 

@@ -26,6 +26,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data import Batches
 from jaxtune.train.data.pairs import PairDataset
+from jaxtune.train.data.steps import laid_out
 from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.end_tokens import with_end_tokens
 from jaxtune.train.flops import flop_counter
@@ -56,7 +57,7 @@ from jaxtune.train.run import Profile, Run, is_owed
 from jaxtune.train.run_folder import CHECKPOINTS, CONFIG
 from jaxtune.train.run_rows import most_documents, prepared_rows
 from jaxtune.train.saving import Saver
-from jaxtune.train.schedule import learning_rate_schedule
+from jaxtune.train.schedule import learning_rate_schedule, total_steps
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.trained_model import TrainedModel
@@ -131,13 +132,9 @@ class Trainer:
         )
         self.config = config = in_first_words(config)
         self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
-        if config.steps is not None:
-            self.total_steps = config.steps
-        else:
-            assert config.epochs is not None
-            self.total_steps = max(1, round(config.epochs * self.batches.steps_per_epoch))
-            if self.total_steps >= 2**31:
-                raise ValueError(f"epochs = {config.epochs:g}: {self.total_steps:,} steps are more than can be counted")
+        self.total_steps = total_steps(config, self.batches.steps_per_epoch)
+        if self.train_data.packing == "step":
+            self.batches, self.eval_data = laid_out(self.train_data, self.eval_data, config, self.total_steps)
         if self.profile_steps and config.profile.start >= self.total_steps:
             raise ValueError(f"profile.start = {config.profile.start}: the run has only {self.total_steps} steps")
         if config.qat is not None and config.qat.start >= self.total_steps:
@@ -164,7 +161,7 @@ class Trainer:
             schedule=schedule,
             objective=self.objective,
             # None under `deterministic`: a promise would let in cuDNN's attention, whose sums have any order.
-            max_documents=None if config.deterministic else most_documents(self.train_data, self.eval_data),
+            max_documents=None if config.deterministic else most_documents(self.batches, self.eval_data),
             max_grad_norm=config.max_grad_norm,
             dropout=any(rate > 0 for rate in rates),
             scale_loss=config.precision == "fp16",
@@ -185,6 +182,7 @@ class Trainer:
             length=self.batches.length, keeps_model=keeps_model, reference_runs=self.objective.reference_runs,
             optimizer=optimizer if "optimizer" in self.own else None,
         )  # fmt: skip
+        config = dataclasses.replace(config, rows_per_step=self.batches.rows_per_step)
         chosen, why = mesh_of(config, lambda: self.model.prepared, **of_step)
         mesh = partition.make_mesh(chosen.data, chosen.fsdp)
         config = dataclasses.replace(config, mesh=chosen)
@@ -346,7 +344,7 @@ class Trainer:
 
     def look_up_references(self, sets, trainable, frozen, tell=say) -> None:
         """Fills in log-probabilities of the reference that rows wait for."""
-        for rows in (data.rows for data in sets if isinstance(data, PairDataset)):
+        for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
             references.look_up(rows, self.objective, self.engine, self.config, base, trainable, frozen, tell)
 
@@ -379,11 +377,12 @@ class Trainer:
     def _traced(self) -> dict[str, Any]:
         """What a profile says of the run."""
         config = self.config
+        rows, length = self.batches.rows_per_step, self.batches.length
         return {
             "config": config_to_dict(config),
-            "tokens_per_step": config.rows_per_step * self.batches.length,
-            "what": f"{config.model.path or config.model.from_config}, {config.precision}, {config.rows_per_step} x "
-            f"{self.batches.length:,} tokens a step, plan {residuals_text(self.planner.plan.residuals)}",
+            "tokens_per_step": rows * length,
+            "what": f"{config.model.path or config.model.from_config}, {config.precision}, {rows} x {length:,} tokens "
+            f"a step, plan {residuals_text(self.planner.plan.residuals)}",
         }
 
     @property
@@ -436,6 +435,7 @@ class Trainer:
                 "rows": len(self.train_data.rows),
                 "tokens_crc32": self.train_data.documents.tokens_crc32,
                 "trained_tokens": self.train_data.report.trained_tokens,
+                **({} if self.train_data.order == "shuffled" else {"order": self.train_data.order}),
             },
             total_steps=self.total_steps,
             own=self.own,

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+import jaxtune
 from jaxtune import compat
 from jaxtune.compat import arguments
 from jaxtune.compat.adapters import LoraConfig
@@ -64,12 +65,12 @@ def run_script(name: str, **numbers: str) -> dict:
 def test_unsloths_quick_start(from_the_hub):
     made = run_script("unsloth_quickstart.py", max_seq_length="64", max_steps="2", gradient_accumulation_steps="1")
     config = made["trainer"].config()
-    assert (config.model.load_in, config.data.packing, config.optim.name) == ("nf4", True, "adamw_8bit")
+    assert (config.model.load_in, config.data.packing, config.optim.name) == ("nf4", "step", "adamw_8bit")
     assert len(made["trainer"].state.log_history) == 2
 
 
 def test_an_unsloth_notebook(from_the_hub, capsys):
-    numbers = dict(max_seq_length="64", max_steps="2", max_new_tokens="4", dataset_num_proc="1")
+    numbers = dict(max_seq_length="64", max_steps="2", max_new_tokens="4")
     made = run_script("unsloth_notebook.ipynb", **numbers)
     told = capsys.readouterr().out
     assert told.count("data_collator does nothing here") == 1
@@ -87,13 +88,17 @@ def test_trls_quick_start(from_the_hub, monkeypatch):
     whole = compat.SFTTrainer.__init__
 
     def short(self, model, *arguments, **others):  # the script has no numbers to replace
-        args = compat.SFTConfig(max_steps=2, max_length=64, per_device_train_batch_size=2, dataset_num_proc=1)
+        args = compat.SFTConfig(max_steps=2, max_length=64, per_device_train_batch_size=2)
         whole(self, model, args, *arguments, **others)
 
     monkeypatch.setattr(compat.SFTTrainer, "__init__", short)
     trainer = run_script("trl_quickstart.py")["trainer"]
     assert trainer.config().adapter is None and trainer.config().data.format == "messages"
     assert np.isfinite([line["loss"] for line in trainer.state.log_history]).all()
+    left = from_the_hub / "trainer_output/checkpoint-2"
+    again, tokenizer = jaxtune.from_pretrained(left, dtype="float32")
+    assert tokenizer is not None and json.loads((left / "trainer_state.json").read_text())["global_step"] == 2
+    np.testing.assert_array_equal(again.norm.weight[...], trainer.model.module.norm.weight[...].astype("bfloat16"))
 
 
 def test_a_script_with_training_arguments(from_the_hub, capsys):
@@ -101,8 +106,8 @@ def test_a_script_with_training_arguments(from_the_hub, capsys):
     trainer = made["trainer"]
     config, told = trainer.config(), capsys.readouterr().out
     steps = trainer._epoch_steps
-    assert (config.checkpoint.every_steps, config.evaluation.every_steps, config.epochs) == (steps, steps, 1)
-    assert (config.optim.name, config.optim.weight_decay, config.schedule.warmup_ratio) == ("adamw_8bit", 0.0, 0.03)
+    assert (config.checkpoint.every_steps, config.evaluation.every_steps, config.steps) == (steps, steps, steps)
+    assert (config.optim.name, config.optim.weight_decay, config.schedule.warmup_steps) == ("adamw_8bit", 0.0, 1)
     assert (config.adapter.r, config.adapter.lora_dropout, config.seed) == (16, 0.05, 42)
     assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [trainer.state.global_step]
     for name in ("dataloader_num_workers", "group_by_length", "run_name", "per_device_eval_batch_size"):
@@ -286,7 +291,7 @@ def test_objects_of_peft_and_transformers_are_taken(workplace):
     made = trainer(TrainingArguments(max_steps=9)).config()
     # Also what its class has by default, where that is not ours.
     assert (made.steps, made.optim.learning_rate, made.schedule.name, made.seed) == (9, 1e-6, "cosine", 42)
-    assert (made.output, made.data.packing, made.memory.plan) == ("theirs", True, None)
+    assert (made.output, made.data.packing, made.memory.plan) == ("theirs", "step", None)
     assert (made.adapter.r, made.adapter.target_modules) == (3, ("q_proj", "v_proj"))
     with pytest.raises(ValueError, match="deepspeed = 'z3' is not supported"):
         trainer(TrainingArguments(deepspeed="z3"))

@@ -12,7 +12,8 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.quant import quantize
 from jaxtune.train.checkpoint import CheckpointError
 from jaxtune.train.config import AdapterConfig, ModelConfig, ScheduleConfig
-from jaxtune.train.record import record_of, recorded_config, require_same_run
+from jaxtune.train.config_file import config_to_yaml
+from jaxtune.train.record import record_of, recorded_config, require_same_config, require_same_run
 from tests.train.tiny_runs import make_config
 
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})
@@ -77,3 +78,26 @@ def test_only_a_constant_rate_takes_other_steps(schedule, steps):
     assert require_same_run(record(10, constant), record(steps, constant), Path("out"))[0].startswith("changed: config")
     with pytest.raises(CheckpointError, match=rf"config.steps: saved 10, now {steps}\nOnly a run of constant rate"):
         require_same_run(record(10, schedule), record(steps, schedule), Path("out"))
+
+
+def test_a_key_that_a_record_lacks_was_at_its_default(tmp_path):
+    """A newer version has more keys; what an older one wrote goes on as long as they stand at their defaults."""
+
+    def record(**changes):
+        own = dict(trainable={}, storage={}, base=tiny_model(), data={}, own={}, numerics={})
+        return record_of(make_config("out", **changes), total_steps=4, **own)
+
+    old = record()
+    del old["config"]["schedule"]["zero_start"]
+    assert require_same_run(old, record(), Path("out")) == []
+    with pytest.raises(CheckpointError, match=r"config.schedule.zero_start: saved '\(absent\)', now True"):
+        require_same_run(old, record(schedule=ScheduleConfig("constant", zero_start=True)), Path("out"))
+    with pytest.raises(CheckpointError, match="config.adapter"):  # a section that is not there is no default
+        require_same_run(old, record(adapter=AdapterConfig()), Path("out"))
+    text = config_to_yaml(config := make_config(tmp_path))
+    shorter = text.replace("  zero_start: false\n", "")
+    assert shorter != text
+    (tmp_path / "config.yaml").write_text(shorter)
+    assert not require_same_config(tmp_path, config)  # no error
+    with pytest.raises(ValueError, match="holds another run"):
+        require_same_config(tmp_path, dataclasses.replace(config, seed=1))

@@ -555,6 +555,7 @@ def test_fp16_gradients_equal_fp32_s():
             dict(name="cosine_with_restarts", cycles=3, warmup_steps=2),
             [0.5, 1.0, *((1 + math.cos(math.pi * (3 * step / 6 % 1))) / 2 for step in range(6))],
         ),
+        (dict(warmup_steps=2, zero_start=True), [0, 1 / 2, *((8 - step) / 6 for step in range(2, 8))]),
         (dict(name="cosine", min_ratio=0.1), [0.1 + 0.9 * (1 + math.cos(math.pi * s / 8)) / 2 for s in range(8)]),
     ],
 )

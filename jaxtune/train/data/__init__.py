@@ -3,8 +3,8 @@
 `prepare` does it all for one set of rows. The files, in the order in which data flows through them:
 `reading.py` (files and data sets), `formats.py` (the five forms of rows), `templates.py`, `tokenizing.py`,
 `markers.py` and `spans.py` (text, tokens, and which of them are trained on), `workers.py` and `cache.py` (many rows,
-once), `packing.py` (documents into rows of fixed length), `batches.py` (a step's number to its batch), `preview.py`
-(to look at).
+once), `packing.py` (documents into rows of fixed length), `batches.py` (a step's number to its batch), `steps.py`
+(steps of so many documents), `preview.py` (to look at).
 
 One rule holds everywhere: whatever one row can do costs that row (`formats.attempt`), and `on_bad_row` says whether
 the run goes on without it.
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtune import terminal
-from jaxtune.train.data.batches import Batch, Batches
+from jaxtune.train.data.batches import Batch, Batches, Order
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.packaged import packaged_that_fit
@@ -32,6 +32,7 @@ from jaxtune.train.data.workers import Chunk, encode_rows
 
 __all__ = ["Batch", "Batches", "PackedRows", "PackingReport", "Summary", "TokenDataset", "prepare"]
 
+Packing = bool | Literal["step"]
 ON_BAD_ROW = ("error", "skip")
 # Longer rows are cut before they are tokenised whole, where they are cut anyway: a book costs no more than its
 # beginning. Up to here the tokens, and so the cache, are the same for every data.length.
@@ -43,21 +44,23 @@ class TokenDataset:
     """Tokenised rows, ready to be packed and batched.
 
     documents: one for each usable row. summary: what became of the rows. cached: whether they came from the
-    token cache. length, packing, overflow: how they are packed.
+    token cache. length, packing, overflow: how they are packed; with "step", `rows` are of one document each, and are
+    laid out by steps (steps.py). order: of an epoch's rows.
     """
 
     documents: Documents
     summary: Summary
     length: int
-    packing: bool = True
+    packing: Packing = True
     overflow: Overflow = "truncate"
     cached: bool = False
     mask_spans: tuple[tuple[str, str], ...] = ()
+    order: Order = "shuffled"
 
     @functools.cached_property
     def rows(self) -> PackedRows:
         """The packed rows, planned when first asked for."""
-        rows = PackedRows(self.documents, self.length, overflow=self.overflow, packing=self.packing)
+        rows = PackedRows(self.documents, self.length, overflow=self.overflow, packing=self.packing is True)
         if not rows.report.trained_tokens:
             raise ValueError(
                 f"no trained token lies within data.length={self.length} of any document; raise data.length"
@@ -93,7 +96,17 @@ class TokenDataset:
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
         """Batches of `rows_per_step` packed rows; see `batches.Batches`."""
-        return Batches(self.rows, rows_per_step, seed=seed, shuffle=shuffle)
+        return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
+
+    @property
+    def longest(self) -> int:
+        """The most slots that a document or pair can fill."""
+        return self.length
+
+    def in_rows(self, slots: int) -> TokenDataset:
+        """Where each step lays out its own documents, the same in packed rows of so many slots, for which no document
+        is too long: what an evaluation computes on."""
+        return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: int) -> tuple[TokenDataset, TokenDataset]:
         """(train, eval), with `eval_rows` documents for evaluation; see Documents.held_out."""
@@ -113,7 +126,7 @@ def prepare(
     response_part: str | None = None,
     last_response_only: bool = False,
     mask_spans: Sequence[tuple[str, str]] | None = None,
-    packing: bool = True,
+    packing: Packing = True,
     overflow: Overflow = "truncate",
     on_bad_row: Literal["error", "skip"] = "error",
     max_rows: int | None = None,
@@ -139,7 +152,7 @@ def prepare(
         last_response_only: of a conversation, train the last response alone.
         mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): a span of a response from one
             to the other, both included, is not trained on.
-        packing: False gives every document a row of its own.
+        packing: False gives every document a row of its own; "step" makes rows of the documents of a step.
         overflow: documents longer than a row are cut ("truncate"), laid out in pieces ("split"), or refused
             ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.

@@ -8,7 +8,8 @@ and resuming reads nothing that was read before.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -58,12 +59,19 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as fresh numpy arrays."""
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[n]: the slots of each row that are not padding."""
         ...
 
-    def fill(self, batch: Batch, slot: int, row: int) -> None:
-        """Writes row number `row` into row `slot` of an empty batch."""
+    def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
+        """A batch of `rows` rows of padding, as fresh numpy arrays; of rows of another length, which `shared` of these
+        rows share."""
+        ...
+
+    def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
+        """Writes row number `row` into row `slot` of an empty batch, from slot `at` of that row on, where `place` of
+        these rows stand before it; returns the slot after it."""
         ...
 
     def sources(self, row: int) -> list[str]:
@@ -81,6 +89,30 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
+def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """As epoch_order, the permutation that transformers' Trainer takes: torch.randperm by seed + epoch.
+
+    That exchanges each place with one from it on, drawn by the remainder of the Mersenne Twister's next 32 bits.
+    """
+    draws = np.frombuffer(np.random.RandomState((seed + epoch) % 2**32).bytes(4 * rows), "<u4")
+    order = list(range(rows))
+    for place, chosen in enumerate((np.arange(rows) + draws % np.arange(rows, 0, -1)).tolist()):
+        order[place], order[chosen] = order[chosen], order[place]
+    return np.asarray(order, np.int64)
+
+
+def given_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the plan, in every epoch."""
+    return np.arange(rows)
+
+
+# How an epoch's rows are ordered, by name.
+Order = Literal["shuffled", "torch", "given"]
+ORDERS: dict[str, Callable[[int, int, int], np.ndarray]] = {
+    "shuffled": epoch_order, "torch": torch_order, "given": given_order,
+}  # fmt: skip
+
+
 class Batches:
     """`batch_at(step)` for every step of a run, each of exactly `rows_per_step` rows.
 
@@ -91,10 +123,10 @@ class Batches:
         rows: the packed rows.
         rows_per_step: rows in a batch.
         seed: with the epoch's number, decides the order; a non-negative integer.
-        shuffle: False keeps the order of the plan in every epoch (evaluation).
+        order: of an epoch; "given" (evaluation) keeps that of the plan.
     """
 
-    def __init__(self, rows: Rows, rows_per_step: int, *, seed: int = 0, shuffle: bool = True):
+    def __init__(self, rows: Rows, rows_per_step: int, *, seed: int = 0, order: Order = "shuffled"):
         if rows_per_step < 1:
             raise ValueError(f"rows_per_step must be at least 1, got {rows_per_step}")
         if not len(rows):
@@ -102,9 +134,9 @@ class Batches:
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
         self.rows = rows
-        self.rows_per_step = rows_per_step
+        self.rows_per_step = self._taken = rows_per_step
         self.seed = seed
-        self.shuffle = shuffle
+        self.order = order
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -124,15 +156,15 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.rows) // self.rows_per_step)
+        return -(-len(self.rows) // self._taken)
 
     def rows_at(self, step: int) -> np.ndarray:
-        """int64[at most rows_per_step]: the numbers of the rows that step `step` trains on."""
+        """The numbers of the rows that step `step` trains on: int64[n], fewer in an epoch's last step."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = divmod(int(step), self.steps_per_epoch)
         order = self._epoch(epoch)
-        return order[index * self.rows_per_step : (index + 1) * self.rows_per_step]
+        return order[index * self._taken : (index + 1) * self._taken]
 
     def empty(self, rows: int) -> Batch:
         """A batch of `rows` rows of padding, as fresh numpy arrays: the shapes of what a step computes."""
@@ -150,12 +182,11 @@ class Batches:
         return [source for row in self.rows_at(step) for source in self.rows.sources(int(row))]
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
+        if self.order == "given":
             epoch = 0
         known = self._order  # read once: the loader's thread and the loop's may ask for different epochs
         if known is not None and known[0] == epoch:
             return known[1]
-        count = len(self.rows)
-        order = epoch_order(count, self.seed, epoch) if self.shuffle else np.arange(count)
+        order = ORDERS[self.order](len(self.rows), self.seed, epoch)
         self._order = (epoch, order)
         return order

@@ -186,10 +186,15 @@ class PackingReport:
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
-        text = (
-            f"{self.documents:,} documents in {self.rows:,} rows, {self.tokens:,} tokens in {self.slots:,} slots "
-            f"(fill {self.fill:.3f}), {self.trained_tokens:,} trained"
-        )
+        return self._text(f" in {self.rows:,} rows", f" in {self.slots:,} slots (fill {self.fill:.3f})")
+
+    @property
+    def of_documents(self) -> str:
+        """In words, but for the rows, which are made anew for each step."""
+        return self._text("", "")
+
+    def _text(self, rows: str, slots: str) -> str:
+        text = f"{self.documents:,} documents{rows}, {self.tokens:,} tokens{slots}, {self.trained_tokens:,} trained"
         if self.truncated:
             text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
         if self.split:
@@ -220,6 +225,12 @@ class Plan:
     @property
     def max_documents(self) -> int:
         return int(np.diff(self.row_starts).max(initial=0))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[rows]: the tokens of each row."""
+        ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
+        return np.diff(ends)
 
     @property
     def full(self) -> bool:
@@ -379,18 +390,23 @@ class PackedRows:
     def __len__(self) -> int:
         return self.plan.rows
 
-    def empty(self, rows: int) -> Batch:
-        """`rows` rows of padding, as fresh numpy arrays."""
-        return Batch.empty(rows, self.length)
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[rows]: the slots of each row that are not padding."""
+        return self.plan.lengths
 
-    def fill(self, batch: Batch, slot: int, row: int) -> None:
-        """Writes row number `row` into row `slot` of an empty numpy batch."""
+    def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
+        """See `batches.Rows`."""
+        return Batch.empty(rows, length or self.length)
+
+    def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
+        """See `batches.Rows`."""
         plan, documents = self.plan, self.documents
-        at = 0
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
-        for segment, piece in enumerate(pieces, start=1):
+        for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):
             start = int(documents.starts[plan.document[piece]] + plan.offset[piece])
             at = documents.write(start, int(plan.count[piece]), batch, slot, at, segment)
+        return at
 
     def sources(self, row: int) -> list[str]:
         """Where the documents of a row came from, as `file:line`."""

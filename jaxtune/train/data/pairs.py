@@ -26,7 +26,8 @@ class PackedPairs:
 
     A pair that is longer than a row is cut ("truncate"): its longer document is, down to the other's length, and then
     both alike; or, `whole`, it is left out. A pair of which nothing is left to learn from in either document is left
-    out.
+    out. width: slots of a row, where `length` bounds each document and not the pair: the documents are then cut one by
+    one.
 
     reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model;
     NaN where they are yet to be computed, in place. labels: float32[pairs] or None.
@@ -42,15 +43,21 @@ class PackedPairs:
         reference: np.ndarray | None = None,
         labels: np.ndarray | None = None,
         whole: bool = False,
+        width: int | None = None,
     ):
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":
             raise ValueError("data.overflow = 'split': a pair cannot be laid out in pieces; set truncate or error")
-        self.documents, self.length, self.full = documents, length, False
+        self.documents, self.length, self.full = documents, width or length, False
         self.reference, self.labels = reference, labels
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
-        kept = lengths if overflow == "error" else _shortened(lengths, length)
+        if overflow == "error":
+            kept = lengths
+            if width is not None:  # refuses documents that are longer
+                plan_rows(lengths.reshape(-1), length, overflow="error", packing=False, name=documents.source)
+        else:
+            kept = _shortened(lengths, length) if width is None else np.minimum(lengths, length)
         if whole:
             kept = np.where((kept < lengths).any(1, keepdims=True), 0, kept)
         trained = np.array(documents.trained).reshape(-1, 2)
@@ -61,7 +68,7 @@ class PackedPairs:
         kept, trained = np.where(dropped[:, None], 0, kept), np.where(dropped[:, None], 0, trained)
         self.kept = kept
         self.plan = plan_rows(
-            kept.sum(1), length, overflow="error", packing=packing, name=lambda pair: documents.source(2 * pair)
+            kept.sum(1), self.length, overflow="error", packing=packing, name=lambda pair: documents.source(2 * pair)
         )
         self.most_pairs = self.plan.max_documents
         self.max_documents = 2 * self.most_pairs
@@ -70,7 +77,7 @@ class PackedPairs:
             documents=len(documents),
             rows=self.plan.rows,
             tokens=int(kept.sum()),
-            slots=self.plan.rows * length,
+            slots=self.plan.rows * self.length,
             trained_tokens=int(trained.sum()),
             truncated=int(cut.sum()),
             cut_tokens=int((lengths - kept)[cut].sum()),
@@ -82,19 +89,25 @@ class PackedPairs:
     def __len__(self) -> int:
         return self.plan.rows
 
-    def empty(self, rows: int) -> Batch:
-        """`rows` rows of padding, as fresh numpy arrays."""
-        extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, self.most_pairs), np.float32)}
-        if self.labels is not None:
-            extra[LABELS] = np.zeros((rows, self.most_pairs), np.float32)
-        if self.reference is not None:
-            extra[REFERENCE] = np.zeros((rows, self.most_pairs, 2), np.float32)
-        return dataclasses.replace(Batch.empty(rows, self.length), extra=extra)
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[rows]: the slots of each row that are not padding."""
+        return self.plan.lengths
 
-    def fill(self, batch: Batch, slot: int, row: int) -> None:
-        """Writes row number `row` into row `slot` of an empty numpy batch."""
-        documents, at = self.documents, 0
-        for place, pair in enumerate(self.pairs(row)):
+    def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
+        """See `batches.Rows`."""
+        most = self.most_pairs * shared
+        extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, most), np.float32)}
+        if self.labels is not None:
+            extra[LABELS] = np.zeros((rows, most), np.float32)
+        if self.reference is not None:
+            extra[REFERENCE] = np.zeros((rows, most, 2), np.float32)
+        return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
+
+    def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
+        """See `batches.Rows`."""
+        documents, before = self.documents, place * self.most_pairs
+        for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
             if self.labels is not None:
                 batch.extra[LABELS][slot, place] = self.labels[pair]
@@ -103,6 +116,7 @@ class PackedPairs:
                 at = documents.write(int(documents.starts[index]), count, batch, slot, at, 2 * place + side + 1)
                 if self.reference is not None:
                     batch.extra[REFERENCE][slot, place, side] = self.reference[index]
+        return at
 
     def sources(self, row: int) -> list[str]:
         """Where the pairs of a row came from, as `file:line`."""
@@ -123,11 +137,12 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preferences; see TokenDataset. reference, labels, whole: as of PackedPairs."""
+    """Tokenised preferences; see TokenDataset. reference, labels, whole, width: as of PackedPairs."""
 
     reference: np.ndarray | None = None
     labels: np.ndarray | None = None
     whole: bool = False
+    width: int | None = None
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
@@ -136,14 +151,22 @@ class PairDataset(TokenDataset):
             self.documents,
             self.length,
             overflow=self.overflow,
-            packing=self.packing,
+            packing=self.packing is True,
             reference=self.reference,
             labels=self.labels,
             whole=self.whole,
+            width=2 * self.length if self.packing == "step" else self.width,
         )
         if not len(rows):
             raise ValueError(f"no pair has a trained token in both answers within data.length={self.length}; raise it")
         return rows
+
+    @property
+    def longest(self) -> int:
+        return 2 * self.length
+
+    def in_rows(self, slots: int) -> PairDataset:
+        return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: int) -> tuple[PairDataset, PairDataset]:
         """(train, eval), with `eval_rows` pairs for evaluation, told by their first documents; see

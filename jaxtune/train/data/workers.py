@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtune.terminal import outlive, printable
+from jaxtune.terminal import outlive, printable, say
 from jaxtune.train.data.formats import (
     LABELLED,
     PREFERENCE,
@@ -178,7 +178,14 @@ def encode_rows(
         num_workers = min(cpus, MOST_PROCESSES) if many else 1
     if num_workers <= 1:
         return _encode(chunks, 1, lambda: _Here(encoder), poll)
-    setup = pickle.dumps((tokenizer, options))
+    try:
+        setup = pickle.dumps((tokenizer, options))
+    except Exception as error:  # of a class that a script made; the tokens are the same wherever they are made
+        say(
+            f"rows are tokenised in one process, because the tokenizer, a {type(tokenizer).__name__}, cannot be sent "
+            f"to others ({printable(error)})"
+        )
+        return _encode(chunks, 1, lambda: _Here(encoder), poll)
     return _encode(chunks, num_workers, lambda: _Process(setup), poll)
 
 

@@ -98,15 +98,33 @@ def with_strangers(documents: Documents) -> tuple[Documents, np.ndarray]:
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
     own = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
+    return _paired(own, len(own), documents, np.arange(len(documents))), labels.astype(np.float32)
+
+
+def in_groups(rows: PairDataset, size: int) -> PairDataset:
+    """Rows of `with_strangers`, paired anew as TRL does: among `size` rows that follow each other the first gets the
+    last one's answer. Rows whose answer lies beyond rows.length are left out before."""
+    assert rows.labels is not None
+    all_of_them = [rows.documents[2 * row] for row in range(len(rows.labels))]
+    kept = np.asarray([document.mask[1 : rows.length].any() for document in all_of_them])
+    places = np.repeat(2 * np.flatnonzero(kept), 2)
+    documents = _paired([all_of_them[row] for row in np.flatnonzero(kept)], size, rows.documents, places)
+    reference = None if rows.reference is None else np.full(len(documents), np.nan, np.float32)
+    return dataclasses.replace(rows, documents=documents, labels=rows.labels[kept], reference=reference)
+
+
+def _paired(own: list[Document], size: int, source: Documents, places: np.ndarray) -> Documents:
+    """Each document, then its prompt with the answer of the one before it in its group of `size`. places: of the
+    results, where in `source` they came from."""
     begins = [int(np.argmax(document.mask)) for document in own]
     made = []
     for row, document in enumerate(own):
-        other, start = own[row - 1], begins[row - 1]
+        before = row - 1 if row % size else min(row + size, len(own)) - 1
+        other, start = own[before], begins[before]
         tokens, mask = (
             np.concatenate([ours[: begins[row]], theirs[start:]])
             for ours, theirs in ((document.tokens, other.tokens), (document.mask, other.mask))
         )
         made += [document, Document(tokens, mask)]
-    gathered = Documents.gather(made)
-    gathered = dataclasses.replace(gathered, origins=documents.origins, files=documents.files)
-    return gathered, labels.astype(np.float32)
+    origins = None if source.origins is None else source.origins[places]
+    return dataclasses.replace(Documents.gather(made), origins=origins, files=source.files)

@@ -72,7 +72,7 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any,
     """float32[documents]; 0 of those that are left out."""
     plain = copy.copy(rows)
     plain.reference = None
-    batches = Batches(plain, engine.rows, shuffle=False)
+    batches = Batches(plain, engine.rows, order="given")
     program = engine.compile_of_rows(objective.reference, trainable, frozen, plain)
     found, waiting = np.zeros(len(rows.documents), np.float32), None
 

@@ -94,7 +94,9 @@ class Planner:
         if (record["mesh_data"], record["mesh_fsdp"]) != partition.mesh_shape(mesh.data, mesh.fsdp):
             return
         stored = self._recorded(record)
+        # A run of other steps may have other rows (data.packing: step).
         same_split = self.config.micro_batches in (None, stored.micro_batches)
+        same_split = same_split and self.cost.rows % stored.micro_batches == 0
         if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
             self.forecast, self._smallest = forecast(self.cost, stored, self.device), False
 

@@ -50,7 +50,7 @@ def test_the_order_is_fixed_for_good():
 
 
 def test_without_shuffling_the_plans_order_stays():
-    batches = Batches(make_rows(5), 2, shuffle=False)
+    batches = Batches(make_rows(5), 2, order="given")
     assert [rows_of(batches.batch_at(step)) for step in range(6)] == [[0, 1], [2, 3], [4]] * 2
 
 

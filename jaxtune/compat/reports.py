@@ -1,0 +1,54 @@
+"""What scripts do with a run's numbers once it is over: log_metrics, save_metrics and save_state of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtune.compat import folders
+from jaxtune.compat.callbacks import TrainerState
+from jaxtune.terminal import say
+
+
+class Reports:
+    """Methods of a trainer that has `args` and `state`."""
+
+    args: Any
+    state: TrainerState
+
+    @property
+    def _output(self) -> Path:
+        return Path(self.args.output_dir).expanduser()
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Shows them, a line each, in the order of their names."""
+        say(f"***** {split} metrics *****")
+        for name in sorted(metrics):
+            value = metrics[name]
+            say(f"  {name} = {value:,.4f}" if isinstance(value, float) else f"  {name} = {value}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes output_dir/SPLIT_results.json, and adds them to all_results.json."""
+        self._output.mkdir(parents=True, exist_ok=True)
+        _write(self._output / f"{split}_results.json", dict(metrics))
+        if combined:
+            path = self._output / "all_results.json"
+            known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            _write(path, known | dict(metrics))
+
+    def save_state(self) -> None:
+        """Writes output_dir/trainer_state.json."""
+        self._output.mkdir(parents=True, exist_ok=True)
+        folders.write_state(self._output, self.state)
+
+    def is_world_process_zero(self) -> bool:
+        return self.state.is_world_process_zero
+
+    def is_local_process_zero(self) -> bool:
+        return self.state.is_local_process_zero
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")

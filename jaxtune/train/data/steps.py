@@ -1,0 +1,153 @@
+"""Steps of so many documents: `data.packing: step`.
+
+A step trains on rows_per_step documents (or pairs), in an order that does not know how long they are, as trainers that
+pad do; but its documents share rows, so that little of a step is padding. How many rows that takes differs from step to
+step. So all steps of a run are laid out before it begins, from lengths alone, and each has the rows of the one that
+needs most: the shape never changes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from jaxtune import processes
+from jaxtune.models import partition
+from jaxtune.train.data.batches import Batch, Batches, Order, Rows
+
+if TYPE_CHECKING:
+    from jaxtune.train.config import TrainConfig
+    from jaxtune.train.data import TokenDataset
+
+_WIDTH = 64  # rows have a multiple of so many slots
+
+
+class StepBatches(Batches):
+    """As Batches, whose `rows` are one document or pair each, of which every step takes `per_step`; they are laid out
+    anew in batches of `rows_per_step` rows of `length` slots.
+
+    Args:
+        rows: of one document or pair each, without packing; `lengths` says how many slots each fills.
+        per_step: documents or pairs of a step.
+        steps: of the run: those that are laid out.
+        length: slots in a row, at least the longest document or pair.
+        parts: micro-batches that the documents of a step are divided into, in their order, before they are laid out;
+            None: all of a step may share rows.
+        multiple: of which the number of rows in a part is one, for as many devices.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        per_step: int,
+        steps: int,
+        length: int,
+        *,
+        parts: int | None = None,
+        multiple: int = 1,
+        seed: int = 0,
+        order: Order = "shuffled",
+    ):
+        super().__init__(rows, per_step, seed=seed, order=order)
+        self._length, self._parts = length, parts or 1
+        self._plan: tuple[int, np.ndarray] | None = None
+        most, shared = 0, 0
+        for epoch in range(-(-steps // self.steps_per_epoch)):
+            made = self._laid_out(epoch)[: steps - epoch * self.steps_per_epoch]
+            most = max(most, int(made.max()) + 1)
+            shared = max(shared, _most_equal(made))
+            if order == "given":
+                break
+        self._rows_of_a_part = -(-most // multiple) * multiple
+        self._shared = shared
+        self.rows_per_step = self._rows_of_a_part * self._parts
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def max_documents(self) -> int:
+        return self.rows.max_documents * self._shared
+
+    @property
+    def full(self) -> bool:
+        return False
+
+    def empty(self, rows: int) -> Batch:
+        return self.rows.empty(rows, self._length, self._shared)
+
+    def batch_at(self, step: int) -> Batch:
+        epoch, index = divmod(int(step), self.steps_per_epoch)
+        numbers, of_row = self.rows_at(step), self._epoch_plan(epoch)[index]
+        batch = self.empty(self.rows_per_step)
+        for part, rows in enumerate(of_row):
+            at = np.zeros(self._rows_of_a_part, np.int64)
+            place = np.zeros(self._rows_of_a_part, np.int64)
+            for offset, row in enumerate(rows.tolist()):
+                if row < 0:
+                    continue
+                slot, number = part * self._rows_of_a_part + row, int(numbers[part * len(rows) + offset])
+                at[row] = self.rows.fill(batch, slot, number, int(at[row]), int(place[row]))
+                place[row] += 1
+        return batch
+
+    def _epoch_plan(self, epoch: int) -> np.ndarray:
+        epoch = 0 if self.order == "given" else epoch
+        known = self._plan  # read once, as in Batches._epoch
+        if known is None or known[0] != epoch:
+            known = self._plan = (epoch, self._laid_out(epoch))
+        return known[1]
+
+    def _laid_out(self, epoch: int) -> np.ndarray:
+        """int[steps of the epoch, parts, documents of a part]: the row of its part that each document lies in, -1 where
+        there is none. First fit, the longest first."""
+        lengths = np.zeros(self.steps_per_epoch * self._taken, np.int64)
+        lengths[: len(self.rows)] = self.rows.lengths[self._epoch(epoch)]
+        groups = lengths.reshape(-1, self._taken // self._parts)
+        order = np.argsort(-groups, axis=1, kind="stable")
+        most = min(groups.shape[1], 2 * int(groups.sum(1).max()) // self._length + 1)  # no two rows are half empty
+        room = np.full((len(groups), most), self._length)
+        found, every = np.empty_like(groups), np.arange(len(groups))
+        for place in order.T:
+            wanted = groups[every, place]
+            row = np.argmax(room >= wanted[:, None], axis=1)
+            room[every, row] -= wanted
+            found[every, place] = np.where(wanted > 0, row, -1)
+        return found.reshape(self.steps_per_epoch, self._parts, -1)
+
+
+def _most_equal(rows: np.ndarray) -> int:
+    """The most documents that share a row: the largest number of equal values, not negative, along the last axis."""
+    ordered = np.sort(rows, axis=-1)
+    most = 1
+    while most < rows.shape[-1]:
+        same = (ordered[..., most:] == ordered[..., : rows.shape[-1] - most]) & (ordered[..., most:] >= 0)
+        if not same.any():
+            break
+        most += 1
+    return most
+
+
+def laid_out(
+    train: TokenDataset, held_out: TokenDataset | None, config: TrainConfig, steps: int
+) -> tuple[StepBatches, TokenDataset | None]:
+    """(the batches of a run of so many steps, its evaluation rows in rows of the same length)."""
+    needed = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
+    length = min(train.longest, -(-needed // _WIDTH) * _WIDTH)
+    batches = StepBatches(
+        train.rows, config.rows_per_step, steps, length,
+        parts=config.micro_batches, multiple=_devices(config), seed=config.seed, order=train.order,
+    )  # fmt: skip
+    return batches, None if held_out is None else held_out.in_rows(length)
+
+
+def _devices(config: TrainConfig) -> int:
+    """How many devices may share the rows of a step."""
+    if config.mesh is not None:
+        return math.prod(partition.mesh_shape(config.mesh.data, config.mesh.fsdp))
+    several = jax.default_backend() != "cpu" or processes.count() > 1  # CPUs of one process are one device
+    return jax.device_count() if several else 1

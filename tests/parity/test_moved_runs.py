@@ -1,0 +1,163 @@
+"""A script of TRL beside the same script of jaxtune.compat: as many updates, of the same rows, cut at the same places,
+at the same learning rates, and the same losses."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import reference
+import transformers
+import trl
+from tiny import CONFIGS
+
+from jaxtune import compat
+from jaxtune.train.data.batches import torch_order
+from tests.train.data.conftest import make_tokenizer
+
+WORDS = ["I", "am", "a", "bot", "that", "adds", "two", "and", "names", "colour", ":", "blue", "red", "or", "green"]
+
+
+def text(draw: np.random.Generator, most: int) -> str:
+    return " ".join(draw.choice(WORDS, draw.integers(1, most)))
+
+
+def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(1)
+    if kind == "SFT":
+        return [
+            {
+                "messages": [
+                    {"role": "user", "content": text(draw, 6)},
+                    {"role": "assistant", "content": text(draw, 30)},
+                ]
+            }
+            for _ in range(count)
+        ]
+    if kind == "KTO":
+        return [
+            {"prompt": text(draw, 6), "completion": " " + text(draw, 30), "label": bool(draw.integers(2))}
+            for _ in range(count)
+        ]
+    # Answers of very different lengths, of which some, and some prompts too, are cut.
+    return [
+        {"prompt": text(draw, 12), "chosen": " " + text(draw, 30), "rejected": " " + text(draw, 5)}
+        for _ in range(count)
+    ]
+
+
+def documents(tokens: np.ndarray, segments: np.ndarray) -> list[list[int]]:
+    """The texts of a batch, by their segments in each row, sorted."""
+    return sorted(
+        row[of_row == number].tolist()
+        for row, of_row in zip(tokens, segments, strict=True)
+        for number in np.unique(of_row[of_row > 0])
+    )
+
+
+def theirs(kind: str, base: Path, folder: Path, settings: dict[str, Any], rows: list) -> dict[str, Any]:
+    """What TRL does: {"losses", "rates", "updates": [sorted texts of each]}."""
+    trainer_type, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    found: dict[str, Any] = {"rates": [], "updates": [[]]}
+
+    class Noting(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **more):
+            found["rates"].append(optimizer.param_groups[0]["lr"])
+            found["updates"].append([])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = config(use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", **settings)
+        trainer = trainer_type(
+            model=reference.load(base), args=args, train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=make_tokenizer(), callbacks=[Noting],
+            peft_config=peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )  # fmt: skip
+        trainer.model.peft_config["default"].base_model_name_or_path = str(base)
+        trainer.model.save_pretrained(folder / "adapter")
+        step = trainer.training_step
+
+        def noting(model, inputs, *more):
+            for prefix in ("", "KL_"):
+                if f"{prefix}input_ids" in inputs:
+                    mask = inputs[f"{prefix}attention_mask"].numpy()
+                    found["updates"][-1] += documents(inputs[f"{prefix}input_ids"].numpy(), mask)
+            return step(model, inputs, *more)
+
+        trainer.training_step = noting
+        trainer.train()
+    found["updates"] = [sorted(update) for update in found["updates"][:-1]]
+    found["losses"] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return found
+
+
+def ours(kind: str, folder: Path, settings: dict[str, Any], rows: list) -> dict[str, Any]:
+    model, _ = compat.FastLanguageModel.from_pretrained(
+        str(folder / "adapter"), 64, dtype="float32", load_in_4bit=False
+    )
+    args = getattr(compat, f"{kind}Config")(**settings | {"output_dir": str(folder / "ours")})
+    trainer = getattr(compat, f"{kind}Trainer")(
+        model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=make_tokenizer()
+    )
+    trainer.train()
+    history = [line for line in trainer.state.log_history if "loss" in line]
+    batches = trainer._trainer("auto").batches
+    updates = [batches.batch_at(step) for step in range(len(history))]
+    return {
+        "losses": [line["loss"] for line in history],
+        "rates": [line["learning_rate"] for line in history],
+        "updates": [documents(batch.tokens, batch.segment_ids) for batch in updates],
+    }
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    config = CONFIGS["qwen2"] | {"vocab_size": 416}
+    folder = reference.make_checkpoint(tmp_path / "base", config)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("SFT", "random"), ("SFT", "sequential"), ("DPO", "random"), ("KTO", "sequential")]
+)
+def test_the_same_script_gives_the_same_run(base, tmp_path, monkeypatch, kind, strategy):
+    """11 rows, two a micro-batch, three of these an update: an epoch has two updates, of which the last has a row less.
+    1.2 epochs are 2.4 updates, so three; 0.4 of them are 1.2, so two that warm up. Of preferences 10 rows, without that
+    last one: TRL's trainers of these weigh micro-batches alike, also one of a single row. A pair whose prompt leaves
+    nothing of its answers is left out by both."""
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    settings = dict(
+        output_dir=str(tmp_path / "theirs"), per_device_train_batch_size=2, gradient_accumulation_steps=3,
+        num_train_epochs=1.2, warmup_steps=0.4, learning_rate=1e-2, lr_scheduler_type="cosine", weight_decay=0.01,
+        optim="adamw_torch", adam_epsilon=1e-4,  # beside which rounding is nothing
+        logging_steps=1, max_length=24, seed=11, report_to="none", dataset_num_proc=1,
+        train_sampling_strategy=strategy,
+    )  # fmt: skip
+    rows = rows_of(kind, 10 if kind == "KTO" else 11)
+    wanted = theirs(kind, base, tmp_path, settings, rows)
+    found = ours(kind, tmp_path, settings, rows)
+    (tmp_path / "runs.json").write_text(json.dumps([wanted, found]))
+    assert len(found["updates"]) == len(wanted["updates"]) == 3
+    assert any(len(one) == 24 for update in wanted["updates"] for one in update)  # some are cut
+    assert found["updates"] == wanted["updates"]
+    texts = [len(update) for update in found["updates"]]  # a pair has two, and so has an answer with a stranger's
+    assert texts == ([6, 5, 6] if kind == "SFT" else [12, 8, 12])
+    np.testing.assert_allclose(found["rates"], wanted["rates"], rtol=1e-6)
+    assert wanted["rates"][0] == 0.0
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-4)
+
+
+def test_the_order_is_torchs():
+    import torch
+
+    for rows in (1, 2, 7, 1000):
+        for seed, epoch in ((0, 0), (3407, 2), (2**32 - 1, 1)):
+            drawn = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+            assert torch_order(rows, seed, epoch).tolist() == drawn

@@ -1,0 +1,227 @@
+"""Runs of scripts for Unsloth and TRL: as many steps of as many rows as there, and a model on disk whatever follows."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import pickle
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import jaxtune
+from jaxtune.compat import (
+    DPOConfig,
+    DPOTrainer,
+    FastLanguageModel,
+    KTOConfig,
+    KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
+    get_chat_template,
+    standardize_sharegpt,
+    train_on_responses_only,
+)
+from jaxtune.models.lora import linears, matrices
+from jaxtune.train.data import workers
+from tests.test_compat import LABELLED, PREFERENCES, QUESTIONS, folder, load, rows, trainer_of  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+# Three chunks for two processes. JAXTUNE_COMPAT_ROWS=20000 is what scripts have, and takes some minutes.
+ROWS = int(os.environ.get("JAXTUNE_COMPAT_ROWS", "1400"))
+ALPACA = """Below is an instruction that describes a task.
+
+### Instruction:
+{}
+
+### Response:
+{}"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+def many(made: list[dict]) -> Dataset:
+    """So many rows: these again and again."""
+    return Dataset.from_list([made[index % len(made)] for index in range(ROWS)])
+
+
+def alpaca(model, tokenizer, args):
+    asked = [{"instruction": question, "output": answer} for question, answer in QUESTIONS.items()]
+
+    def formatted(examples):
+        pairs = zip(examples["instruction"], examples["output"], strict=True)
+        return {"text": [ALPACA.format(*pair) + tokenizer.eos_token for pair in pairs]}
+
+    dataset = many(asked).map(formatted, batched=True)
+    return SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=dataset, args=SFTConfig(**args))
+
+
+def sharegpt(model, tokenizer, args):
+    tokenizer = get_chat_template(tokenizer, chat_template="chatml")
+    shared = [
+        {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+        for question, answer in QUESTIONS.items()
+    ]
+    dataset = standardize_sharegpt(many(shared))
+
+    def formatted(examples):
+        return {"text": [tokenizer.apply_chat_template(chat, tokenize=False) for chat in examples["conversations"]]}
+
+    dataset = dataset.map(formatted, batched=True)
+    trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=dataset, args=SFTConfig(**args))
+    return train_on_responses_only(
+        trainer, instruction_part="<|im_start|>user\n", response_part="<|im_start|>assistant\n"
+    )
+
+
+def dpo(model, tokenizer, args):
+    return DPOTrainer(model, args=DPOConfig(**args), train_dataset=many(PREFERENCES), processing_class=tokenizer)
+
+
+def kto(model, tokenizer, args):
+    return KTOTrainer(model, args=KTOConfig(**args), train_dataset=many(LABELLED), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("script", [alpaca, sharegpt, dpo, kto])
+def test_scripts_of_many_rows_and_two_processes(folder, tmp_path, capsys, script):  # noqa: F811
+    model, tokenizer = load(folder, max_seq_length=96)
+    args = dict(output_dir=str(tmp_path / "run"), max_steps=2, dataset_num_proc=2, report_to="none")
+    trainer = script(model, tokenizer, args)
+    out = trainer.train()
+    assert len(trainer.train_dataset) == ROWS * (1 if script in (alpaca, sharegpt) else 2)
+    assert trainer._prepared.batches.steps_per_epoch == -(-ROWS // 8)
+    assert out.global_step == 2 and math.isfinite(out.training_loss)
+    assert "tokenised in one process" not in capsys.readouterr().out  # both took part
+    assert (tmp_path / "run/checkpoint-2/adapter_model.safetensors").is_file()
+
+
+def test_many_rows_are_tokenised_in_processes_by_default(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(workers, "MANY_ROWS", 1000)
+    monkeypatch.setattr(workers, "FEW_CPUS", 0)
+    started = []
+    real = workers._Process
+    monkeypatch.setattr(workers, "_Process", lambda setup: started.append(1) or real(setup))
+    trainer = trainer_of(folder, tmp_path, dataset=rows(1400))
+    assert len(trainer.train_dataset) == 1400 and started
+
+
+def test_a_tokenizer_is_copied_and_sent_as_it_is(folder):  # noqa: F811
+    _, tokenizer = load(folder, peft=False)
+    tokenizer.pad_token = tokenizer.eos_token
+    for other in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
+        assert other.pad_token == tokenizer.eos_token and other.chat_template == tokenizer.chat_template
+        assert isinstance(other("Who are you?", return_tensors="pt").to("cuda")["input_ids"], np.ndarray)
+        assert other("Who are you?")["input_ids"] == tokenizer("Who are you?")["input_ids"]
+
+
+def test_a_tokenizer_that_cannot_be_sent_works_here(folder, tmp_path, capsys):  # noqa: F811
+    model, tokenizer = load(folder)
+    tokenizer.kept = lambda: None  # which no pickle takes
+    trainer = trainer_of(folder, tmp_path, model=model, dataset_num_proc=2, max_steps=1)
+    assert len(trainer.train_dataset) == 24
+    assert "rows are tokenised in one process, because the tokenizer" in capsys.readouterr().out
+
+
+def test_forty_steps_are_forty(folder, tmp_path):  # noqa: F811
+    """Of preferences too; and shares of steps are rounded up."""
+    model, _ = load(folder)
+
+    def config(kind, settings, dataset, **more):
+        args = settings(output_dir=str(tmp_path / "run"), **more)
+        return kind(model, args=args, train_dataset=dataset).config()
+
+    for kind, settings, dataset in ((DPOTrainer, DPOConfig, PREFERENCES), (KTOTrainer, KTOConfig, LABELLED)):
+        made = config(kind, settings, dataset * 10, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+        # 120 pairs of 4 an update, 240 answers; three epochs; a tenth of the updates warms up.
+        steps = 3 * len(dataset) * 10 // 4
+        assert (made.steps, made.rows_per_step, made.data.packing) == (steps, 4, "step")
+        assert made.schedule.warmup_steps == steps / 10 and made.schedule.zero_start
+        assert made.micro_batches == (4 if kind is KTOTrainer else None)
+    made = config(DPOTrainer, DPOConfig, PREFERENCES, num_train_epochs=0.6, warmup_ratio=0.6)
+    assert (made.steps, made.schedule.warmup_steps) == (2, 2)  # of 2 an epoch: 1.2, then 1.2
+    with pytest.raises(ValueError, match="DPOConfig: packing = True is not supported. Instead: jaxtune train"):
+        config(DPOTrainer, DPOConfig, PREFERENCES, packing=True)
+    with pytest.raises(ValueError, match="KTOConfig: train_sampling_strategy = 'random' is not supported; supported"):
+        config(KTOTrainer, KTOConfig, LABELLED, train_sampling_strategy="random")
+
+
+def test_dropout_is_the_models_own_again(folder, tmp_path):  # noqa: F811
+    """While preferences are learnt it is off; the model keeps its rates, and so does what is saved."""
+    model = FastLanguageModel.get_peft_model(load(folder, peft=False)[0], r=2, lora_dropout=0.5)
+    args = DPOConfig(str(tmp_path / "run"), max_steps=2, save_steps=1, learning_rate=1e-2)
+    trainer = DPOTrainer(model, args=args, train_dataset=PREFERENCES)
+
+    def rates():
+        return {matrix.lora.rate for _, matrix in matrices(model.module) if matrix.lora is not None}
+
+    assert rates() == {0.5}
+    trainer.train()
+    assert rates() == {0.5}
+    for step in (1, 2):
+        saved = json.loads((tmp_path / f"run/checkpoint-{step}/adapter_config.json").read_text())
+        assert saved["lora_dropout"] == 0.5
+
+
+def test_what_trained_is_on_disk_whatever_follows(folder, tmp_path, capsys):  # noqa: F811
+    """In checkpoint-N folders that load, of which as many stay as are asked for; and the run goes on from the last."""
+    settings = dict(
+        save_strategy="steps", save_steps=2, save_total_limit=2, learning_rate=1e-2, per_device_train_batch_size=2
+    )
+    trainer = trainer_of(folder, tmp_path, max_steps=5, **settings)
+    run = tmp_path / "run"
+    out = trainer.train()
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+    assert f"SFTTrainer: what was trained is in {run / 'checkpoint-5'}" in capsys.readouterr().out
+    again, tokenizer = FastLanguageModel.from_pretrained(str(run / "checkpoint-5"), 64, load_in_4bit=False)
+    assert tokenizer.chat_template == trainer.tokenizer.chat_template
+    for (name, one), (_, other) in zip(linears(again.module), linears(trainer.model.module), strict=True):
+        if one.lora is not None:
+            np.testing.assert_array_equal(one.lora.b[...], other.lora.b[...], err_msg=name)
+    states = [json.loads((run / f"checkpoint-{step}/trainer_state.json").read_text()) for step in (4, 5)]
+    assert [state["global_step"] for state in states] == [4, 5] and states[1]["log_history"][-1]["step"] == 5
+
+    trainer.log_metrics("train", out.metrics)
+    trainer.save_metrics("train", out.metrics)
+    trainer.save_metrics("eval", {"eval_loss": 1.0})
+    trainer.save_state()
+    trainer.save_model()
+    shown = capsys.readouterr().out
+    assert "***** train metrics *****" in shown and "train_loss = " in shown
+    assert json.loads((run / "all_results.json").read_text()) == out.metrics | {"eval_loss": 1.0}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "trainer_state.json"} <= {
+        path.name for path in run.iterdir()
+    }
+    assert not list(run.glob(".*.tmp"))
+
+    wrong = run / "checkpoint-4"
+    with pytest.raises(ValueError, match=rf"resume_from_checkpoint = '{wrong}' is not supported; .*{run}/checkpoint-5"):
+        trainer.train(resume_from_checkpoint=str(wrong))
+    assert trainer.train(resume_from_checkpoint=str(run / "checkpoint-5")).global_step == 5
+
+
+def test_a_run_that_saves_nothing_by_the_way_leaves_its_model(folder, tmp_path):  # noqa: F811
+    """Also twice in one folder, and with the best weights of its evaluations; another program's folder stays."""
+    settings = dict(max_steps=3, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
+    args = SFTConfig(str(tmp_path / "run"), save_strategy="no", greater_is_better=True, learning_rate=1e-2, **settings)
+    for _ in range(2):
+        trainer = SFTTrainer(load(folder)[0], args=args, train_dataset=rows(8), eval_dataset=rows(3))
+        trainer.train()
+        best = trainer.state.best_global_step
+        assert best is not None and best < 3
+        found = sorted((tmp_path / "run").glob("checkpoint-*"))
+        assert found == [tmp_path / f"run/checkpoint-{step}" for step in (best, 3)]
+        assert trainer.state.best_model_checkpoint == os.fspath(found[0])
+        held = [jaxtune.load_adapter(load(folder, peft=False)[0].module, path) for path in found]
+        b = [next(linear.lora.b[...] for _, linear in linears(one) if linear.lora is not None) for one in held]
+        assert not np.array_equal(*b)
+    (found[1] / "trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds checkpoint-3, which jaxtune did not write: name another folder"):
+        trainer.train()
