@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as stopped:
         name = str(stopped) or "SIGINT"
+        processes.last_words(f"it was stopped: {name}")
         say(f"jaxtune: stopped by {name}", file=sys.stderr)
         return 128 + signal.Signals[name]  # as a shell has it
     except (ValueError, ArithmeticError, OSError, MemoryError, RuntimeError) as error:

