@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -161,6 +161,24 @@ def _console_class() -> type[Console]:
                 yield Segment(text if control else printable(text), style, control)
 
     return PrintableConsole
+
+
+@contextlib.contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar for work on so many bytes, on stderr while that is a terminal; gives what is told of bytes as they are
+    done, by any thread. Where it is none, or this process is silent, nothing is shown."""
+    if _silent or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(what), total=total_bytes)
+        yield lambda count: bar.advance(task, count)
 
 
 def plain(text: object, style: str = "") -> Text:

@@ -23,10 +23,12 @@ from jaxtune.export.hub import push
 from jaxtune.models import trained_over
 from jaxtune.models.adapter_config import base_of
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import hf_config_of, load_base
+from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
+from jaxtune.models.merge import merged_weights
 from jaxtune.models.model_folder import load_tokenizer
-from jaxtune.models.quant import compute_in_fp8, dequantize, quantize
+from jaxtune.models.quant import compute_in_fp8
+from jaxtune.models.weights import Weights
 from jaxtune.terminal import say
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.end_tokens import with_end_tokens
@@ -186,11 +188,9 @@ class CompatModel:
             if tokenizer is not None:
                 tokenizer.save_pretrained(save_directory)
             return
-        merged = jaxtune.merge_adapter(self.module) if self.has_adapter else dequantize(self.module)
-        merged.dtype = "bfloat16" if merged.dtype == "float32" else merged.dtype
-        jaxtune.save_pretrained(
-            merged if load_in is None else quantize(dequantize(merged), load_in), save_directory, tokenizer=tokenizer
-        )
+        merged = merged_weights(self.module) if self.has_adapter else Weights(self.module).dequantized()
+        merged.model.dtype = "bfloat16" if merged.model.dtype == "float32" else merged.model.dtype
+        save_weights(merged if load_in is None else merged.quantized(load_in), save_directory, tokenizer)
 
     def save_pretrained_gguf(
         self, save_directory: str | os.PathLike, tokenizer: Any = None,

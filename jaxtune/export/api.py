@@ -15,7 +15,8 @@ from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.folders import new_folder, require_new, require_space
 from jaxtune.models.lora import has_adapter
-from jaxtune.models.merge import merge_adapter
+from jaxtune.models.merge import merged_weights
+from jaxtune.models.weights import Weights
 
 _METADATA_BYTES = 64 << 20  # tokenizer, template and headers take less
 _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -81,8 +82,8 @@ class _Job:
     max_shard_bytes: int
 
 
-def _whole(model: Decoder) -> Decoder:
-    return merge_adapter(model) if has_adapter(model) else model
+def _whole(model: Decoder) -> Weights:
+    return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
@@ -106,11 +107,12 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
         **{f"{arch.name}.{key}": value for key, value in keys.items()},
         **tokens,
     }
-    tensors = gguf_tensors.of_model(_whole(model), arch)
+    sources = gguf_tensors.of_model(_whole(model), arch)
+    tensors = gguf_tensors.all_tensors(sources)
     short = [tensor for tensor in tensors if not tensor.plain and gguf_file.stored_type(tensor, outtype) == "F16"]
     if short and outtype.startswith("q"):
         notes.append(f"{len(short)} tensors are kept in f16: their rows are not whole blocks of {outtype}")
-    return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, tensors, outtype, notes)
+    return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes)
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
@@ -118,7 +120,7 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     if job.outtype not in (None, "f32"):
         raise ValueError(f"export: outtype = {job.outtype!r}: adapters are written in f32, as they were trained")
     arch = architecture(model.config)
-    tensors, alpha = gguf_tensors.of_adapter(model, arch)
+    sources, alpha = gguf_tensors.of_adapter(model, arch)
     fields = {
         "general.type": "adapter",
         "general.name": job.name,
@@ -126,13 +128,14 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
         "adapter.type": "lora",
         "adapter.lora.alpha": alpha,
     }
-    return _write_gguf(job, "adapter-f32.gguf", arch.name, fields, tensors, "f32", [])
+    return _write_gguf(job, "adapter-f32.gguf", arch.name, fields, sources, "f32", [])
 
 
-def _write_gguf(job: _Job, file: str, arch: str, fields, tensors, outtype: str, notes: list[str]) -> Exported:
-    require_space(job.path.parent, gguf_file.size_bytes(tensors, outtype) + _METADATA_BYTES)
+def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str]) -> Exported:
+    size = gguf_file.size_bytes(gguf_tensors.all_tensors(sources), outtype)
+    require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
-        written = gguf_file.write(folder / file, arch, fields, tensors, outtype)
+        written = gguf_file.write(folder / file, arch, fields, sources, outtype)
         gguf_file.verify(folder / file, arch, fields, written)
     return Exported(job.path, (file,), tuple(notes))
 

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import zlib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtune.export.gguf_tensors import HEADS, Tensor
+from jaxtune import terminal
+from jaxtune.export import gguf_blocks
+from jaxtune.export.gguf_tensors import HEADS, Source, Tensor, all_tensors
 from jaxtune.files import writing
+from jaxtune.models import byte_files
 
 # What weights can be kept in -> (gguf's name of it, the number of general.file_type).
 OUTTYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}
-_BLOCK = 32  # numbers of a row that share a scale in q8_0 and q4_0
-_LARGEST_F16 = 65504.0
+_ALIGNMENT = 32  # of where tensors begin, in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as it was written. crc32: of its bytes."""
+    """A tensor as it was written. sums: checksums of its bytes, of parts that lie one after the other."""
 
     shape: tuple[int, ...]
     kind: str
-    crc32: int
+    sums: tuple[byte_files.Sums, ...]
 
 
 def require_gguf() -> None:
@@ -45,67 +46,28 @@ def stored_type(tensor: Tensor, outtype: str) -> str:
     """
     if tensor.plain:
         return "F32"
-    if outtype.startswith("q") and tensor.shape[-1] % _BLOCK:
+    if outtype.startswith("q") and tensor.shape[-1] % gguf_blocks.BLOCK:
         return "F16"
     return OUTTYPES["q8_0" if outtype == "q4_0" and tensor.name in HEADS else outtype][0]
 
 
 def size_bytes(tensors: Sequence[Tensor], outtype: str) -> int:
     """Bytes of the tensors' data, with the padding between them."""
+    return sum(_tensor_bytes(tensor, stored_type(tensor, outtype)) + _ALIGNMENT for tensor in tensors)
+
+
+def _tensor_bytes(tensor: Tensor, kind: str) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    total = 0
-    for tensor in tensors:
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[stored_type(tensor, outtype)]]
-        total += int(np.prod(tensor.shape, dtype=np.int64)) // block * size + 32
-    return total
-
-
-def _encode(tensor: Tensor, kind: str) -> np.ndarray:
-    """The tensor's bytes, uint8[...], whose values are compared with its own.
-
-    Raises:
-      ArithmeticError: values that are not finite, too large for f16, or further off than the type's rounding.
-    """
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
-    wide = np.ascontiguousarray(tensor.fetch(), np.float32)
-    if wide.shape != tensor.shape:
-        raise ArithmeticError(f"gguf: {tensor.name} is {list(wide.shape)}, and was planned as {list(tensor.shape)}")
-    if not np.isfinite(wide).all():
-        raise ArithmeticError(f"gguf: {tensor.name} holds values that are not finite")
-    if kind == "F16" and np.abs(wide).max(initial=0.0) > _LARGEST_F16:
-        raise ArithmeticError(f"gguf: {tensor.name} has values above {_LARGEST_F16:g}, too large for f16: use bf16")
-    number = GGMLQuantizationType[kind]
-    stored = quantize(wide, number)
-    error = np.abs(dequantize(stored, number).reshape(wide.shape) - wide)
-    if not (error <= _allowed(wide, kind)).all():
-        raise ArithmeticError(f"gguf: {tensor.name}: {kind} is further from the model's values than it rounds")
-    return stored
-
-
-def _allowed(wide: np.ndarray, kind: str) -> np.ndarray:
-    """The largest error that a type's rounding explains, for each value."""
-    if kind == "F32":
-        return np.zeros_like(wide)
-    if kind in ("F16", "BF16"):
-        return np.abs(wide) * (2.0**-11 if kind == "F16" else 2.0**-8) + 2.0**-25
-    # A block's scale is its largest value over 127, or over 8 (whose mirror image is cut off by a whole step), in f16.
-    largest = np.abs(wide).reshape(*wide.shape[:-1], -1, _BLOCK).max(-1, keepdims=True)
-    steps, worst = (127, 0.5) if kind == "Q8_0" else (8, 1.0)
-    bound = largest * (worst * 1.001 / steps + 2.0**-11) + steps * 2.0**-25
-    return np.broadcast_to(bound, (*bound.shape[:-1], _BLOCK)).reshape(wide.shape)
-
-
-def _crc32(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return int(np.prod(tensor.shape, dtype=np.int64)) // block * size
 
 
 def write(
-    file: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], outtype: str
+    file: Path, architecture: str, fields: Mapping[str, Any], sources: Sequence[Source], outtype: str
 ) -> dict[str, Stored]:
-    """Writes a GGUF file; one tensor is in host memory at a time.
+    """Writes a GGUF file. What one Source makes is there at a time; beside it the bytes that wait to be written are in
+    host memory.
 
     Args:
       fields: metadata; an int is stored as uint32, a float as float32, a list as an array of what it holds.
@@ -113,37 +75,70 @@ def write(
     Returns:
       what was written, by tensor, for `verify`.
     """
+    tensors = all_tensors(sources)
+    kinds = {tensor.name: stored_type(tensor, outtype) for tensor in tensors}
+    header = _header(file, architecture, fields, tensors, kinds)
+    written = {}
+    with (
+        writing(file, size_bytes(tensors, outtype)),
+        terminal.progress(f"writing {file.name}", size_bytes(tensors, outtype)) as advanced,
+        byte_files.Writer(file, advanced) as out,
+    ):
+        out.append(header)
+        _fill(out)
+        for source in sources:
+            value = source.make()
+            for tensor in source.tensors:
+                sums = []
+                for part in gguf_blocks.chunks(_planned(tensor, tensor.of(value))):
+                    sums.append(out.append(gguf_blocks.encode(tensor.name, part, kinds[tensor.name])))
+                    del part
+                written[tensor.name] = Stored(tensor.shape, kinds[tensor.name], tuple(sums))
+                _fill(out)
+            del value
+    return written
+
+
+def _planned(tensor: Tensor, array: Any) -> Any:
+    if tuple(array.shape) != tensor.shape:
+        raise ArithmeticError(f"gguf: {tensor.name} is {list(array.shape)}, and was planned as {list(tensor.shape)}")
+    return array
+
+
+def _fill(out: byte_files.Writer) -> None:
+    """Zeros up to where the next tensor begins."""
+    if short := -out.size_bytes % _ALIGNMENT:
+        out.append(bytes(short))
+
+
+def _header(
+    file: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], kinds: Mapping[str, str]
+) -> bytes:
+    """What stands before the tensors; `file` is used for it."""
     import gguf
 
     writer = gguf.GGUFWriter(file, architecture)
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
+    types = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
     for key, value in fields.items():
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
-            writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
-    types = {tensor.name: stored_type(tensor, outtype) for tensor in tensors}
+            writer.add_key_value(key, value, gguf.GGUFValueType[types[type(value)]])
     for tensor in tensors:
-        number = gguf.GGMLQuantizationType[types[tensor.name]]
-        block, size = gguf.GGML_QUANT_SIZES[number]
-        count = int(np.prod(tensor.shape, dtype=np.int64)) // block * size
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), count, number)
-    written = {}
-    with writing(file, size_bytes(tensors, outtype)), contextlib.closing(writer):
+        number = gguf.GGMLQuantizationType[kinds[tensor.name]]
+        size = _tensor_bytes(tensor, kinds[tensor.name])
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, number)
+    try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor in tensors:
-            stored = _encode(tensor, types[tensor.name])
-            writer.write_tensor_data(stored)
-            written[tensor.name] = Stored(
-                tensor.shape, types[tensor.name], zlib.crc32(stored.reshape(-1).view(np.uint8))
-            )
-    return written
+    finally:
+        writer.close()
+    return file.read_bytes()
 
 
 def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Mapping[str, Stored]) -> None:
-    """Reads a file with gguf's reader and compares every key, and every byte of every tensor.
+    """Reads a file with gguf's reader and compares every key, and every byte of every tensor by their checksums.
 
     Raises:
       ArithmeticError: something is not as it was written.
@@ -153,22 +148,33 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
     try:
         reader = GGUFReader(file)
         found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-        tensors = {
-            tensor.name: Stored(
-                tuple(int(size) for size in tensor.shape[::-1]),
-                tensor.tensor_type.name,
-                _crc32(tensor.data),
-            )
-            for tensor in reader.tensors
-        }
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        with terminal.progress("reading it back", sum(tensor.n_bytes for tensor in reader.tensors)) as advanced:
+            check = functools.partial(_is_as_written, file, written, advanced)
+            same = byte_files.all_of(check, list(tensors.values()))
     except Exception as error:  # a damaged file can be anything to the reader
         raise ArithmeticError(f"{file.name}: read back, it is no GGUF file: {type(error).__name__}: {error}") from error
     wanted = {"general.architecture": architecture, **fields}
     wrong = [key for key in sorted(wanted.keys() | found.keys()) if not _same(wanted.get(key), found.get(key))]
-    wrong += [name for name in sorted(written.keys() | tensors.keys()) if written.get(name) != tensors.get(name)]
+    wrong += [name for name, as_written in zip(tensors, same, strict=True) if not as_written]
+    wrong += sorted(written.keys() - tensors.keys())
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ArithmeticError(f"{file.name}: read back, not as it was written: {', '.join(wrong[:8])}{more}")
+
+
+def _is_as_written(file: Path, written: Mapping[str, Stored], advanced: Callable[[int], Any], found: Any) -> bool:
+    """Whether a tensor of gguf's reader is that which was written."""
+    meant = written.get(found.name)
+    shape = tuple(int(size) for size in found.shape[::-1])
+    if meant is None or (shape, found.tensor_type.name) != (meant.shape, meant.kind):
+        return False
+    at = int(found.data_offset)
+    for sums in meant.sums:
+        if not byte_files.is_as_written(file, at, sums, advanced):
+            return False
+        at += sums.size_bytes
+    return at == int(found.data_offset + found.n_bytes)
 
 
 def _same(meant: Any, found: Any) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ import numpy as np
 from jaxtune.export.architectures import Architecture, rope_factors
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import model_tensors
 from jaxtune.models.lora import experts, linears
+from jaxtune.models.weights import Weights, tensors_of
 from jaxtune.pallas.formats import dense
 
 _QUERY_OR_KEY = re.compile(r"\.self_attn\.([qk])_proj(\.|$)")
@@ -25,15 +26,28 @@ HEADS = ("token_embd.weight", "output.weight")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a GGUF file. shape: as numpy has it, the reverse of what the file says. fetch: gives it in float32.
+    """A tensor of a GGUF file. shape: as numpy has it, the reverse of what the file says.
 
-    plain: it stays in float32 whatever the others are kept in, as llama.cpp wants of vectors and routers.
+    of: gives it, of what its Source makes, as an array of floats. plain: it stays in float32 whatever the others are
+    kept in, as llama.cpp wants of vectors and routers.
     """
 
     name: str
     shape: tuple[int, ...]
-    fetch: Callable[[], np.ndarray]
+    of: Callable[[Any], Any]
     plain: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What tensors of a file are made of, together: `make` gives it when their turn comes, and it is let go then."""
+
+    make: Callable[[], Any]
+    tensors: tuple[Tensor, ...]
+
+
+def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
+    return [tensor for source in sources for tensor in source.tensors]
 
 
 class _Names:
@@ -55,7 +69,7 @@ class _Names:
         return found + (suffix or ".weight")
 
 
-def interleaved(array: np.ndarray, heads: int) -> np.ndarray:
+def interleaved(array: Any, heads: int) -> Any:
     """Rows [heads * D, ...] of q or k with the halves of each head taken in turn: llama.cpp rotates neighbours."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
@@ -69,63 +83,67 @@ def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
     return config.num_heads if match[1] == "q" else config.num_kv_heads
 
 
-def _host(value: jax.Array, dtype) -> np.ndarray:
-    """float32, of an array or a tensor in four bits."""
-    return np.asarray(jax.device_get(dense(value, dtype).astype(jnp.float32)))
-
-
-def of_model(model: Decoder, arch: Architecture) -> list[Tensor]:
-    """Every tensor of a model without adapters.
+def of_model(weights: Weights, arch: Architecture) -> list[Source]:
+    """Every tensor of a model without adapters, which are made one at a time.
 
     Raises:
       ValueError: a tensor that llama.cpp has no place for.
     """
+    model = weights.model
     config, names = model.config, _Names(arch, model.config.num_layers)
     found = [
-        Tensor(name, factors.shape, lambda factors=factors: factors, True)
+        Source(lambda: None, (Tensor(name, factors.shape, lambda _, factors=factors: factors, True),))
         for name, factors in rope_factors(config).items()
     ]
-    variables = model_tensors(model)
+    variables = tensors_of(model)
     for name, variable in variables.items():
+        make = functools.partial(_dense, weights.maker(name, variable), model.dtype)
+        shape = tuple(variable.get_value().shape)
         if ".experts." in name:
-            found += _expert_tensors(name, variable.get_value(), model, names)
+            found.append(Source(make, tuple(_expert_tensors(name, shape, config, names))))
         else:
-            found.append(_dense_tensor(name, variable.get_value(), model, arch, names))
+            found.append(Source(make, (_dense_tensor(name, shape, config, arch, names),)))
     if arch.own_output and config.tie_embeddings:
-        embedding = variables["model.embed_tokens.weight"].get_value()
-        found.append(Tensor("output.weight", embedding.shape, lambda: _host(embedding, model.dtype), False))
+        name = "model.embed_tokens.weight"
+        make = functools.partial(_dense, weights.maker(name, variables[name]), model.dtype)
+        head = Tensor("output.weight", tuple(variables[name].get_value().shape), lambda embedding: embedding, False)
+        found.append(Source(make, (head,)))
     return found
 
 
-def _dense_tensor(name: str, value: Any, model: Decoder, arch: Architecture, names: _Names) -> Tensor:
-    heads = _heads(model.config, arch, name)
-    offset = np.float32(model.config.norm_offset if name.endswith("norm.weight") else 0.0)
-
-    def fetch() -> np.ndarray:
-        host = _host(value, model.dtype) + offset
-        return host if heads is None else interleaved(host, heads)
-
-    plain = len(value.shape) == 1 or name.endswith((".mlp.gate.weight", ".mlp.router.weight", "_expert_gate.weight"))
-    return Tensor(names(name), tuple(value.shape), fetch, plain)
+def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
+    return dense(make(), dtype)
 
 
-def _expert_tensors(name: str, value: Any, model: Decoder, names: _Names) -> list[Tensor]:
+def _dense_tensor(
+    name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
+) -> Tensor:
+    heads = _heads(config, arch, name)
+    offset = np.float32(config.norm_offset if name.endswith("norm.weight") else 0.0)
+
+    def of(value: jax.Array) -> jax.Array:
+        value = value.astype(jnp.float32) + offset if offset else value
+        return value if heads is None else interleaved(value, heads)
+
+    plain = len(shape) == 1 or name.endswith((".mlp.gate.weight", ".mlp.router.weight", "_expert_gate.weight"))
+    return Tensor(names(name), shape, of, plain)
+
+
+def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, names: _Names) -> list[Tensor]:
     """Those of an experts' matrix or bias; gate and up are tensors of their own."""
-    moe = model.config.moe
+    moe = config.moe
     assert moe is not None
     bias = name.endswith("_bias")
     module = name.removesuffix("_bias")
     turned = moe.transposed and not bias
-    count, *rest = value.shape
+    count, *rest = shape
     out_size, *columns = rest[::-1] if turned else rest
 
     def tensor(module: str, rows: slice, size: int) -> Tensor:
-        def fetch() -> np.ndarray:
-            weight = dense(value, model.dtype)
-            part = weight[..., rows].swapaxes(1, 2) if turned else weight[:, rows]
-            return np.asarray(jax.device_get(part.astype(jnp.float32)))
+        def of(weight: jax.Array) -> jax.Array:
+            return weight[..., rows].swapaxes(1, 2) if turned else weight[:, rows]
 
-        return Tensor(names(module + (".bias" if bias else ".weight")), (count, size, *columns), fetch, bias)
+        return Tensor(names(module + (".bias" if bias else ".weight")), (count, size, *columns), of, bias)
 
     if not module.endswith(_GATE_UP):
         return [tensor(module, slice(None), out_size)]
@@ -140,7 +158,7 @@ def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
     return (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(None, half), slice(half, None))
 
 
-def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Tensor], float]:
+def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]:
     """(lora_a and lora_b of every adapted tensor; alpha, of which llama.cpp takes alpha / rank as the scale of each).
 
     Where adapters differ in what alpha / rank must be, B is scaled.
@@ -163,24 +181,22 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Tensor], float]
     for name, _, lora in adapted:
         factor = np.float32(lora.scale * lora.rank / alpha)
         if not name.endswith(_GATE_UP):
-            found += _lora_tensors(names(f"{name}.weight"), lora, factor, _heads(config, arch, name))
+            found.append(_lora_tensors(names(f"{name}.weight"), lora, factor, _heads(config, arch, name)))
             continue
         assert config.moe is not None
         gate, up = _gate_and_up(config.moe.interleaved, lora.b.shape[1] // 2)
         for part, rows in (("gate_proj", gate), ("up_proj", up)):
-            found += _lora_tensors(names(f"{name.replace('gate_up_proj', part)}.weight"), lora, factor, rows=rows)
+            part_name = names(f"{name.replace('gate_up_proj', part)}.weight")
+            found.append(_lora_tensors(part_name, lora, factor, rows=rows))
     return found, alpha
 
 
 def _lora_tensors(
     name: str, lora: Any, factor: np.float32, heads: int | None = None, rows: slice | None = None
-) -> list[Tensor]:
+) -> Source:
     """lora_a [.., r, in] and lora_b [.., out, r] of a tensor, or of some rows of it; B is multiplied by factor."""
 
-    def fetch_a() -> np.ndarray:
-        return np.asarray(lora.a[...], np.float32)
-
-    def fetch_b() -> np.ndarray:
+    def b_of(lora: Any) -> np.ndarray:
         b = np.asarray(lora.b[...], np.float32) * factor
         b = b if rows is None else b[:, rows]
         return b if heads is None else interleaved(b, heads)
@@ -188,7 +204,5 @@ def _lora_tensors(
     b_shape = tuple(lora.b.shape)
     if rows is not None:
         b_shape = (b_shape[0], len(range(*rows.indices(b_shape[1]))), b_shape[2])
-    return [
-        Tensor(f"{name}.lora_a", tuple(lora.a.shape), fetch_a, True),
-        Tensor(f"{name}.lora_b", b_shape, fetch_b, True),
-    ]
+    a = Tensor(f"{name}.lora_a", tuple(lora.a.shape), lambda lora: np.asarray(lora.a[...], np.float32), True)
+    return Source(lambda: lora, (a, Tensor(f"{name}.lora_b", b_shape, b_of, True)))

@@ -8,7 +8,6 @@ which holds eight codes plus 8, the first in its lowest bits, lie `X.weight_scal
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +17,54 @@ import numpy as np
 from jax import lax
 
 from jaxtune.export import folders
-from jaxtune.models import hf, shards
-from jaxtune.models.decoder import Decoder
+from jaxtune.models import hf, partition
 from jaxtune.models.fake_quant import int4_codes, int4_scales
+from jaxtune.models.file_plan import FileTensor, Group, Piece
 from jaxtune.models.lora import experts, linears, name_matches
-from jaxtune.models.model_folder import weight_entries
-from jaxtune.models.quant import dequantize, is_quantized
+from jaxtune.models.weights import Weights
 
 GROUP = 128
 _PACKED = 8  # codes in an int32
 
 
-def write(model: Decoder, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
+def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """Linears and experts in int4; folders.KEPT stay in 16 bits, and what does not fit whole groups, as a note says.
 
     Raises:
       ValueError: a model that the format does not hold; weights that are not on the grid on which QAT put the model's.
     """
+    weights = weights.dequantized()
+    model = weights.model
     exact, group = model.qat is not None, GROUP if model.qat is None else model.qat.group_size
-    model = dequantize(model) if is_quantized(model) else model
-    planned, dtype = hf.checkpoint_tensors(model), model.dtype
+    planned = hf.checkpoint_tensors(weights)
     dense = [name for name, _ in linears(model) if not any(name_matches(name, kept) for kept in folders.KEPT)]
     names = [f"{name}.weight" for name in dense] + [name for name, _ in experts(model)]
-    weights = {key: part for parts in planned.values() for key, part in parts.items()}
     packed, left = [], []
     for name in names:
-        parts = planned[name]
-        if any(len(shape) != 2 for shape, *_ in parts.values()):
+        if any(len(tensor.shape) != 2 for tensor in planned[name].tensors.values()):
             raise ValueError(
                 f"w4a16: the experts of {model.config.family!r} are stored as one tensor, which compressed-tensors "
                 "does not pack; take fp8 or mxfp4"
             )
-        planned[name] = {}
-        for key, (shape, stored, fetch) in parts.items():
-            if not key.endswith(".weight") or shape[1] % group:
-                left += [key.removesuffix(".weight")] if key.endswith(".weight") else []
-                planned[name][key] = (shape, stored, fetch)
+        pieces = []
+        for piece in planned[name].pieces:
+            ((key, tensor),) = piece.tensors.items()  # one linear, or one of an expert
+            linear = key.removesuffix(".weight")
+            if tensor.shape[1] % group:
+                left.append(linear)
+                pieces.append(piece)
             else:
-                packed.append(key.removesuffix(".weight"))
-                planned[name] |= _tensors(packed[-1], shape, group, dtype, exact, fetch)
+                packed.append(linear)
+                pieces.append(_piece(linear, tensor, group, model.dtype, exact))
+        planned[name] = Group(planned[name].make, tuple(pieces))
     if not packed:
         raise ValueError(f"w4a16: no linear has whole groups of {group} columns; take fp8")
-    others = {key for parts in planned.values() for key, (shape, *_) in parts.items() if len(shape) == 2}
+    tensors = {key: tensor for group in planned.values() for key, tensor in group.tensors.items()}
+    others = {key for key, tensor in tensors.items() if len(tensor.shape) == 2}
     plain = {key.removesuffix(".weight") for key in others if key.endswith(".weight")} - {"model.embed_tokens"}
     ignored = sorted({model.config.head_name, *plain})
     says = {"quantization_config": quantization_config(group, ignored)}
-    folders.write_planned(model, folder, tokenizer, max_shard_bytes, planned, says, loads=False)
-    _verify_codes(folder, packed, weights, group, dtype, exact)
+    folders.write_planned(weights, folder, tokenizer, max_shard_bytes, planned, says, loads=False)
     return [f"{len(left)} linears are kept in 16 bits: their rows are not whole groups of {group}"] if left else []
 
 
@@ -91,35 +91,31 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def _tensors(name: str, shape: tuple[int, int], group: int, dtype: str, exact: bool, fetch) -> dict[str, tuple]:
-    """{tensor name: (shape, dtype, function that gives it)} of a linear [out, in]. exact: whether its numbers are said
-    to lie on the grid."""
+def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -> Piece:
+    """What files hold of a linear [out, in], which `tensor` gives in 16 bits. exact: whether its numbers are said to
+    lie on the grid."""
 
-    @functools.cache
-    def encoded() -> tuple[np.ndarray, np.ndarray]:
-        codes, scales, off = _encode(jnp.asarray(fetch()), group, dtype)
+    def cut(whole: Any) -> tuple[np.ndarray, np.ndarray]:
+        weight = jnp.asarray(tensor.of(whole))
+        codes, scales, off = _encode(weight, group, dtype)
         if exact and off:
             raise ValueError(
                 f"w4a16: {off} groups of {name} do not lie on the grid (int4 in groups of {group}, {dtype}) that the "
                 'model says its weights are on ("qat" in config.json): they were changed since; remove "qat" to have '
                 "them rounded"
             )
-        return _pack(np.asarray(codes)), np.asarray(scales)
-
-    def part(index: int) -> np.ndarray:
-        found = encoded()[index]
-        if index == 1:
-            encoded.cache_clear()  # the second of the two that a file asks for
+        found = _pack(np.asarray(codes)), np.asarray(scales)
+        _check(name, *found, weight, group, exact)
         return found
 
-    out_size, in_size = shape
-    return {
-        f"{name}.weight_packed": (
-            (out_size, in_size // _PACKED), np.dtype(np.int32), functools.partial(part, 0),
-        ),
-        f"{name}.weight_scale": ((out_size, in_size // group), jnp.dtype(dtype), functools.partial(part, 1)),
-        f"{name}.weight_shape": ((2,), np.dtype(np.int64), lambda: np.asarray(shape, np.int64)),
-    }  # fmt: skip
+    (out_size, in_size), shape = tensor.shape, np.asarray(tensor.shape, np.int64)
+    packed, scales = (out_size, in_size // _PACKED), (out_size, in_size // group)
+    tensors = {
+        f"{name}.weight_packed": FileTensor(packed, np.dtype(np.int32), lambda found: found[0]),
+        f"{name}.weight_scale": FileTensor(scales, jnp.dtype(dtype), lambda found: found[1]),
+        f"{name}.weight_shape": FileTensor((2,), shape.dtype, lambda _: shape),
+    }
+    return Piece(tensors, cut)
 
 
 def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
@@ -162,24 +158,18 @@ def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndar
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
 
 
-def _verify_codes(
-    folder: Path, packed: list[str], wanted: dict[str, tuple], group: int, dtype: str, exact: bool
-) -> None:
-    """Reads every packed linear as its readers do and compares it with the model's weight.
+def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array, group: int, exact: bool) -> None:
+    """Unpacks a linear as its readers do and compares it with the model's weight; what files have of it is compared
+    with these bytes.
 
     Raises:
       ArithmeticError: a number is further from the weight than half a step of its group, and rounding of the scale; if
         `exact`, than nothing.
     """
-    entries = weight_entries(folder)
-    for name in packed:
-        arrays = (shards.read_tensor(entries[f"{name}.weight_{part}"]) for part in ("packed", "scale", "shape"))
-        packed_codes, scales, shape = arrays
-        weight = np.asarray(jax.device_get(wanted[f"{name}.weight"][2]()), np.float32)
-        steps = np.repeat(scales.astype(np.float32), group, axis=1)
-        # The least and the largest of a group lie off the grid by what the scale was rounded by, 8 times.
-        allowed = 0.0 if exact else (0.5 + 8 * float(jnp.finfo(dtype).eps)) * steps + 1e-12
-        found = unpack(packed_codes, scales, shape)
-        found = found.astype(scales.dtype).astype(np.float32) if exact else found
-        if (np.abs(found - weight) > allowed).any():
-            raise ArithmeticError(f"{folder.name}: read back, {name} is not the model's weight in steps of its groups")
+    found = unpack(packed, scales, np.asarray(weight.shape))
+    steps = np.repeat(scales.astype(np.float32), group, axis=1)
+    # The least and the largest of a group lie off the grid by what the scale was rounded by, 8 times.
+    allowed = 0.0 if exact else (0.5 + 8 * float(jnp.finfo(scales.dtype).eps)) * steps + 1e-12
+    found = found.astype(scales.dtype).astype(np.float32) if exact else found
+    if (np.abs(found - partition.on_host(weight).astype(np.float32)) > allowed).any():
+        raise ArithmeticError(f"w4a16: {name} is not the model's weight in steps of its groups")

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.models import fp8_files, shards
+from jaxtune.models import file_plan, fp8_files, shards
 from jaxtune.models.config import Carried, DecoderConfig
+from jaxtune.models.file_plan import Planned
 from jaxtune.models.registry import config_from_hf, is_carried, whole_tensor_name
 
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -51,20 +52,20 @@ def _in_16_bits(entry: fp8_files.FP8Entry) -> jax.Array:
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 
 
-def with_carried(planned: Mapping[str, Mapping[str, tuple]], carried: Carried | None) -> dict[str, dict[str, tuple]]:
+def with_carried(planned: Planned, carried: Carried | None) -> Planned:
     """hf.checkpoint_tensors' plan of a text model, with the names that the whole has, and with what is carried.
 
     Raises:
       ValueError: a carried tensor that is not where it was.
     """
     if carried is None:
-        return {name: dict(parts) for name, parts in planned.items()}
+        return dict(planned)
     rename = whole_tensor_name if carried.config is not None else str
     found = {}
     for file in {entry.file for entry in carried.tensors}:
         with contextlib.suppress(OSError):
             found |= {(file, name): entry for name, entry in shards.read_header(file).items()}
-    whole = {name: {rename(key): part for key, part in parts.items()} for name, parts in planned.items()}
+    whole = {name: group.renamed(rename) for name, group in planned.items()}
     for entry in carried.tensors:
         if found.get((entry.file, entry.name)) != entry:
             raise ValueError(
@@ -73,8 +74,9 @@ def with_carried(planned: Mapping[str, Mapping[str, tuple]], carried: Carried | 
             )
     for entry in _gathered(carried.tensors):
         in_fp8 = isinstance(entry, fp8_files.FP8Entry)
-        fetch = functools.partial(_in_16_bits if in_fp8 else shards.read_tensor, entry)
-        whole[entry.name] = {entry.name: (entry.shape, shards.DTYPES["BF16" if in_fp8 else entry.dtype], fetch)}
+        make = functools.partial(_in_16_bits if in_fp8 else shards.read_tensor, entry)
+        dtype = shards.DTYPES["BF16" if in_fp8 else entry.dtype]
+        whole[entry.name] = file_plan.one(entry.name, entry.shape, dtype, make, lambda tensor: tensor)
     return whole
 
 

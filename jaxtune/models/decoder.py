@@ -190,12 +190,12 @@ class Decoder(nnx.Module):
         return self.run(*arguments, **options)[0]
 
     @_on_any_mesh
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, rows: slice | None = None) -> jax.Array:
         """[..., hidden] -> float32[..., vocab], scaled and soft-capped where the family does that; or [..., 1], the
-        scores, of which transformers does neither."""
+        scores, of which transformers does neither. rows: those of some of the vocabulary alone."""
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head, hidden = partition.whole_beside(self.head_variable, hidden)
-        head = head.astype(hidden.dtype)
+        head = (head if rows is None else head[rows]).astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
         if self.config.num_labels is not None:
             return logits

@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ import numpy as np
 from jaxtune.models import fp8_files, quant, shards
 from jaxtune.models.digests import Digest
 from jaxtune.models.families.common import ExpertFiles
+from jaxtune.models.file_plan import FileTensor, Piece
 from jaxtune.pallas.formats import FP8, MXFP4, FourBit, mxfp4
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 
@@ -197,20 +199,26 @@ def _pieces(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int,
     ]
 
 
-def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> dict[str, tuple]:
-    """{tensor name: (shape, dtype, function that gives it)} of what a checkpoint stores for an experts' matrix."""
+def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
+    """What a checkpoint stores for an experts' matrix, of which no more than the shape need be known."""
     rows, pieces = _pieces(name, value.shape, files)
-    return {
-        piece: ((rows, value.shape[2]), dtype, lambda e=expert, at=at: value[e, at : at + rows].astype(dtype))
-        for piece, expert, at in pieces
-    }
+    shape = (rows, value.shape[2])
+
+    def tensor(expert: int, at: int) -> FileTensor:
+        return FileTensor(shape, np.dtype(dtype), lambda whole: whole[expert, at : at + rows].astype(dtype))
+
+    return tuple(Piece({piece: tensor(expert, at)}) for piece, expert, at in pieces)
 
 
-def split_packed_experts(name: str, value: FourBit | FP8, files: ExpertFiles | None) -> dict[str, tuple]:
+def split_packed_experts(
+    name: str, value: FourBit | FP8, files: ExpertFiles | None, make: Callable[[], Any]
+) -> tuple[Piece, ...]:
     """As split_experts, of a matrix in four bits or in FP8: the bytes that it has.
 
     Pieces that are not whole groups of doubly quantised absmax have theirs in float32.
 
+    Args:
+      make: gives the matrix.
     Raises:
       ValueError: files have no place for it, or its blocks run across the pieces.
     """
@@ -228,24 +236,36 @@ def split_packed_experts(name: str, value: FourBit | FP8, files: ExpertFiles | N
             f"save_pretrained: {name} is in four bits, and its pieces of {rows} x {value.shape[2]} are not whole "
             f"blocks of {BLOCK}: use dequantize first (jaxtune.models.quant)"
         )
-    if value.offset is not None and size % (BLOCK * NESTED_BLOCK):
-        absmax = value.block_absmax()
-        value = dataclasses.replace(value, absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
+    again = value.offset is not None and size % (BLOCK * NESTED_BLOCK) != 0
+    weight: FourBit = jax.eval_shape(_singly_quantised, value) if again else value
     # Numbers of the tensor for one entry of each array.
-    arrays = {"": (value.codes, 2), ".absmax": (value.absmax, BLOCK)}
-    if value.nested_absmax is not None:
-        arrays[".nested_absmax"] = (value.nested_absmax, BLOCK * NESTED_BLOCK)
+    numbers = {"codes": 2, "absmax": BLOCK, "nested_absmax": BLOCK * NESTED_BLOCK}
 
-    def part(number: int, suffix: str):
-        array, per = arrays[suffix]
-        return jax.lax.dynamic_slice_in_dim(array, number * (size // per), size // per)
+    def part(whole: FourBit, field: str, number: int) -> jax.Array:
+        count = size // numbers[field]
+        return jax.lax.dynamic_slice_in_dim(getattr(whole, field), number * count, count)
 
-    nested = (value.nested_map, value.offset)
-    leaves = (part(0, ""), part(0, ".absmax"), part(0, ".nested_absmax") if value.offset is not None else None)
-    first = type(value)(*leaves, *nested, shape=(rows, value.shape[2]), dtype_name=value.dtype_name)
-    found: dict[str, tuple] = {}
-    for suffix, (shape, dtype, fetch) in quant.checkpoint_tensors("", first).items():
+    def first(whole: FourBit) -> FourBit:
+        cut = {field: part(whole, field, 0) for field in numbers if getattr(whole, field) is not None}
+        return dataclasses.replace(whole, **cut, shape=(rows, whole.shape[2]))
+
+    offset = quant.offset_of(weight, make)
+    tensors: dict[str, FileTensor] = {}
+    for suffix, (shape, dtype, of) in quant.checkpoint_tensors("", jax.eval_shape(first, weight), offset).items():
+        field = suffix.removeprefix(".") or "codes"
         for number, (piece, _, _) in enumerate(pieces):
-            own = functools.partial(lambda n, s, shape: part(n, s).reshape(shape), number, suffix, shape)
-            found[piece + suffix] = (shape, dtype, own if suffix in arrays else fetch)
-    return found
+
+            def own(whole: FourBit, field=field, number=number, shape=shape) -> jax.Array:
+                return part(whole, field, number).reshape(shape)
+
+            tensors[piece + suffix] = FileTensor(shape, dtype, own if field in numbers else of)
+    return (Piece(tensors, _singly_quantised if again else _as_it_is),)
+
+
+def _as_it_is(weight: FourBit) -> FourBit:
+    return weight
+
+
+def _singly_quantised(weight: FourBit) -> FourBit:
+    """The weight with its absmax in float32."""
+    return dataclasses.replace(weight, absmax=weight.block_absmax(), nested_absmax=None, nested_map=None, offset=None)

@@ -9,6 +9,7 @@ each row ("channel") or for the whole matrix ("tensor"). Both leave activations 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 
 from jaxtune.models import shards
 from jaxtune.models.digests import Digest
+from jaxtune.models.file_plan import FileTensor, Piece
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, LEAST_SCALE, MATRIX, ROW, TILE, Block, scale_shape
 
@@ -186,36 +188,30 @@ def _check_scales(
         )
 
 
-def checkpoint_tensors(name: str, weight: FP8) -> dict[str, tuple]:
-    """{tensor name: (shape, dtype, function that gives it)} of what a checkpoint stores for a weight [out, in]."""
+def checkpoint_tensors(name: str, weight: FP8) -> dict[str, FileTensor]:
+    """What a checkpoint stores for a weight [out, in], of which no more than the shapes need be known."""
     key = "weight_scale_inv" if weight.block == TILE else "weight_scale"
     shape = (1,) if weight.block == MATRIX else tuple(weight.scales.shape)
+    scales = FileTensor(shape, np.dtype(weight.scales.dtype), lambda w: w.scales.reshape(shape))
     return {
-        name: (weight.shape, np.dtype(weight.codes.dtype), lambda: weight.codes),
-        f"{name.removesuffix('weight')}{key}": (
-            shape, np.dtype(weight.scales.dtype), lambda: weight.scales.reshape(shape),
-        ),
-    }  # fmt: skip
+        name: FileTensor(tuple(weight.shape), np.dtype(weight.codes.dtype), lambda w: w.codes),
+        f"{name.removesuffix('weight')}{key}": scales,
+    }
 
 
-def split_experts(weight: FP8, rows: int, pieces: list[tuple[str, int, int]]) -> dict[str, tuple]:
+def split_experts(weight: FP8, rows: int, pieces: list[tuple[str, int, int]]) -> tuple[Piece, ...]:
     """As checkpoint_tensors, of a matrix of all experts. pieces: (name, expert, first row) of `rows` rows each."""
     high = weight.block[0] or rows
-    found: dict[str, tuple] = {}
+
+    def piece(whole: FP8, expert: int, at: int) -> FP8:
+        scales = whole.scales[expert, at // high : at // high + -(-rows // high)]
+        return dataclasses.replace(whole, codes=whole.codes[expert, at : at + rows], scales=scales)
+
+    found = []
     for name, expert, at in pieces:
-
-        def piece(expert=expert, at=at) -> FP8:
-            scales = weight.scales[expert, at // high : at // high + -(-rows // high)]
-            return dataclasses.replace(weight, codes=weight.codes[expert, at : at + rows], scales=scales)
-
-        shapes = checkpoint_tensors(name, jax.eval_shape(piece))
-        for index, (key, (shape, dtype, _)) in enumerate(shapes.items()):
-
-            def fetch(index=index, name=name, piece=piece):
-                return list(checkpoint_tensors(name, piece()).values())[index][2]()
-
-            found[key] = (shape, dtype, fetch)
-    return found
+        cut = functools.partial(piece, expert=expert, at=at)
+        found.append(Piece(checkpoint_tensors(name, jax.eval_shape(cut, weight)), cut))
+    return tuple(found)
 
 
 def quantization_config(weights: Mapping[str, Any], head: str) -> dict[str, Any]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import itertools
 import json
 import os
 import threading
-import types
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import carried, expert_files, fp8_files, load_memory, partition, quant, shards, trained_over
+from jaxtune import terminal
+from jaxtune.models import (
+    carried,
+    expert_files,
+    file_plan,
+    fp8_files,
+    load_memory,
+    partition,
+    quant,
+    shards,
+    trained_over,
+)
 from jaxtune.models.adapter_config import base_of
 from jaxtune.models.adapter_files import load_adapter
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.digests import Digest, Kept, of_base, of_random
+from jaxtune.models.digests import of_base, of_random
 from jaxtune.models.families.common import tensor_name
+from jaxtune.models.file_plan import Group, Piece, Planned
 from jaxtune.models.folders import new_folder, require_new, require_space
 from jaxtune.models.lora import experts, freeze, linears
 from jaxtune.models.model_folder import (
@@ -41,111 +50,18 @@ from jaxtune.models.model_folder import (
     weight_entries,
     write_json,
 )
+from jaxtune.models.reading import read_tensors
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.models.tensor_entries import PACKED, dtype_name, listed, match, weight_name
 from jaxtune.models.trained_over import TrainedOver
+from jaxtune.models.weights import Weights, tensors_of
 from jaxtune.pallas.formats import FP8, FourBit, Stored
 
 _ROUTER = ".mlp.gate.weight"
-# Of each variable: {tensor of the file: (shape, dtype, function that gives it)}.
-Planned = dict[str, dict[str, tuple]]
 _DTYPE = "bfloat16"  # where nobody says one
-# Host memory of tensors on their way to the device, unless one alone is larger.
-IN_FLIGHT_BYTES = 1 << 30
-_THREADS = 8
 
 
 # ---- loading
-
-
-@jax.jit
-def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
-    """bool[]: of a tensor in one pass; of a quantised one, its scales, and its codes where they are floats."""
-    leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-
-
-def _stream(
-    entries: Mapping[str, shards.TensorEntry],
-    dtype: str,
-    encoded: Mapping[str, str] = types.MappingProxyType({}),
-    opened: frozenset[str] = frozenset(),
-    cancelled: threading.Event | None = None,
-    where: Callable[[str, Any], Any] = lambda name, tensor: None,
-) -> tuple[dict[str, jax.Array | Stored], Digest]:
-    """({name: array in dtype}, digest of all as they are stored). Reads and transfers run in a few threads.
-
-    where: (name, tensor) -> how its arrays are to lie; None: on the default device. Of a divided tensor the parts of
-    this process's devices are read, each for its own; but what is packed is read whole, and what is encoded here is so
-    on the default device first, one tensor at a time (four bits' offset is the mean over all of a tensor).
-
-    Tensors named in `encoded` are turned into that format on the device, one at a time; packed ones stay as they are,
-    but for those named in `opened`.
-    Every tensor is looked over for values that are not finite, where it lies; the answers are waited for at the end.
-    """
-
-    one_at_a_time = threading.Lock()
-    kept = Kept(entry.file for entry in entries.values())
-
-    def load(name, entry):
-        if isinstance(entry, PACKED):
-            if isinstance(entry, quant.PackedEntry):
-                packed, digest = quant.read_packed(entry)
-            elif isinstance(entry, fp8_files.FP8Entry):
-                packed, digest = fp8_files.read_fp8(entry, dtype)
-            else:
-                packed, digest = expert_files.read_packed_experts(entry)
-            packed = partition.put(packed, where(name, packed))
-            return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
-        if isinstance(entry, expert_files.MXFP4Entry):
-            host, digest = expert_files.read_mxfp4(entry, dtype)
-        else:
-            stacked = isinstance(entry, expert_files.StackedEntry)
-            read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
-            lies = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, dtype))
-            if lies is not None and not lies.is_fully_replicated:
-                divided = shards.over_devices(entry, lies, read)
-                digest = shards.entry_digest(name, entry, read, kept.get(name))
-                kept.put(name, digest.whole)
-                return jax.block_until_ready(divided.astype(dtype)), digest
-            host = read(0, entry.size_bytes).view(shards.DTYPES[entry.dtype]).reshape(entry.shape)
-            digest = Digest.of(name, host)
-        with one_at_a_time if name in encoded else contextlib.nullcontext():
-            # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
-            if name not in encoded:
-                return jax.block_until_ready(partition.put(host, where(name, host)).astype(dtype)), digest
-            stored = quant.encode(jax.device_put(host).astype(dtype), encoded[name])
-            return jax.block_until_ready(partition.put(stored, where(name, stored))), digest
-
-    arrays, digests, finite = {}, {}, {}
-    waiting: deque = deque()
-    in_flight = 0
-
-    def collect():
-        nonlocal in_flight
-        name, entry, future = waiting.popleft()
-        arrays[name], digests[name] = future.result()
-        finite[name] = [_all_finite(part) for part in partition.own(arrays[name])]  # nothing waits for it
-        in_flight -= entry.size_bytes
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
-            if cancelled is not None and cancelled.is_set():
-                raise CancelledError
-            while waiting and in_flight + entry.size_bytes > IN_FLIGHT_BYTES:
-                collect()
-            waiting.append((name, entry, pool.submit(load, name, entry)))
-            in_flight += entry.size_bytes
-        while waiting:
-            collect()
-    if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
-        files = sorted({entries[name].file.name for name in broken})
-        raise ValueError(
-            f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {listed(broken)} "
-            f"(in {listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
-        )
-    kept.save()
-    return arrays, Digest.joined(digests[name] for name in sorted(digests))
 
 
 def _abstract(config: DecoderConfig, dtype: str):
@@ -249,7 +165,7 @@ class Pretrained:
             opened = not isinstance(tensor, Stored) or name not in self._opened
             return partition.shardings(variable.replace(tensor), mesh).get_value() if opened else None
 
-        arrays, digest = _stream(self._entries, self._dtype, self._encoded, self._opened, cancelled, where)
+        arrays, digest = read_tensors(self._entries, self._dtype, self._encoded, self._opened, cancelled, where)
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
@@ -369,51 +285,26 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     return carried.whole_config(hf, own, model.config, None if model.source is None else model.source.carried)
 
 
-def model_tensors(model: Decoder) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable}, in the order of the layers.
-
-    Raises:
-      ValueError: a model with adapters, or prepared for QAT.
-    """
-    norms = family(model.config.family).NORMS
-    flat = list(nnx.to_flat_state(nnx.state(model)))
-    if any("lora" in map(str, path) for path, _ in flat):
-        raise ValueError(
-            "this model has adapters: merge them first (merge_adapter), or write them alone (save_adapter)"
-        )
-    if quant.qat_spec(model) is not None:
-        raise ValueError("this model is prepared for QAT: make its weights the rounded ones first (convert_qat)")
-
-    def order(item):
-        path = item[0]
-        return ("embedding", "layers", "norm", "head").index(path[0]), path[1] if path[0] == "layers" else 0
-
-    layers, head = model.config.layers, model.config.head_name
-    return {tensor_name(path, norms, layers, head): variable for path, variable in sorted(flat, key=order)}
-
-
-def _planned(name: str, variable: nnx.Variable, dtype: np.dtype, files) -> dict[str, tuple]:
-    """{tensor name: (shape, dtype, function that gives it)} of what is written for a variable."""
-    value = variable.get_value()
-    if isinstance(value, FP8):
-        if ".experts." in name:
-            return expert_files.split_packed_experts(name, value, files)
-        return fp8_files.checkpoint_tensors(name, value)
-    if isinstance(value, FourBit):
-        if ".experts." in name:
-            parts = expert_files.split_packed_experts(name, value, files)
+def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
+    """What is written of a tensor. value: it, or its shape. make: gives it."""
+    if isinstance(value, FP8 | FourBit) and ".experts." in name:
+        pieces = expert_files.split_packed_experts(name, value, files, make)
+        if isinstance(value, FourBit):
             warnings.warn(
                 "experts in four bits are written as the linears of transformers 4, which jaxtune loads again and "
                 "transformers 5 does not: it has no experts in four bits (dequantize writes 16)",
                 stacklevel=3,
             )
-            return parts
-        return quant.checkpoint_tensors(name, value)
+        return Group(make, pieces)
+    if isinstance(value, FP8):
+        return Group(make, (Piece(fp8_files.checkpoint_tensors(name, value)),))
+    if isinstance(value, FourBit):
+        return Group(make, (Piece(quant.checkpoint_tensors(name, value, quant.offset_of(value, make))),))
     if files is not None and ".experts." in name:
-        return expert_files.split_experts(name, value, dtype, files)
+        return Group(make, expert_files.split_experts(name, value, dtype, files))
     if files is not None:
         name = name.replace(".mlp.", f".{files.module}.")
-    return {name: (value.shape, dtype, lambda: value.astype(dtype))}
+    return file_plan.one(name, value.shape, dtype, make, lambda tensor: tensor.astype(dtype))
 
 
 def save_pretrained(
@@ -434,55 +325,62 @@ def save_pretrained(
       ValueError: adapters that are not merged; experts in four bits that no checkpoint could hold; a folder in use; a
         disk without room.
     """
-    planned = checkpoint_tensors(model)
-    require_space(require_new(path, "save_pretrained").parent, checkpoint_bytes(planned))
+    save_weights(Weights(model), path, tokenizer, max_shard_bytes)
+
+
+def save_weights(
+    weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """save_pretrained of a model whose tensors are made one at a time."""
+    planned = checkpoint_tensors(weights)
+    require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
-        write_checkpoint(folder, planned, hf_config_of(model, tokenizer), max_shard_bytes)
-        write_companions(folder, model, tokenizer)
+        write_checkpoint(folder, planned, hf_config_of(weights.model, tokenizer), max_shard_bytes)
+        write_companions(folder, weights.model, tokenizer)
 
 
-def checkpoint_tensors(model: Decoder) -> Planned:
+def checkpoint_tensors(weights: Weights) -> Planned:
     """What a checkpoint holds of a model.
 
     Raises:
       ValueError: adapters that are not merged; experts in four bits that no checkpoint could hold.
     """
+    model = weights.model
     dtype = jnp.dtype(model.dtype)
     files = getattr(family(model.config.family), "EXPERT_FILES", None)
-    planned = {name: _planned(name, variable, dtype, files) for name, variable in model_tensors(model).items()}
+    planned = {
+        name: _group(name, variable.get_value(), weights.maker(name, variable), dtype, files)
+        for name, variable in tensors_of(model).items()
+    }
     return carried.with_carried(planned, None if model.source is None else model.source.carried)
 
 
-def checkpoint_bytes(planned: Planned) -> int:
-    """Bytes of the tensors, and room for the other files."""
-    return sum(_tensor_bytes(parts) for parts in planned.values()) + (16 << 20)
-
-
-def _tensor_bytes(parts: Mapping[str, tuple]) -> int:
-    return sum(int(np.prod(shape)) * stored.itemsize for shape, stored, _ in parts.values())
-
-
-def write_checkpoint(folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int) -> None:
-    """Writes weights, their index and config.json into an empty folder; one tensor is in host memory at a time.
+def write_checkpoint(
+    folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
+) -> dict[str, shards.Written]:
+    """Writes weights, their index and config.json into an empty folder, and returns what it wrote of each tensor. One
+    tensor of the model is made at a time; beside it those are in host memory that wait to be written.
 
     Args:
       planned: of checkpoint_tensors. hf: what config.json says. max_shard_bytes: as in save_pretrained.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
-    sizes = {name: _tensor_bytes(parts) for name, parts in planned.items()}
+    sizes = {name: group.size_bytes for name, group in planned.items()}
     files = shards.plan_shards(sizes.items(), max_shard_bytes)
-    weight_map = {}
-    for number, names in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
-        parts = {key: part for name in names for key, part in planned[name].items()}
-        tensors = [(key, shape, stored) for key, (shape, stored, _) in parts.items()]
-        shards.write_file(folder / file, tensors, lambda key, parts=parts: parts[key][2]())
-        weight_map |= dict.fromkeys(parts, file)
+    weight_map, written = {}, {}
+    with terminal.progress(f"writing {folder.name}", sum(sizes.values())) as advanced:
+        for number, names in enumerate(files, 1):
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
+            tensors = [(key, t.shape, t.dtype) for name in names for key, t in planned[name].tensors.items()]
+            arrays = itertools.chain.from_iterable(planned[name].arrays() for name in names)
+            written |= shards.write_file(folder / file, tensors, lambda _, turn=arrays: next(turn)[1], {}, advanced)
+            weight_map |= dict.fromkeys((key for key, *_ in tensors), file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX, index)
     write_json(folder / "config.json", hf)
+    return written
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:

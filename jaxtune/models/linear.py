@@ -27,7 +27,7 @@ def frozen(variable: nnx.Variable) -> Frozen:
     return Frozen(variable.get_value(), **variable.get_metadata())
 
 
-def trained(variable: nnx.Variable, value: jax.Array) -> nnx.Param:
+def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> nnx.Param:
     """A tensor that trains in place of a variable's; what is declared of it stays."""
     return nnx.Param(value, **variable.get_metadata())
 

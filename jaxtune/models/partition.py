@@ -157,11 +157,20 @@ def own(tree: Any) -> list[Any]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """jax.device_get of an array of which each process may have a part; all processes of the mesh must ask for it."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+    """jax.device_get of an array of which each process may have a part; all processes of the mesh must ask for it. The
+    copy is not kept with the array: one that lives on would be in host memory, too."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)
+    if not array.is_fully_addressable and not array.is_fully_replicated:
         assert isinstance(array.sharding, NamedSharding)
         array = _moves(NamedSharding(array.sharding.mesh, WHOLE))(array)
-    return np.asarray(jax.device_get(array))
+    one = array if len(array.sharding.device_set) == 1 else array.addressable_data(0)
+    if array.is_fully_replicated:
+        return np.asarray(jax.make_array_from_single_device_arrays(one.shape, one.sharding, [one]))
+    whole = np.empty(array.shape, array.dtype)
+    for part in array.addressable_shards:
+        whole[part.index] = on_host(part.data)
+    return whole
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from jaxtune.models import fp8_files, shards
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.digests import Digest
 from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.file_plan import FileTensor
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
 from jaxtune.models.registry import weights_stored_in
 from jaxtune.pallas.formats import FP4, FP8, NF4, FourBit, Stored, dense
@@ -180,14 +181,15 @@ def convert_qat(model: Decoder) -> Decoder:
         if linear.lora is not None:
             raise ValueError(f"convert_qat: {name} has an adapter: merge_adapter converts such a model")
         weight = dense(linear.stored_weight, model.dtype)
-        linear.weight = linear.weight.replace(_rounded(weight, linear.fake_quant))
+        linear.weight = linear.weight.replace(round_to_grid(weight, linear.fake_quant))
         linear.fake_quant = None
     model.qat = spec
     return model
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _rounded(weight: jax.Array, spec: FakeQuant) -> jax.Array:
+def round_to_grid(weight: jax.Array, spec: FakeQuant) -> jax.Array:
+    """A weight [out, in] on its grid, in its own dtype."""
     return spec.round(weight).astype(weight.dtype)
 
 
@@ -332,26 +334,40 @@ def read_packed(entry: PackedEntry) -> tuple[FourBit, Digest]:
     return kind(*leaves, shape=entry.shape, dtype_name=entry.dtype_name), digest
 
 
-def checkpoint_tensors(name: str, weight: FourBit) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable]]:
-    """{tensor name: (shape, dtype, function that gives it)} of what a checkpoint stores for a four-bit weight."""
+def checkpoint_tensors(name: str, weight: FourBit, offset: float | None) -> dict[str, FileTensor]:
+    """What a checkpoint stores for a four-bit weight, of which no more than the shapes need be known.
+
+    offset: the weight's own, as a number: it stands among the bytes of its quant_state.
+    """
     state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
     state["shape"] = list(weight.shape)
-    arrays: dict[str, Any] = {
-        name: weight.codes,
-        f"{name}.absmax": weight.absmax,
-        f"{name}.quant_map": type(weight).table,
+    table = type(weight).table
+
+    def tensor(array: Any, of: Callable[[FourBit], Any]) -> FileTensor:
+        return FileTensor(tuple(array.shape), np.dtype(array.dtype), of)
+
+    codes = FileTensor((weight.codes.size, 1), np.dtype(weight.codes.dtype), lambda w: w.codes.reshape(-1, 1))
+    found = {
+        name: codes,
+        f"{name}.absmax": tensor(weight.absmax, lambda w: w.absmax),
+        f"{name}.quant_map": tensor(table, lambda w: table),
     }
     if weight.offset is not None:
-        arrays |= {f"{name}.nested_absmax": weight.nested_absmax, f"{name}.nested_quant_map": weight.nested_map}
-        offset = float(jax.device_get(weight.offset))
+        found[f"{name}.nested_absmax"] = tensor(weight.nested_absmax, lambda w: w.nested_absmax)
+        found[f"{name}.nested_quant_map"] = tensor(weight.nested_map, lambda w: w.nested_map)
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-    arrays[f"{name}.{_STATE}{weight.quant_type}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    content = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    found[f"{name}.{_STATE}{weight.quant_type}"] = tensor(content, lambda w: content)
+    return found
 
-    def planned(key, array):
-        shape = (array.size, 1) if key == name else array.shape
-        return shape, np.dtype(array.dtype), lambda: np.asarray(array).reshape(shape)
 
-    return {key: planned(key, array) for key, array in arrays.items()}
+def offset_of(weight: FourBit, make: Callable[[], FourBit]) -> float | None:
+    """The offset of a weight, which is made where no more than its shapes is known."""
+    if weight.offset is None:
+        return None
+    known = weight if isinstance(weight.offset, jax.Array) else make()
+    assert known.offset is not None
+    return float(jax.device_get(known.offset))
 
 
 def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None) -> None:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxtune import processes
 from jaxtune.files import writing
-from jaxtune.models import partition
+from jaxtune.models import byte_files, partition
 from jaxtune.models.digests import Digest
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
@@ -175,11 +175,13 @@ def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) ->
 def write_file(
     file: Path,
     tensors: list[tuple[str, tuple[int, ...], np.dtype]],
-    fetch,
+    fetch: Callable[[str], Any],
     metadata: Mapping[str, str] = types.MappingProxyType({}),
-) -> None:
-    """Writes one safetensors file; `fetch(name)` gives each tensor when its turn comes, so one is in memory at a time.
-    With several processes the first one writes, and the others take part in what gives the tensors.
+    advanced: Callable[[int], Any] = lambda _: None,
+) -> dict[str, Written]:
+    """Writes one safetensors file and returns what it wrote; `fetch(name)` gives each tensor when its turn comes, and
+    some threads write it while the next is made. With several processes the first one writes, and the others take part
+    in what gives the tensors.
 
     The same content makes the same bytes, which the safetensors library does not promise of metadata.
 
@@ -187,6 +189,7 @@ def write_file(
       tensors: (name, shape, dtype), in file order.
       fetch: name -> np.ndarray or jax.Array of that shape and dtype.
       metadata: of the file, beside its format.
+      advanced: told of bytes that are written.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers wants the format named
     at = 0
@@ -196,12 +199,32 @@ def write_file(
         at += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    whole = 8 + len(raw) + at
-    with writing(file, whole), open(file if processes.first() else os.devnull, "wb") as stream:
-        stream.write(len(raw).to_bytes(8, "little"))
-        stream.write(raw)
+    written, whole = {}, 8 + len(raw) + at
+    with (
+        writing(file, whole),
+        byte_files.Writer(file if processes.first() else Path(os.devnull), advanced) as out,
+    ):
+        out.append(len(raw).to_bytes(8, "little") + raw)
         for name, shape, dtype in tensors:
             array = np.ascontiguousarray(partition.on_host(fetch(name)))
             if array.shape != tuple(shape) or array.dtype != dtype:
                 raise ValueError(f"{name}: planned as {dtype.name}{shape}, found {array.dtype.name}{array.shape}")
-            stream.write(array.reshape(-1).view(np.uint8))
+            written[name] = Written(tuple(shape), dtype, out.append(array.reshape(-1).view(np.uint8)))
+            del array
+    return written
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A tensor as it was written. sums: the checksums of its bytes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sums: byte_files.Sums
+
+
+def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
+    """Whether a file has the tensor that was written, byte for byte."""
+    if entry.shape != written.shape or _STORED.get(entry.dtype) != written.dtype:
+        return False
+    return byte_files.is_as_written(entry.file, entry.offset, written.sums, advanced)

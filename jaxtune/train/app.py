@@ -22,13 +22,14 @@ from jaxtune.files import atomic_write, require_makeable
 from jaxtune.models import partition
 from jaxtune.models.adapter_files import load_adapter, save_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.hf import Pretrained, model_from_config, save_pretrained
+from jaxtune.models.hf import Pretrained, model_from_config, save_weights
 from jaxtune.models.lora import get_peft_model, has_adapter
-from jaxtune.models.merge import merge_adapter
+from jaxtune.models.merge import merged_weights
 from jaxtune.models.model_folder import find_config, load_tokenizer
 from jaxtune.models.quant import compute_in_fp8, qat_spec
 from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.models.reward import reward_model
+from jaxtune.models.weights import Weights
 from jaxtune.terminal import fitted, printable
 from jaxtune.train import metrics as m
 from jaxtune.train import report
@@ -351,7 +352,7 @@ class _Delivery:
         tokenizer, wanted = self.trainer.tokenizer, self.config.export
 
         def whole(model: Decoder, folder: Path) -> None:
-            save_pretrained(merge_adapter(model) if adapted else model, folder, tokenizer=tokenizer)
+            save_weights(merged_weights(model) if adapted else Weights(model), folder, tokenizer=tokenizer)
 
         exports: list[tuple[str, Callable[[Decoder, Path], None]]] = []
         if adapted and wanted.adapter:

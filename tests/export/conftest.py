@@ -5,6 +5,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    return byte_tokenizer()
+
+
+def byte_tokenizer():
     """A tokenizer over bytes that cuts text as Qwen's does, of 128 tokens, with a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

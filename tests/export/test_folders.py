@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -22,6 +23,7 @@ from jaxtune.models.lora import linears
 from jaxtune.models.merge import merge_adapter
 from jaxtune.models.quant import convert_qat, dequantize, prepare_qat, quantize
 from jaxtune.models.shards import read_header
+from jaxtune.models.weights import Weights
 from jaxtune.pallas.formats import FP8, MXFP4, FourBit
 
 
@@ -167,11 +169,12 @@ def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch)
     real = getattr(module, name)
 
     def write_and_flip(folder, *rest):
-        real(folder, *rest)
+        written = real(folder, *rest)
         file = next(folder.glob("*.safetensors"))
         data = bytearray(file.read_bytes())
         data[-5] ^= 1
         file.write_bytes(data)
+        return written
 
     monkeypatch.setattr(module, name, write_and_flip)
     name, wide = ("gpt_oss", dict(hidden_size=64, intermediate_size=64)) if to == "mxfp4" else ("qwen2", {})
@@ -286,9 +289,13 @@ def test_push_says_what_is_missing(tmp_path):
 
 def test_verify_names_what_is_missing(tmp_path):
     model = made("qwen2")
-    planned = hf.checkpoint_tensors(model)
-    hf.write_checkpoint(tmp_path, planned, hf.hf_config_of(model), 10**9)
-    folders.verify(tmp_path, planned, model.config)
-    with pytest.raises(ArithmeticError, match="not as the model has it: lm_head.weight"):
-        wrong = {"lm_head.weight": {"lm_head.weight": ((1,), np.dtype(np.uint8), None)}}
-        folders.verify(tmp_path, planned | wrong, model.config)
+    planned = hf.checkpoint_tensors(Weights(model))
+    written = hf.write_checkpoint(tmp_path, planned, hf.hf_config_of(model), 10**9)
+    folders.verify(tmp_path, written, model.config)
+    norm = written["model.norm.weight"]
+    others = [dataclasses.replace(norm, shape=(1,)), dataclasses.replace(norm, dtype=np.dtype(np.uint8))]
+    for wrong in (*others, dataclasses.replace(norm, sums=written["model.embed_tokens.weight"].sums)):
+        with pytest.raises(ArithmeticError, match="not as the model has it: model.norm.weight"):
+            folders.verify(tmp_path, written | {"model.norm.weight": wrong}, model.config)
+    with pytest.raises(ArithmeticError, match="not as the model has it: another"):
+        folders.verify(tmp_path, written | {"another": norm}, model.config)

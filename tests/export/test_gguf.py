@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_cpp_models import CHANGES, made
@@ -13,9 +14,11 @@ from tiny_models import adapted_model, named, tiny_model
 
 gguf = pytest.importorskip("gguf")
 
-from jaxtune.export import api, gguf_file, gguf_tensors  # noqa: E402
+from jaxtune.export import api, gguf_blocks, gguf_file, gguf_tensors  # noqa: E402
 from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
+from jaxtune.models import byte_files  # noqa: E402
 from jaxtune.models.merge import merge_adapter  # noqa: E402
+from jaxtune.models.weights import Weights  # noqa: E402
 from tests.export.test_gguf_tokenizer import changed  # noqa: E402
 
 
@@ -25,7 +28,7 @@ def written(model, tmp_path, outtype="f32"):
     keys, _ = hyperparameters(model.config, arch)
     fields = {f"{arch.name}.{key}": value for key, value in keys.items()}
     file = tmp_path / "model.gguf"
-    stored = gguf_file.write(file, arch.name, fields, gguf_tensors.of_model(model, arch), outtype)
+    stored = gguf_file.write(file, arch.name, fields, gguf_tensors.of_model(Weights(model), arch), outtype)
     gguf_file.verify(file, arch.name, fields, stored)
     reader = gguf.GGUFReader(file)
     return reader, {key: field.contents() for key, field in reader.fields.items()}
@@ -229,11 +232,43 @@ def test_bfloat16_is_kept_bit_for_bit_and_f16_refuses_what_it_cannot_hold(tmp_pa
         written(model, tmp_path, "f16")
 
 
-def test_an_encoder_that_errs_is_caught(tmp_path, monkeypatch):
-    right = gguf.quants.quantize
-    monkeypatch.setattr(gguf.quants, "quantize", lambda wide, kind: right(1.02 * wide, kind))
-    with pytest.raises(ArithmeticError, match=r"q8_0|Q8_0 is further from the model's values than it rounds"):
-        written(made("qwen2"), tmp_path, "q8_0")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
+def test_an_encoder_that_errs_is_caught(kind, monkeypatch):
+    """By what its bytes stand for, and by what gguf's reader says that they do."""
+    right = gguf_blocks._encoded
+    wrong = 1.5 if kind == "Q4_0" else 1.02  # a whole step of Q4_0 is an eighth
+    monkeypatch.setattr(gguf_blocks, "_encoded", lambda array, kind: right(wrong * array, kind))
+    array = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    for checked in (gguf_blocks._checked, lambda *_: (True, True, True)):
+        monkeypatch.setattr(gguf_blocks, "_checked", checked)
+        with pytest.raises(ArithmeticError, match=f"{kind} is further from the model's values than it rounds"):
+            gguf_blocks.encode("x", array, kind)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bytes_are_those_of_gguf(kind, dtype):
+    """Of numbers of any size, of halves between two codes, of zeros and of equal numbers."""
+    draw = np.random.default_rng(0)
+    wide = (draw.standard_normal((300, 96)) * 10.0 ** draw.integers(-7, 5, (300, 1))).astype(np.float32)
+    wide[:40] = draw.integers(-254, 255, (40, 96)) / 2  # halves of steps of 127
+    wide[:40, ::32] = 127
+    wide[40:80] = draw.integers(-16, 17, (40, 96)) / 2
+    wide[40:80, ::32] = -8
+    wide[80:90] = 0
+    wide[90:95] = 1.5
+    array = jnp.asarray(np.clip(wide, -6e4, 6e4), dtype)
+    theirs = gguf.quants.quantize(np.asarray(array, np.float32), gguf.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(gguf_blocks.encode("x", array, kind), theirs.reshape(-1).view(np.uint8))
+
+
+def test_large_tensors_are_encoded_in_parts(tmp_path, monkeypatch):
+    reader, _ = written(made("qwen3_moe"), tmp_path, "q8_0")
+    whole = {tensor.name: tensor.data.tobytes() for tensor in reader.tensors}
+    monkeypatch.setattr(gguf_blocks, "_CHUNK", 1000)
+    monkeypatch.setattr(byte_files, "CHUNK_BYTES", 300)
+    reader, _ = written(made("qwen3_moe"), tmp_path, "q8_0")
+    assert {tensor.name: tensor.data.tobytes() for tensor in reader.tensors} == whole
 
 
 def exported(model, path, tokenizer) -> tuple[dict, tuple[str, ...]]:

@@ -17,6 +17,7 @@ from jaxtune.export import api, gguf_file, gguf_tensors
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import tokenizer_fields
 from jaxtune.models.generate import generate
+from jaxtune.models.weights import Weights
 from tests.export.conftest import tokenizer  # noqa: F401, a fixture
 from tests.export.test_gguf_tokenizer import changed
 
@@ -44,7 +45,7 @@ def test_greedy_text(name, tmp_path, tokenizer):  # noqa: F811
     fields = {f"{arch.name}.{key}": value for key, value in keys.items()}
     fields |= tokenizer_fields(tokenizer, model.config.vocab_size)
     path = tmp_path / "model.gguf"
-    gguf_file.write(path, arch.name, fields, gguf_tensors.of_model(model, arch), "f32")
+    gguf_file.write(path, arch.name, fields, gguf_tensors.of_model(Weights(model), arch), "f32")
     theirs = llama_cpp.Llama(
         str(path), n_ctx=CONTEXT, n_threads=2, verbose=False, logits_all=True, type_k=FLOAT32, type_v=FLOAT32
     )

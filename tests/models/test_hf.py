@@ -350,7 +350,7 @@ def test_failed_save_leaves_nothing(folder, tmp_path, monkeypatch):
         if written:
             raise OSError(28, "No space left on device")
         written.append(file)
-        real(file, *rest)
+        return real(file, *rest)
 
     monkeypatch.setattr(shards, "write_file", fail_at_the_second)
     (tmp_path / "work").mkdir()
@@ -382,7 +382,7 @@ _MEMORY = """
     import re, sys
     from pathlib import Path
     import jax
-    from jaxtune.models import hf
+    from jaxtune.models import byte_files, hf, reading
 
     def status(key):
         return int(re.search(rf"{key}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -393,7 +393,7 @@ _MEMORY = """
         result = work()
         return status("VmHWM") - before, result
 
-    hf.IN_FLIGHT_BYTES = 16 << 20
+    reading.IN_FLIGHT_BYTES = byte_files.IN_FLIGHT_BYTES = 16 << 20
     jax.numpy.zeros(8).astype("bfloat16").block_until_ready()  # jax itself is there before
     load, (model, _) = grown(lambda: hf.from_pretrained(sys.argv[1], dtype="bfloat16"))
     save, _ = grown(lambda: hf.save_pretrained(model, sys.argv[2], max_shard_bytes=1_000_000_000))

@@ -236,8 +236,8 @@ def test_four_bit_experts_as_the_hub_has_them(tmp_path):
     for key, array in arrays.items():
         if ".experts." in key or key.endswith("mlp.gate.weight"):
             wanted[key] = NF4.encode(array)
-            for part, (shape, _, fetch) in checkpoint_tensors(key, wanted[key]).items():
-                packed[part] = np.asarray(fetch()).reshape(shape)
+            for part, tensor in checkpoint_tensors(key, wanted[key], float(wanted[key].offset)).items():
+                packed[part] = np.asarray(tensor.of(wanted[key])).reshape(tensor.shape)
         else:
             packed[key] = array
     assert len({float(weight.offset) for weight in wanted.values()}) > 2

@@ -13,6 +13,7 @@ pytest.importorskip("gguf")
 
 from jaxtune.export import gguf_file, gguf_tensors
 from jaxtune.export.architectures import architecture, hyperparameters
+from jaxtune.models.weights import Weights
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"])
@@ -35,7 +36,7 @@ def test_logits(name, tmp_path):
     arch = architecture(model.config)
     keys, _ = hyperparameters(model.config, arch)
     fields = {f"{arch.name}.{key}": value for key, value in keys.items()}
-    gguf_file.write(tmp_path / "model.gguf", arch.name, fields, gguf_tensors.of_model(model, arch), "f32")
+    gguf_file.write(tmp_path / "model.gguf", arch.name, fields, gguf_tensors.of_model(Weights(model), arch), "f32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
     tokens = golden_tokens()
     np.testing.assert_allclose(model(tokens), reference.logits(theirs, tokens), atol=2e-4, rtol=0)

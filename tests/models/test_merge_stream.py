@@ -1,0 +1,155 @@
+"""Merging and exporting with one tensor on the device at a time: a second model is never there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from llama_cpp_models import made
+from tiny_models import adapted_model, tiny_model
+
+from jaxtune.export import api
+from jaxtune.models import byte_files, merge, partition
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.hf import from_pretrained, save_pretrained, save_weights
+from jaxtune.models.lora import experts, linears
+from jaxtune.models.merge import merge_adapter, merge_bytes, merged_weights
+from jaxtune.models.quant import prepare_qat, quantize
+from jaxtune.models.weights import tensors_of
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+WIDE = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=16,
+    layers=(LayerSpec(),) * 4, attention_scale=0.25,
+)  # fmt: skip
+MODELS = {
+    "lora": lambda: adapted_model(tiny_model("bfloat16", **WIDE), r=2),
+    "dora": lambda: adapted_model(tiny_model("bfloat16", **WIDE), r=2, use_dora=True),
+    "over nf4": lambda: adapted_model(quantize(tiny_model("bfloat16", **WIDE)), r=2),
+    "some over nf4": lambda: adapted_model(
+        quantize(tiny_model("bfloat16", **WIDE)), r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    ),
+    "qat": lambda: prepare_qat(adapted_model(tiny_model("bfloat16", **WIDE), r=2), "int4", 32),
+    "experts": lambda: adapted_model(
+        made("qwen3_moe", "bfloat16", num_hidden_layers=6),
+        r=2, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"],
+    ),
+}  # fmt: skip
+
+
+class Peak:
+    """The most bytes of arrays that live beside those that lived at first, whenever it is asked to look."""
+
+    def __init__(self, monkeypatch):
+        append = byte_files.Writer.append
+
+        def append_and_wait(writer, data):  # on the CPU what waits to be written is the device's own memory
+            sums = append(writer, data)
+            while writer._waiting:
+                writer._collect()
+            return sums
+
+        monkeypatch.setattr(byte_files.Writer, "append", append_and_wait)
+        self.before, self.bytes, self.looks = self._now(), 0, 0
+        for module, name in (
+            (merge, "_merge_and_check"), (merge, "_merge_experts"), (merge, "_logits"), (byte_files.Writer, "append"),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, self._looking(getattr(module, name)))
+
+    def _looking(self, function):
+        def look(*arguments, **options):
+            self.look()
+            result = function(*arguments, **options)
+            self.look()
+            return result
+
+        return look
+
+    def look(self):
+        self.looks += 1
+        self.bytes = max(self.bytes, self._now() - self.before)
+
+    @staticmethod
+    def _now() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_merge_has_one_matrix_on_the_device(kind, tmp_path, monkeypatch):
+    model = MODELS[kind]()
+    wanted = {name: variable.get_value() for name, variable in tensors_of(merge_adapter(model)).items()}
+    largest = max(value.size for value in wanted.values())
+    whole = sum(value.nbytes for value in wanted.values())
+    save_pretrained(merge_adapter(model), tmp_path / "former")
+    expected = {name: np.asarray(value) for name, value in wanted.items()}
+    wanted.clear()
+    peak = Peak(monkeypatch)
+    save_weights(merged_weights(model), tmp_path / "out")
+    assert peak.looks > len(expected)
+    # In 16 bits what it was decoded to and what it was merged to; and what it is checked with.
+    assert peak.bytes <= 5 * largest < whole / 4, (peak.bytes, largest, whole)
+    assert peak.bytes <= merge_bytes(model)[0]
+    for file in (tmp_path / "former").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    loaded, _ = from_pretrained(tmp_path / "out")
+    for name, variable in tensors_of(loaded).items():
+        np.testing.assert_array_equal(variable.get_value(), expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "mxfp4", "gguf"])
+def test_an_export_has_one_matrix_on_the_device(to, tmp_path, monkeypatch):
+    if to == "gguf":
+        pytest.importorskip("gguf")
+        from tests.export.conftest import byte_tokenizer
+
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = None
+    if to == "mxfp4":
+        settings = dict(r=2, target_parameters=["gate_up_proj", "down_proj"], target_modules=["q_proj"])
+        model = made("gpt_oss", hidden_size=64, intermediate_size=64)
+        model = adapted_model(model, **settings)
+    else:
+        base = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256, num_hidden_layers=6)
+        model = adapted_model(quantize(base), r=2)
+    matrices = (*linears(model), *experts(model))
+    largest = max(matrix.stored_weight.size for _, matrix in matrices)
+    whole = 2 * sum(matrix.stored_weight.size for _, matrix in matrices)
+    peak = Peak(monkeypatch)
+    api.export_model(model, tmp_path / "out", to, tokenizer=tokenizer)
+    assert peak.looks > len(matrices)
+    assert peak.bytes <= 5 * largest < whole / 2, (peak.bytes, largest, whole)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_reading_a_tensor_leaves_no_copy_of_it_in_host_memory(devices):
+    """JAX keeps with an array that lives on what it was asked for on the host: in the end, a second model."""
+    mesh = partition.make_mesh(1, devices)
+    for spec in (partition.WHOLE, PartitionSpec(partition.FSDP)):
+        array = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
+        np.testing.assert_array_equal(partition.on_host(array), np.arange(64.0).reshape(8, 8))
+        for held in (array, *(shard.data for shard in array.addressable_shards)):
+            assert held._npy_value is None
+
+
+def test_stated_bytes_hold_what_a_compiled_merge_takes():
+    model = adapted_model(tiny_model("bfloat16", **WIDE), r=2)
+    linear = model.layers[0].mlp.up_proj
+    probe = jnp.zeros((8, linear.sizes[1]))
+    lora = linear.lora.weights(linear.stored_weight)
+    program = merge._merge_and_check.lower(linear.stored_weight, lora, probe, jnp.dtype("bfloat16"), None).compile()
+    need = program.memory_analysis()
+    assert need.temp_size_in_bytes + need.output_size_in_bytes <= merge_bytes(model)[0]
+
+
+def test_a_matrix_that_fails_its_check_leaves_no_folder(tmp_path):
+    model = adapted_model(tiny_model("float16"), r=2)
+    weights = merged_weights(model)
+    lora = model.layers[1].mlp.up_proj.lora
+    lora.b.set_value(lora.b.get_value().at[3].set(1e6))
+    with pytest.raises(ArithmeticError, match=r"layers\.1\.mlp\.up_proj is not finite in float16"):
+        save_weights(weights, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
