@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,9 +23,10 @@ from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
 from benchmarks.table import Rejected, load, rows_of, startup_table
-from benchmarks.train import budgets, compile_ahead, memory, mesh, startup, step
+from benchmarks.train import budgets, cards, compile_ahead, memory, mesh, startup, step
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.quant import quantize
+from jaxtune.train.config_file import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {
@@ -49,9 +51,9 @@ def test_a_good_record_is_taken():
     ],
 )
 def test_a_record_that_proves_nothing_is_rejected(tmp_path, change, words):
-    record = GOOD | change
-    assert words in honest(record)
-    (tmp_path / "steps.json").write_text(json.dumps({"8b": record}))
+    changed = GOOD | change
+    assert words in honest(changed)
+    (tmp_path / "steps.json").write_text(json.dumps({"8b": changed}))
     with pytest.raises(Rejected, match=words):
         load(tmp_path)
 
@@ -205,10 +207,10 @@ def test_a_figure_that_misses_its_floor_is_marked_in_the_table():
 
 
 def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
-    for model, (arguments, cards) in budgets.MODELS.items():
-        assert len(cards) == 12 and list(cards) == sorted(set(cards)) and cards[0] >= 7.5 and cards[-1] == 60
-        wanted = step.arguments().parse_args(step_arguments(budgets.step_of(model, cards[0]), "trace"))
-        assert step.train_config(wanted).memory.budget_gb == pytest.approx(cards[0], rel=1e-6) and arguments
+    for model, (arguments, sizes) in budgets.MODELS.items():
+        assert len(sizes) == 12 and list(sizes) == sorted(set(sizes)) and sizes[0] >= 7.5 and sizes[-1] == 60
+        wanted = step.arguments().parse_args(step_arguments(budgets.step_of(model, sizes[0]), "trace"))
+        assert step.train_config(wanted).memory.budget_gb == pytest.approx(sizes[0], rel=1e-6) and arguments
     assert budgets.falls({"10": 95.0, "8": 90.0, "60": 100.0}) == pytest.approx({"8": 1 - 90 / 95, "10": 0.05})
     case = {"trains": True, "compilations": 2, "tokens_per_second": 100.0}
     cases_ = {"8": case | {"tokens_per_second": 90.0}, "10": case, "12": {"failed": "no", "trains": False}}
@@ -216,3 +218,27 @@ def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
     assert shown["cases that train, share"]["value"] == pytest.approx(2 / 3)
     assert shown["most compilations"]["value"] == 2 and shown["most compilations"]["at_most"]
     assert shown["m: largest fall of speed to the next card"]["value"] == pytest.approx(0.1)
+
+
+def test_the_lives_on_cards_are_recipes_that_fit_them():
+    """Each is a packaged recipe of a shape that the benchmarks know, and its overrides are keys of the config."""
+    for name, life in cards.LIVES.items():
+        config = load_config(life.recipe, [*life.overrides, "data.train=rows.jsonl"])
+        assert SHAPES[life.shape], name
+        assert (life.result == "merged") == (config.adapter is None)
+        assert life.card_gib in (12, 16, 24, 80)
+
+
+def test_a_phase_of_a_life_is_recorded_with_what_it_took(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.record.driver_bytes", lambda: 80e9)
+    made = {"name": "qlora-8b", "cap_bytes": 12e9, "commit": "abc", "phases": {}}
+    call = cards.Call(
+        cards.LIVES["qlora-8b"], tmp_path, tmp_path, time.monotonic() + 100, made, tmp_path / "cards.json"
+    )
+    assert call.environment()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.150000"
+    assert call.run("evaluate", ["--version"])
+    assert not call.run("generate", ["generate", str(tmp_path / "nothing"), "--prompt", "Hello"])
+    phases = json.loads((tmp_path / "cards.json").read_text())["lives"]["qlora-8b"]["phases"]
+    assert phases["evaluate"]["exit"] == 0 and "problem" not in phases["evaluate"]
+    assert phases["evaluate"]["peak_host_bytes"] >= 0 and phases["evaluate"]["seconds"] > 0
+    assert phases["generate"]["exit"] == 2 and "nothing" in phases["generate"]["problem"]

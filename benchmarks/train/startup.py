@@ -69,7 +69,7 @@ def child(recipe: str) -> None:
         marked(app, "load_tokenizer", mark, "tokenizer")
         marked(Trainer, "__init__", mark, "prepared")
         marked(Engine, "compile", mark, "compiled")
-        marked(TrainedModel, "first_state", mark, "state")
+        marked(TrainedModel, "begin", mark, "state")
 
     devices.allow_pinned_memory = instrumented
     if cli.console(["train", recipe]) != 0:

@@ -40,6 +40,7 @@ from jaxtune.train.evaluate import asked, exact_match
 from jaxtune.train.metrics import require_packages
 from jaxtune.train.planning import choice, cost, devices, search
 from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
 from jaxtune.train.program_cache import use_program_cache
 from jaxtune.train.record import digest, is_digest_of, require_same_settings
 from jaxtune.train.results import holds, require_own, require_replaceable, write_result
@@ -142,13 +143,29 @@ def answered(config: TrainConfig, limit: int) -> list[Example]:
     return rows
 
 
-def answer(model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, when: str = "") -> dict[str, Any]:
+def sampled_by(trainer: Trainer) -> Sampled:
+    """How a run, or an evaluation, answers its held-out questions: as many at a time as its memory allows.
+
+    Raises:
+      ValueError: a row that cannot be asked.
+    """
+    config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
+    rows, positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
+    prompts, *_ = asked(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.template, positions)
+    longest = max(map(len, prompts))
+    return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
+
+
+def answer(
+    model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, sampled: Sampled, when: str = ""
+) -> dict[str, Any]:
     """Exact match on held-out rows, with a few answers shown; when: said before it."""
     settings = config.evaluation
     rows = answered(config, settings.exact_match_rows)
-    score, answers = exact_match(
-        model, tokenizer, rows, max_new_tokens=settings.max_new_tokens, template=config.data.template
-    )
+    with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
+        score, answers = exact_match(
+            model, tokenizer, rows, settings.max_new_tokens, config.data.template, batch_size=sampled.rows
+        )
     samples = [
         dict(zip(("question", "expected", "given"), one, strict=True)) for one in answers[: settings.sample_rows]
     ]
@@ -246,6 +263,8 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     if planner.device.name != "cpu":  # whose speed is not known
         price = trainer.config.plan.dollars_per_hour
         console.print(report.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
+    for line in trainer.memory_notes():
+        said(line)
     need = planner.compiled_bytes(programs.accumulate, programs.update)
     return report.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)
 
@@ -261,10 +280,8 @@ class _Delivery:
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
         self.numbers: dict[str, Any] = {}
         self.rows = "" if trainer.eval_data is None else trainer.eval_data.documents.identity
-        wanted, positions = self.config.evaluation, trainer.model.given.config.context_length
-        if wanted.exact_match_rows:  # what cannot be asked is said before training
-            rows = answered(self.config, wanted.exact_match_rows)
-            asked(trainer.tokenizer, rows, wanted.max_new_tokens, self.config.data.template, positions)
+        if self.config.evaluation.exact_match_rows:  # what cannot be asked is said before training
+            trainer.sampled = sampled_by(trainer)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         names = (ADAPTER, MERGED, RESULTS)
@@ -289,8 +306,12 @@ class _Delivery:
         if start == 0 and self.config.evaluation.exact_match_rows and self.config.evaluation.at_start:
             self.trainer.model.take_weights()
             given = self.trainer.model.given
-            self.numbers = {"before": answer(given, self.trainer.tokenizer, self.config, self.console, BEFORE)}
+            self.numbers = {"before": self._answers(given, BEFORE)}
             self._write_numbers(run())  # a run that goes on from a checkpoint has other weights
+
+    def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
+        assert self.trainer.sampled is not None  # rows are asked for
+        return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
         """Takes over what an earlier process measured of this run; what is another's goes, as its metrics do."""
@@ -338,7 +359,7 @@ class _Delivery:
         if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
         if config.evaluation.exact_match_rows and config.evaluation.at_end:
-            self.numbers["after"] = answer(model, self.trainer.tokenizer, config, console, AFTER)
+            self.numbers["after"] = self._answers(model, AFTER)
         if not processes.first():
             return
         evaluations = list(m.evaluations(self.output / m.JSONL, self.rows).values())

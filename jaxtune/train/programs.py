@@ -110,7 +110,7 @@ class Engine:
         alpha = config.neftune_noise_alpha
         self.program = dataclasses.replace(program, noise_alpha=alpha)
         self.before_qat = None if before_qat is None else dataclasses.replace(before_qat, noise_alpha=alpha)
-        self.planner: Any = planner  # nobody asks a ForwardPlanner for what only a Planner has
+        self.planner = planner
         self.batches = batches
         self._early_steps = 0 if config.qat is None else config.qat.start
         self._deterministic, self._held_out = config.deterministic, held_out
@@ -118,6 +118,12 @@ class Engine:
         if isinstance(planner, Planner):
             planner.remember(KnownFailures(self._facts(planner, config)))
         self.follow_plan()
+
+    @property
+    def _search(self) -> Planner:
+        """The planner of a run that trains: it goes on to other plans where one does not fit."""
+        assert isinstance(self.planner, Planner)
+        return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
         """What tells the programs of this run from others, but for the plan, the device and what compiles them."""
@@ -277,12 +283,12 @@ class Engine:
         """
         while True:
             programs, need = self._compiled_and_need(shapes(), first_step)
-            if programs is not None and (need is None or self.planner.fits(need)):
+            if programs is not None and (need is None or self._search.fits(need)):
                 return programs
             problem = "compiling it ran out of memory"
             if need is not None:
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
-            self.planner.replan(problem, need, print_line, begun)
+            self._search.replan(problem, need, print_line, begun)
             self.follow_plan()
 
     def _compiled_and_need(
@@ -294,7 +300,7 @@ class Engine:
         try:
             programs = self.compile(*shapes, first_step)
             if limited:
-                need = self.planner.compiled_bytes(programs.accumulate, programs.update)
+                need = self._search.compiled_bytes(programs.accumulate, programs.update)
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -347,7 +353,7 @@ class Engine:
                     raise
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
             programs = sums = parts = None
-            self.planner.replan("the first step ran out of memory", None, print_line, begun=True)
+            self._search.replan("the first step ran out of memory", None, print_line, begun=True)
             self.follow_plan()
             with compiling():
                 programs = self.fit(lambda: (state, self.zero_sums(state), frozen), step, print_line, begun=True)

@@ -13,7 +13,7 @@ from jaxtune.models import trained_over
 from jaxtune.terminal import fitted, printable
 from jaxtune.train import metrics as m
 from jaxtune.train import report
-from jaxtune.train.app import answer, load_model, require_fit_for_processes
+from jaxtune.train.app import answer, load_model, require_fit_for_processes, sampled_by
 from jaxtune.train.checkpoint import saved_steps
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.program_cache import use_program_cache
@@ -136,7 +136,7 @@ def evaluate(
     unit = trainer.objective.unit
     console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, console)
+        results |= answer(model, tokenizer, config, console, sampled_by(trainer))
     return results
 
 

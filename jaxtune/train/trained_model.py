@@ -70,6 +70,11 @@ class TrainedModel:
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
         step donates them. Waits for weights that are on their way."""
+        state, frozen = self._first(engine)
+        return state, engine.zero_sums(state), frozen
+
+    def _first(self, engine: Engine) -> tuple[TrainState, Any]:
+        """first_state, without sums."""
         self.take_weights()
         frozen = self.placed_frozen(engine)  # first: the blocks that it leaves go to what follows
         program, where = engine.program, engine.replicated
@@ -81,7 +86,7 @@ class TrainedModel:
             trainable = partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh))
             init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
             state = init(trainable, self._config.seed)
-        return state, engine.zero_sums(state), frozen
+        return state, frozen
 
     def weights(self, engine: Engine) -> tuple[Any, Any]:
         """(trainable, frozen) for a forward pass, on the mesh. The tensors that train are those that were given, in the
@@ -142,9 +147,11 @@ class TrainedModel:
         self.take_weights()
         factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
         self.fresh = bool(factors) and not any(bool(partition.on_host(jnp.any(b != 0))) for b in factors)
-        begun = self.first_state(engine)
+        state, frozen = self._first(engine)
+        # Before the sums are made: they fill the hole that the given tensors leave. Otherwise it stays one, and the
+        # step's temporary buffer, which is a single block, may find no room although enough bytes are free.
         self.let_go()
-        return begun
+        return state, engine.zero_sums(state), frozen
 
     def let_go(self) -> None:
         """Releases the given model, unless somebody else holds it anyway."""

@@ -37,9 +37,10 @@ from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
-from jaxtune.train.planning.devices import device_peak_flops
+from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.programs import Engine, Programs
@@ -113,6 +114,7 @@ class Trainer:
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
         self.steps_done = 0
+        self.sampled: Sampled | None = None  # how the model is asked questions, if somebody says that it will be
 
         self.model = TrainedModel(model, config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
@@ -173,9 +175,8 @@ class Trainer:
             offload=config.optim.offload,
             full=self.batches.full,
         )
-        before_qat = None
-        if config.qat is not None and config.qat.start > 0:
-            before_qat = dataclasses.replace(program, graph=self.model.plain_graph)
+        early = config.qat is not None and config.qat.start > 0
+        before_qat = dataclasses.replace(program, graph=self.model.plain_graph) if early else None
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
         of_step: dict[str, Any] = dict(
@@ -191,8 +192,8 @@ class Trainer:
             planner = Planner(self.model.prepared, config, device=mesh.local_devices[0], note=why, **of_step)
         else:
             planner = ForwardPlanner(self.model.prepared, config, self.batches.length, mesh.local_devices[0])
-        held_out = self.eval_data and self.eval_data.rows
-        self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, held_out)
+        rows = self.eval_data and self.eval_data.rows
+        self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, rows)
 
     @property
     def planner(self) -> Planner:
@@ -200,8 +201,7 @@ class Trainer:
         return self.engine.planner
 
     @property
-    def program(self) -> StepProgram:
-        """The step of the run, as the plan in force says."""
+    def program(self) -> StepProgram:  # as the plan in force says
         return self.engine.program
 
     @property
@@ -267,15 +267,15 @@ class Trainer:
             del trainable
             saved = checkpointer.latest() == self.steps_done
             if delivery is not None:
-                with stop.at_once() if saved else contextlib.nullcontext():
+                remedy = "export.merged=false leaves the merge to `jaxtune export` on a machine with more memory"
+                with stop.at_once() if saved else contextlib.nullcontext(), phase("export", remedy):
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
             if processes.first():
                 m.decorate("loss.png", lambda: m.loss_plot(self.output / m.JSONL, self.output / "loss.png"))
         return trained
 
     def _watched(self) -> Watched:
-        kind = self.mesh.devices.flat[0].device_kind
-        peak = device_peak_flops(kind, COMPUTE_DTYPES[self.config.precision])
+        peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[self.config.precision])
         return Watched(
             config=self.config,
             total_steps=self.total_steps,
@@ -290,9 +290,7 @@ class Trainer:
             check_first=references.first_check(self.objective, self.config, self.train_data, lambda: self.model.fresh),
         )
 
-    def _run(
-        self, resumed: TrainState | None, start: int, saver: Saver, monitor: Monitor, stop: StopSignal
-    ) -> tuple[TrainState, int]:
+    def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         profile = Profile(self.profile_folder, traced, config.profile.start, self._traced)
@@ -334,11 +332,12 @@ class Trainer:
             if self.model.coming:
                 progress.print("waiting for the weights")
             line |= self.engine.connect(progress.print)
-            begun = self.model.begin(self.engine, resumed)
+            with phase("load" if resumed is None else "resume", "a smaller model, or model.load_in=nf4"):
+                begun = self.model.begin(self.engine, resumed)
             sets = (self.train_data, self.eval_data)
             self.look_up_references(sets, begun[0].trainable, begun[2], progress.print)
             write_config(self.output, self.config)
-        for note in self.notes():
+        for note in [*self.notes(), *self.memory_notes()]:
             progress.print(note)
         return programs, *begun
 
@@ -355,6 +354,15 @@ class Trainer:
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         return report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
 
+    def memory_notes(self) -> list[str]:
+        """The memory of each phase, and what will not fit; nothing on a CPU, whose memory nothing counts."""
+        planner, model = self.planner, self.model
+        if planner.device.name == "cpu":
+            return []
+        of_plan = (planner.cost, planner.forecast, planner.device, self.config, self.mesh.shape[partition.FSDP])
+        phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled)
+        return phase_lines(phases, planner.budget_bytes, host_memory_bytes())
+
     def notes(self) -> list[str]:
         """How weights are kept and rounded, a line each."""
         losses = self.program.router_losses
@@ -364,9 +372,8 @@ class Trainer:
 
     def storage(self) -> dict[str, str]:
         """How the weights and the optimizer's state of a checkpoint are kept."""
-        optimizer = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
-        if "optimizer" in self.own:
-            optimizer = "as it was given"
+        own = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
+        optimizer = "as it was given" if "optimizer" in self.own else own
         return {"weights": self.program.weights, "optimizer": optimizer}
 
     @property

@@ -35,7 +35,7 @@ from jaxtune.train.planning import choice, devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
-from jaxtune.train.planning.forecasts import forecast, layer_forecast
+from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.trainer import Trainer
@@ -156,18 +156,6 @@ def test_experts_count_as_a_token_meets_them():
     # Small micro-batches pay for empty rows: half a tile an expert.
     (work,) = (segment.work for segment in parts.segments if segment.name == "expand")
     assert work.empty_flops == work.flops / 8 * 128 * 64
-
-
-def test_a_layer_of_few_bits_needs_room_for_the_matrix_that_a_product_decodes(parts_8b):
-    """Up to 117 MB of an 8B; nothing where a product reads the weights as they are stored."""
-    bits = config_8b(model=ModelConfig(path="a shape"))
-    recompute = parse_residuals("recompute", parts_8b.num_layers, parts_8b.known).layers[0]
-    small, large = (
-        layer_forecast(parts, recompute, 2048, H200)
-        for parts in (step_cost(abstract_model(SHAPE, bits), bits), parts_8b)
-    )
-    matrix = 2 * SHAPE.hidden_size * SHAPE.intermediate_size
-    assert large.work - small.work == pytest.approx(matrix) == large.work_forward - small.work_forward
 
 
 def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
@@ -561,7 +549,7 @@ def test_tiny_shapes_have_a_cost_too():
 
 
 def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
-    monkeypatch.setattr(devices, "_host_bytes", lambda: 200e9)
+    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 200e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")  # so that it is put back
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     assert find_device("NVIDIA H200", 140e9).host_bytes == 64 * 2**30
@@ -574,7 +562,7 @@ def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
 
 def test_the_devices_of_a_host_share_its_memory(monkeypatch):
     """Whether one process has them all, or each process has one: together they never plan to pin more than there is."""
-    monkeypatch.setattr(devices, "_host_bytes", lambda: 400e9)
+    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 400e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "260")
     for sharing in ((8, 8), (8, 1), (2, 2), (1, 1)):
         each = find_device("NVIDIA H200", 140e9, sharing=sharing).host_bytes

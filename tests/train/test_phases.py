@@ -153,3 +153,84 @@ def test_a_trainer_that_only_evaluates_refuses_to_train(tmp_path):
     trainer = Trainer(lora_model(), None, make_config(tmp_path), dataset(documents(12)), trains=False)
     with pytest.raises(ValueError, match="trains=False"):
         trainer.train()
+
+
+# ---- the whole life of a run
+
+LIFE = """
+import contextlib, gc, json, sys, threading, time
+import jax
+from jaxtune import cli
+from jaxtune.models import hf, merge
+from jaxtune.train import app, trained_model
+from jaxtune.train.planning import phases
+from jaxtune.train.programs import Engine
+from jaxtune.train.trainer import Trainer
+
+peaks, now, planned, ended = {}, ["load"], {}, threading.Event()
+
+def sample():
+    live = {}
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # deleted meanwhile
+            live[array.unsafe_buffer_pointer()] = array.nbytes
+    peaks[now[0]] = max(peaks.get(now[0], 0), sum(live.values()))
+
+def sampling():
+    while not ended.wait(0.002):
+        sample()
+
+def entered(owner, name, phase, after=None):
+    real = getattr(owner, name)
+    def run(*arguments, **options):
+        before, now[0] = now[0], phase
+        try:
+            return real(*arguments, **options)
+        finally:
+            sample()
+            now[0] = before if after is None else after
+    setattr(owner, name, run)
+
+entered(Engine, "first_step", "step", after="step")
+entered(Engine, "evaluate", "evaluate")
+entered(app, "answer", "sample")
+entered(app._Delivery, "finish", "export", after="load")
+real = Trainer._start
+def start(self, *arguments):
+    planner, model = self.planner, self.model
+    of_plan = (planner.cost, planner.forecast, planner.device, self.config, 1, self.sampled)
+    planned.update({p.name: p.device_bytes for p in phases.phases_of(model.prepared, model.trainable, *of_plan)})
+    return real(self, *arguments)
+Trainer._start = start
+threading.Thread(target=sampling, daemon=True).start()
+code = cli.main(sys.argv[1:])
+ended.set()
+print(json.dumps(dict(code=code, peaks=peaks, planned=planned)))
+"""
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory):
+    output = tmp_path_factory.mktemp("life") / "run"
+    given = ["model.load_in=nf4", "epochs=null", "steps=3", "evaluation.exact_match_rows=8", f"output={output}"]
+    command = [sys.executable, "-c", LIFE, "train", "quickstart", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("phase", ["load", "step", "evaluate", "sample", "export"])
+def test_every_phase_of_a_run_stays_within_its_figure(life, phase):
+    """QLoRA of the packaged model with the merge at its end, on arrays that are alive at any moment."""
+    assert life["code"] == 0
+    assert 0 < life["peaks"][phase] <= life["planned"][phase]
+
+
+def test_two_merged_models_are_never_live(life):
+    """At the end a run holds its packed base, the adapter, and one merged matrix at a time: no merged model, whose
+    weights in 32 bits would alone be more than the packed base and one matrix."""
+    sizes = json.loads((ROOT / "jaxtune/quickstart/base/config.json").read_text(encoding="utf-8"))
+    hidden, wide, layers = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]
+    merged = 4 * layers * 3 * hidden * wide  # the MLPs alone
+    before = min(life["peaks"][phase] for phase in ("step", "sample"))
+    assert life["peaks"]["export"] < before + merged

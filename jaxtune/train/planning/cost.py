@@ -104,13 +104,6 @@ class LayerKind:
     def residual_bytes(self, name: str, tokens: float) -> float:
         return self.residuals[name] * tokens + self.padding[name]
 
-    def decoded_bytes(self, part: str, dtype: jnp.dtype) -> float:
-        """Of the largest matrix of few bits in the mixer or the mlp, as a product decodes it; experts count theirs."""
-        names = {name for segment in self.block.part_segments(part) for name in segment.matrices}
-        found = [matrix_of(self.block, name) for name in names]
-        decoded = [m for m in found if _is_stored(m.stored_weight) and not (m.fp8 or m.num_experts)]
-        return max((math.prod(matrix.sizes) for matrix in decoded), default=0) * float(dtype.itemsize)
-
     @functools.cached_property
     def mixer_outputs(self) -> tuple[tuple[str, ...], ...]:
         """What each of the mixer's segments makes."""

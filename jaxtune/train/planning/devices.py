@@ -67,7 +67,7 @@ _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _STAND_IN = "RTX 3060"
 
 
-def _host_bytes() -> float:
+def host_memory_bytes() -> float:
     """Memory of this machine, or of the container that this is."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -81,13 +81,13 @@ def allow_pinned_memory() -> None:
 
     Before JAX starts its devices: it is read then. The pool grows as it is used.
     """
-    os.environ.setdefault(_PINNED_LIMIT, str(int(_host_bytes() * _PINNED_SHARE) >> 30))
+    os.environ.setdefault(_PINNED_LIMIT, str(int(host_memory_bytes() * _PINNED_SHARE) >> 30))
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
     """Host bytes that one device may pin: its share of this machine's, and of what XLA lets this process pin."""
     limit = int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30
-    return min(_host_bytes() * _PINNED_SHARE / on_host, limit / in_process)
+    return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
 
 
 def devices_here(count: int) -> tuple[int, int]:

@@ -229,9 +229,8 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
             hopper=device.hopper,
         )
         moments = _backward_bytes(kind, facts)
-        of_mlp, of_mixer = (kind.decoded_bytes(part, parts.dtype) for part in ("mlp", "mixer"))
-        at_feed_forward, at_mixer = max(at_feed_forward, moments[0] + of_mlp), max(at_mixer, moments[1] + of_mixer)
-        work_forward = max(work_forward, kind.block.mlp.forward_bytes(facts) + of_mlp)
+        at_feed_forward, at_mixer = max(at_feed_forward, moments[0]), max(at_mixer, moments[1])
+        work_forward = max(work_forward, kind.block.mlp.forward_bytes(facts))
     return recompute, at_feed_forward, at_mixer, work_forward
 
 

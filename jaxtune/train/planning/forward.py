@@ -55,6 +55,7 @@ class ForwardPlanner:
       device: planning.devices.Device.
       budget_bytes: device bytes that weights and programs may take; None where nothing limits them.
       weight_bytes: of the model's weights on one device, as they were given.
+      cost: StepCost of the model, without an optimizer.
       plan: the StepPlan in force, whose residuals mean nothing here.
     """
 
@@ -67,7 +68,7 @@ class ForwardPlanner:
             "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
         )
         self.budget_bytes = devices.budget(config, self.device)
-        self._cost = parts = step_cost(model, config, length, optimizer=optax.identity())
+        self.cost = parts = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
         self.weight_bytes = partition.held_bytes((trainable, frozen), fsdp) + packed_slack(frozen) / fsdp
         residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
@@ -84,14 +85,14 @@ class ForwardPlanner:
 
     def _chunks(self, count: int) -> set[int]:
         tokens = int(self._tokens(count))
-        return {max(1, min(tokens, logits // self._cost.vocab_size)) for logits in CHUNK_LOGITS}
+        return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
 
     def _tokens(self, count: int) -> float:
-        return self._cost.rows / count / self._cost.devices * self._cost.length
+        return self.cost.rows / count / self.cost.devices * self.cost.length
 
     def working_bytes(self, plan: StepPlan) -> float:
         """Device bytes of a plan beside the weights."""
-        return forward_bytes(self._cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
+        return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
         """Takes a smaller plan where the compiler says that `program`, compiled for the plan in force, needs more than

@@ -21,8 +21,6 @@ from tests.gpu.aot.target import H200
 CONFIGS = [
     ("llama-3.2-1b", 4, 8, 2048, 0, None, "keep"),
     ("llama-3.1-8b", 8, 8, 2048, 16, "nf4", "0-3: recompute, layer_input=offload; 4-7: gate=offload, up=offload"),
-    # So few tokens that the matrix that a product decodes counts: without it the prediction was 0.962.
-    ("llama-3.1-8b", 4, 1, 2048, 16, "nf4", "recompute, layer_input=offload"),
     ("qwen3-32b", 4, 1, 65536, 16, "nf4", "recompute"),
     ("gpt-oss-20b", 2, 8, 2048, 16, "nf4", "recompute"),
     # One document of 350,208 tokens: gate and up would have 5e9 elements each, more than 32-bit offsets reach.

@@ -1,0 +1,188 @@
+"""The phases of a run, from loading to exporting, and the memory that each of them takes.
+
+A run is more than its step: it loads, may resume, looks rows up in a reference, evaluates, answers questions, saves and
+exports. Each phase keeps some of what the step keeps and needs something of its own. The table is made before step 0,
+so that a phase that will not fit is said then, and not after the last step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtune.models import partition
+from jaxtune.models.byte_files import IN_FLIGHT_BYTES
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import has_adapter, matrices
+from jaxtune.models.merge import merge_bytes
+from jaxtune.models.quant import parameters
+from jaxtune.pallas.formats import Stored
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.forecasts import Forecast
+from jaxtune.train.planning.forward import forward_bytes
+from jaxtune.train.planning.planner import out_of_memory
+
+# An encoder holds a matrix in 16 bits, in float32 and as codes.
+_ENCODING_BYTES = 2.0 + 4.0 + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What one phase of a run takes at its peak."""
+
+    # As the report and an error name it.
+    name: str
+    # On each device.
+    device_bytes: float
+    # Of host memory, in this process, beside Python and its libraries.
+    host_bytes: float
+    # What makes it smaller, to be said where it does not fit.
+    remedy: str
+
+
+class OutOfDeviceMemory(ValueError):
+    """A phase found no room on the device. The message names the phase and what makes it smaller."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """How a run asks its model questions."""
+
+    # Questions that are answered at a time.
+    rows: int
+    # Tokens of the longest prompt, and of the longest answer.
+    prompt: int
+    answer: int
+
+    def bytes(self, parts: StepCost, device: Device) -> float:
+        """On the device, beside the weights: keys and values of every position, and the pass over the prompts."""
+        cached = sum(parts.residuals.get(name, 0.0) for name in ("key", "value")) * parts.num_layers
+        prefill = forward_bytes(parts, self.rows * self.prompt, self.rows, device)
+        return self.rows * (self.prompt + self.answer) * cached + prefill
+
+
+def questions_at_a_time(
+    parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
+) -> Sampled:
+    """As many questions at a time as there is room for beside the model, at most `most`.
+
+    Args:
+      budget_bytes: of the device; None: no limit. prompt, answer: tokens of the longest of each.
+    """
+    prompt, answer = (1 << (tokens - 1).bit_length() for tokens in (prompt, answer))  # as generate pads them
+    sampled = Sampled(most, prompt, answer)
+    while sampled.rows > 1 and budget_bytes is not None:
+        if parts.fixed["frozen weights"] + _trained_bytes(parts) + sampled.bytes(parts, device) <= budget_bytes:
+            break
+        sampled = dataclasses.replace(sampled, rows=sampled.rows // 2)
+    return sampled
+
+
+def _trained_bytes(parts: StepCost) -> float:
+    return sum(size for name, size in parts.fixed.items() if name.startswith("trained parameters"))
+
+
+def phases_of(
+    model: Decoder,
+    given: Any,
+    parts: StepCost,
+    forecast: Forecast,
+    device: Device,
+    config: TrainConfig,
+    fsdp: int = 1,
+    sampled: Sampled | None = None,
+) -> list[Phase]:
+    """The phases of a run by this plan, in their order; those that this config does not ask for are left out.
+
+    Args:
+      model: what trains, whose arrays may be abstract. given: its trainable tensors in the dtypes in which they were
+        given. parts: of the step. forecast: of the plan in force. fsdp: devices that divide the weights.
+    """
+    plan, fixed = forecast.plan, parts.fixed
+    weights = fixed["frozen weights"] + parts.resident_bytes(plan.residuals.resident)
+    trained, states, start = _trained_bytes(parts), fixed["optimizer states"], partition.held_bytes(given, fsdp)
+    saved_bytes = trained + states + parts.hosted_bytes
+    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
+    forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
+    step = forecast.peak_bytes
+    less_rows = "fewer rows_per_step, or more micro_batches"
+
+    largest = max(
+        (m.stored_weight.size for _, m in matrices(model) if isinstance(m.stored_weight, Stored) or m.lora is None),
+        default=0,
+    )
+    encoding = _ENCODING_BYTES * largest if config.model.load_in is not None else 0.0
+    # Tensors on their way are there as they were read and as they were cast.
+    arriving = min(IN_FLIGHT_BYTES, parameters(nnx.state(model)) * parts.dtype.itemsize)
+    found = [
+        Phase("load", weights + start + max(2.0 * arriving, encoding), float(arriving), "model.load_in=nf4"),
+        Phase("resume", weights + trained + states, saved_bytes, "a device with more memory"),
+    ]
+    if config.objective.name in ("dpo", "kto"):
+        found.append(Phase("reference", weights + trained + states + forward, 0.0, less_rows))
+    found.append(Phase("step", step, forecast.host_bytes, less_rows))
+    if config.data.eval is not None or config.data.eval_rows:
+        found.append(Phase("evaluate", parts.fixed_bytes(plan.micro_batches) + forward, 0.0, less_rows))
+    if config.checkpoint.every_steps or config.checkpoint.every_minutes:
+        found.append(Phase("save", parts.fixed_bytes(plan.micro_batches), saved_bytes, "a smaller model"))
+    if sampled is not None:
+        asking = weights + trained + start + sampled.bytes(parts, device)
+        found.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
+    adapted = has_adapter(model)
+    if config.export.merged or (config.export.adapter and adapted):
+        merging, host = merge_bytes(model) if config.export.merged else (0, 0)
+        found.append(
+            Phase(
+                "export",
+                weights + trained + start + merging,
+                start + host,
+                "export.merged=false, then `jaxtune export` on a machine with more memory",
+            )
+        )
+    return found
+
+
+def phase_lines(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
+    """The table in words: one line, and a warning for each phase that will not fit.
+
+    Args:
+      budget_bytes: of a device, or None. host_bytes: of this machine, or None.
+    """
+    device = ", ".join(f"{phase.name} {phase.device_bytes / 1e9:.2f}" for phase in phases)
+    host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)
+    room = "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f}"
+    found = [f"  memory of each phase: {device} GB{room}; in host memory {host or 'nothing'}{' GB' if host else ''}"]
+    for phase in phases:
+        for need, there, what in (
+            (phase.device_bytes, budget_bytes, "device"),
+            (phase.host_bytes, host_bytes, "host"),
+        ):
+            if there is not None and need > there:
+                found.append(
+                    f"warning: {phase.name} will need {need / 1e9:.2f} GB of {there / 1e9:.2f} GB of {what} memory: "
+                    f"{phase.remedy}"
+                )
+    return found
+
+
+@contextlib.contextmanager
+def phase(name: str, remedy: str) -> Iterator[None]:
+    """What is done inside is this phase: an error of the device's allocator names it, and what makes it smaller.
+
+    Raises:
+      OutOfDeviceMemory: device memory ran out.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        first_line = (str(error).splitlines() or [""])[0]
+        raise OutOfDeviceMemory(f"{name} ran out of device memory ({first_line}): {remedy}") from error
