@@ -30,6 +30,9 @@ from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.step import StepProgram, Sums, TrainState
 
 
+_BLOCK_FOR_ROWS = 32 << 20  # bytes: the rows of two steps of 8 x 65,536 tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """The compiled programs of a run, and the seconds that it took to make them; `before_qat`: those of its steps
@@ -187,6 +190,22 @@ class Engine:
     def zero_sums(self, state: TrainState) -> Sums:
         """Sums to begin a step with."""
         return self.program.zero_sums(state.trainable, self.replicated)
+
+    def first_sums(self, state: TrainState) -> Sums:
+        """zero_sums, for the start of a run. On a GPU a small free block is left below them in device memory.
+
+        The next step's rows are placed while a step runs. If every hole below the step's temporary buffer is full, they
+        come to lie above it, and the buffer, which is a single block, finds no room for itself in the next step: a
+        resumed 8B on a 12 GiB card stopped so, with 0.3 GB to spare.
+        """
+        blocks = []
+        for device in self.mesh.local_devices:
+            if device.platform == "gpu":
+                blocks.append(jax.device_put(np.zeros(_BLOCK_FOR_ROWS, np.uint8), device))
+        sums = jax.block_until_ready((blocks, self.zero_sums(state)))[1]
+        for block in blocks:
+            block.delete()
+        return sums
 
     # ---- compiling
 

@@ -23,6 +23,7 @@ from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batches
 from jaxtune.train.monitor import Monitor
+from jaxtune.train.planning.phases import phase
 from jaxtune.train.programs import Engine, Programs
 from jaxtune.train.saving import Saver
 from jaxtune.train.step import Sums, TrainState
@@ -105,7 +106,13 @@ class Run:
         if self.owed:
             evaluate(start)
         tracing, done = False, start
-        with saver.guarded(), ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as trace:
+        remedy = "the same command goes on from what is saved; a smaller memory.budget_gb leaves more to fragments"
+        with (
+            saver.guarded(),
+            phase("step", remedy),
+            ThreadPoolExecutor(1, "batches") as pool,
+            contextlib.ExitStack() as trace,
+        ):
             coming = pool.submit(engine.load_step, start)
             for step in range(start, self.total_steps):
                 with monitor.data_wait():

@@ -143,7 +143,7 @@ class TrainedModel:
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """first_state, or that of a resumed run."""
         if resumed is not None:
-            return resumed, engine.zero_sums(resumed), self.placed_frozen(engine)
+            return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
         factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
         self.fresh = bool(factors) and not any(bool(partition.on_host(jnp.any(b != 0))) for b in factors)
@@ -151,7 +151,7 @@ class TrainedModel:
         # Before the sums are made: they fill the hole that the given tensors leave. Otherwise it stays one, and the
         # step's temporary buffer, which is a single block, may find no room although enough bytes are free.
         self.let_go()
-        return state, engine.zero_sums(state), frozen
+        return state, engine.first_sums(state), frozen
 
     def let_go(self) -> None:
         """Releases the given model, unless somebody else holds it anyway."""
