@@ -29,7 +29,6 @@ from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.step import StepProgram, Sums, TrainState
 
-
 _BLOCK_FOR_ROWS = 32 << 20  # bytes: the rows of two steps of 8 x 65,536 tokens
 
 
