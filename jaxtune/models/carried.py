@@ -43,6 +43,11 @@ def divide(
     return rest, Carried(beside, json.dumps(whole), processors)
 
 
+def in_fp8(beside: Carried | None) -> bool:
+    """Whether any of the carried tensors is stored in FP8."""
+    return beside is not None and any(isinstance(entry, fp8_files.FP8Entry) for entry in _gathered(beside.tensors))
+
+
 def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.TensorEntry]:
     return fp8_files.gather_fp8({entry.name: entry for entry in tensors}).values()
 

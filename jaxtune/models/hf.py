@@ -132,7 +132,7 @@ class Pretrained:
         self.packed = bool(packed)
         stored = {"fp8" if isinstance(entries[name], fp8_files.FP8Entry) else "nf4" for name in packed}
         self.stored_in = min(stored, default=None)
-        quant.check_stored(folder, hf, stored, load_in)
+        quant.check_stored(folder, hf, stored, load_in, carried.in_fp8(beside))
         # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
         encoded = quantizable - {weight_name(name) for name in skip_modules}
         self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}

@@ -370,11 +370,12 @@ def offset_of(weight: FourBit, make: Callable[[], FourBit]) -> float | None:
     return float(jax.device_get(known.offset))
 
 
-def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None) -> None:
+def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, carried_in_fp8: bool = False) -> None:
     """Refuses weights that are not in the format that is asked for, or that their config.json says.
 
     Args:
-      hf: config.json. stored: the formats of the weights, none where all have 16 bits or more.
+      hf: config.json. stored: the formats of the weights, none where all have 16 bits or more. carried_in_fp8: whether
+        tensors that the model does not compute with are stored in FP8, of which config.json then speaks.
     Raises:
       ValueError: with the folder, what is said of its weights, and the fix.
     """
@@ -384,7 +385,7 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None) 
             "load_in out, or take the 16-bit original"
         )
     said = weights_stored_in(hf)
-    if said is not None and not stored and load_in != said:
+    if said is not None and not stored and load_in != said and not (said == "fp8" and carried_in_fp8):
         raise ValueError(
             f"{folder}: config.json: quantization_config says that the weights are stored in {said}, but none is: set "
             f"load_in = {said!r} to quantise them, or take quantization_config out of config.json to load them as they "
