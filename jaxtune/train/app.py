@@ -31,8 +31,8 @@ from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.models.reward import reward_model
 from jaxtune.models.weights import Weights
 from jaxtune.terminal import fitted, printable
+from jaxtune.train import host_memory, report
 from jaxtune.train import metrics as m
-from jaxtune.train import report
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.formats import Example, RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
@@ -348,6 +348,7 @@ class _Delivery:
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
         config, console = self.config, self.console
+        host_memory.give_back()  # the programs of the steps are gone
         for name, write in self._exports(has_adapter(model)):
             folder, total = self.output / name, self.trainer.total_steps
             if not trained and processes.of_first(functools.partial(holds, folder, run, total)):

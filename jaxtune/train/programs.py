@@ -20,6 +20,7 @@ from jaxtune import processes
 from jaxtune.models import collectives, partition
 from jaxtune.models.transfers import IN_FLIGHT
 from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.train import host_memory
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config_file import config_to_dict
 from jaxtune.train.data.batches import Batch, Batches, Rows
@@ -301,6 +302,7 @@ class Engine:
         """
         while True:
             programs, need = self._compiled_and_need(shapes(), first_step)
+            host_memory.give_back()
             if programs is not None and (need is None or self._search.fits(need)):
                 return programs
             problem = "compiling it ran out of memory"
