@@ -143,10 +143,8 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
     Raises:
       ArithmeticError: something is not as it was written.
     """
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(file)
+        reader = _reader(file)
         found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         with terminal.progress("reading it back", sum(tensor.n_bytes for tensor in reader.tensors)) as advanced:
@@ -161,6 +159,23 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ArithmeticError(f"{file.name}: read back, not as it was written: {', '.join(wrong[:8])}{more}")
+
+
+def _reader(file: Path) -> Any:
+    """gguf's reader of a file. It slices the file's memory map for each token and merge of a vocabulary; of a plain array
+    numpy does that four times as fast (2.7 s in place of 11 for Llama 3's)."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        @property
+        def data(self) -> np.ndarray:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    return Reader(file)
 
 
 def _is_as_written(file: Path, written: Mapping[str, Stored], advanced: Callable[[int], Any], found: Any) -> bool:
