@@ -231,14 +231,18 @@ def test_the_lives_on_cards_are_recipes_that_fit_them():
 
 def test_a_phase_of_a_life_is_recorded_with_what_it_took(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.record.driver_bytes", lambda: 80e9)
-    made = {"name": "qlora-8b", "cap_bytes": 12e9, "commit": "abc", "phases": {}}
+    made = {"name": "qlora-8b", "cap_bytes": 12e9, "phases": {}}
     call = cards.Call(
-        cards.LIVES["qlora-8b"], tmp_path, tmp_path, time.monotonic() + 100, made, tmp_path / "cards.json"
+        cards.LIVES["qlora-8b"], tmp_path, tmp_path, time.monotonic() + 100, made, tmp_path / "cards.json", "abc"
     )
     assert call.environment()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.150000"
     assert call.run("evaluate", ["--version"])
     assert not call.run("generate", ["generate", str(tmp_path / "nothing"), "--prompt", "Hello"])
     phases = json.loads((tmp_path / "cards.json").read_text())["lives"]["qlora-8b"]["phases"]
-    assert phases["evaluate"]["exit"] == 0 and "problem" not in phases["evaluate"]
+    assert (
+        phases["evaluate"]["commit"] == "abc"
+        and phases["evaluate"]["exit"] == 0
+        and "problem" not in phases["evaluate"]
+    )
     assert phases["evaluate"]["peak_host_bytes"] >= 0 and phases["evaluate"]["seconds"] > 0
     assert phases["generate"]["exit"] == 2 and "nothing" in phases["generate"]["problem"]

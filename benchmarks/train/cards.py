@@ -1,6 +1,7 @@
 """Whole lives of packaged recipes on cards that people have: from the model's folder to a GGUF file, as commands.
 
     python benchmarks/train/cards.py LIFE --material FOLDER --output cards.json [--seconds 460] [--work FOLDER]
+        [--phases train,resume,export]
 
 A life is the commands that a person types, each a process of its own, on a GPU whose allocator gives out no more than
 the card would: its GiB less 0.6 GB for the CUDA context. Unlike memory.budget_gb, which limits plans alone, such a cap
@@ -15,10 +16,11 @@ ends whatever asks for more, from loading to exporting.
     chat      jaxtune chat RUN/adapter, with two questions on its standard input
     export    jaxtune export RUN/adapter FOLDER --to gguf --outtype q8_0
 
-The record is written after each phase and is added to by the next call. Of each phase it holds: seconds, the exit
-status, the most device bytes that the allocator had given out by its end, the most host bytes that its process held in
-memory of its own (resident, without pages of files: what the kernel takes back when it needs them), and in `problem`
-the last line of what it said, where it failed.
+The record is written after each phase and is added to by the next call; --phases leaves those that are not named as
+they are recorded. Of each phase it holds: the commit, seconds, the exit status, the most device bytes that the
+allocator had given out by its end, the most host bytes that its process held in memory of its own (resident, without
+pages of files: what the kernel takes back when it needs them), and in `problem` the last line of what it said, where it
+failed.
 
 Args: --material has a folder for each tokenizer (llama-3.2, qwen3, gpt-oss) and the files of rows: any JSONL of
 instructions, and one of preferences. --work keeps the model's folder for the next call of the same machine.
@@ -37,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 CONTEXT_BYTES = 0.6e9
-PHASES = ("train", "resume", "deliver", "evaluate", "generate", "chat", "export")
+PHASES = ("train", "resume", "evaluate", "generate", "chat", "export")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,7 @@ class Call:
     end: float
     record: dict[str, Any]
     output: Path
+    commit: str
 
     def run(self, phase: str, arguments: list[str], typed: str = "", stop_after: int | None = None) -> bool:
         """A phase; whether the life goes on. typed: its standard input. stop_after: SIGTERM comes then."""
@@ -209,7 +212,7 @@ class Call:
         """Writes a phase into the record."""
         from benchmarks.record import write
 
-        self.record["phases"][phase] = entry
+        self.record["phases"][phase] = {"commit": self.commit, **entry}
         print(phase, json.dumps(entry), flush=True)
         whole = json.loads(self.output.read_text(encoding="utf-8")) if self.output.is_file() else {"lives": {}}
         whole["lives"][self.record["name"]] = self.record
@@ -225,7 +228,7 @@ class Call:
             "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{self.record['cap_bytes'] / total:.6f}",
             "JAXTUNE_CACHE": str(self.work / "cache"),
             "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""),
-            "JAXTUNE_COMMIT": self.record["commit"],
+            "JAXTUNE_COMMIT": self.commit,
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -235,18 +238,24 @@ class Call:
         given += [f"steps={STEPS}", f"data.cache_dir={self.work / 'cache'}"]
         return ["train", life.recipe, *life.overrides, *given]
 
-    def phases(self) -> Iterator[bool]:
-        """Makes one phase after the other; each says whether the next can come."""
+    def phases(self, chosen: Collection[str]) -> Iterator[bool]:
+        """Makes the chosen phases one after the other; each says whether the next can come."""
         run, rows = self.work / "run", self.material / self.life.rows
         result = str(run / self.life.result)
-        yield self.run("train", self.train(), stop_after=STOP_AFTER)
-        yield self.run("resume", self.train())
-        yield self.run("evaluate", ["evaluate", str(run / "config.yaml"), f"data.eval={rows}"])
-        yield self.run("generate", ["generate", result, "--prompt", "Why is the sky blue?", "--max-new-tokens", "64"])
-        yield self.run("chat", ["chat", result, "--max-new-tokens", "32"], typed="Who are you?\nSay it again.\n/exit\n")
         gguf = self.work / "gguf"
         shutil.rmtree(gguf, ignore_errors=True)
-        yield self.run("export", ["export", result, str(gguf), "--to", "gguf", "--outtype", "q8_0"])
+        commands = {
+            "train": self.train(),
+            "resume": self.train(),
+            "evaluate": ["evaluate", str(run / "config.yaml"), f"data.eval={rows}"],
+            "generate": ["generate", result, "--prompt", "Why is the sky blue?", "--max-new-tokens", "64"],
+            "chat": ["chat", result, "--max-new-tokens", "32"],
+            "export": ["export", result, str(gguf), "--to", "gguf", "--outtype", "q8_0"],
+        }
+        for name in PHASES:
+            if name in chosen:
+                typed = "Who are you?\nSay it again.\n/exit\n" if name == "chat" else ""
+                yield self.run(name, commands[name], typed, STOP_AFTER if name == "train" else None)
         shutil.rmtree(gguf, ignore_errors=True)
 
 
@@ -276,6 +285,7 @@ def main() -> int:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--phases", default=",".join(PHASES))
     options = parser.parse_args()
     from benchmarks.record import commit_here
 
@@ -289,11 +299,13 @@ def main() -> int:
         text=True,
         check=True,
     )
+    stored = json.loads(options.output.read_text(encoding="utf-8"))["lives"] if options.output.is_file() else {}
+    before = stored.get(options.life, {})
     record = {
-        "name": options.life, **dataclasses.asdict(life), "cap_bytes": cap, "device": gpu.stdout.strip(),
-        "commit": commit_here(), "steps": STEPS, "phases": {},
+        **before, "name": options.life, **dataclasses.asdict(life), "cap_bytes": cap, "device": gpu.stdout.strip(),
+        "steps": STEPS, "phases": before.get("phases", {}),
     }  # fmt: skip
-    call = Call(life, work, options.material.resolve(), end, record, options.output)
+    call = Call(life, work, options.material.resolve(), end, record, options.output, commit_here())
     if not (work / "model").is_dir():
         begun = time.time()
         write_model(life, options.material, work / "model")
@@ -305,7 +317,7 @@ def main() -> int:
         record["copy_seconds"] = round(time.time() - begun, 1)
         shutil.rmtree(work / "copy")
         print(json.dumps({key: record[key] for key in ("written_seconds", "model_bytes", "copy_seconds")}), flush=True)
-    whole = all(call.phases())
+    whole = all(call.phases(options.phases.split(",")))
     over = [name for name, entry in record["phases"].items() if entry.get("peak_device_bytes", 0) > cap]
     print("over the card: " + ", ".join(over) if over else "within the card" if whole else "not whole")
     return 0 if whole and not over else 1

@@ -162,8 +162,8 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
 
 
 def _reader(file: Path) -> Any:
-    """gguf's reader of a file. It slices the file's memory map for each token and merge of a vocabulary; of a plain array
-    numpy does that four times as fast (2.7 s in place of 11 for Llama 3's)."""
+    """gguf's reader of a file. It slices the file's memory map for each token and merge of a vocabulary. Numpy takes a
+    quarter of the time for that where the map is a plain array: 2.7 s in place of 11 for Llama 3's."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):

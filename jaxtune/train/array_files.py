@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 from typing import Any
 
 from jaxtune import processes
 
 _SAVE_TIMEOUT_SECONDS = 4 * 3600
+# Host memory of arrays that are read and not yet on their device. Orbax would read all of them at once: a whole 1B,
+# with 15 GB of weights and moments, took 47 GB of host memory to resume.
+_READ_AT_ONCE_GB = 2
 _operations = itertools.count()  # all processes count the same
 
 
@@ -22,15 +26,16 @@ def saver() -> Any:
     return ocp.AsyncCheckpointer(_handler(options), timeout_secs=_SAVE_TIMEOUT_SECONDS, multiprocessing_options=options)
 
 
-def reader() -> Any:
-    """A context that restores, once."""
+def reader(largest_bytes: int) -> Any:
+    """A context that restores, once, with a few arrays in host memory at a time. largest_bytes: of one array."""
     import orbax.checkpoint as ocp
 
     options = _processes()
-    return ocp.Checkpointer(_handler(options), multiprocessing_options=options)
+    at_once = max(_READ_AT_ONCE_GB, math.ceil(largest_bytes / 1e9) + 1)
+    return ocp.Checkpointer(_handler(options, restore_concurrent_gb=at_once), multiprocessing_options=options)
 
 
-def _handler(options):
+def _handler(options, **limits: int):
     import orbax.checkpoint as ocp
 
     # Orbax logs each failure three times with a traceback, and hints that do not concern our users; we raise instead.
@@ -38,7 +43,7 @@ def _handler(options):
     if _not_from_orbax not in absl_logger.filters:
         absl_logger.addFilter(_not_from_orbax)
     # zstd: 8 % smaller, 4 times as long
-    return ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
+    return ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options, **limits)
 
 
 def _processes():

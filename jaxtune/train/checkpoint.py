@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -435,7 +436,8 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
         else:
             restore_args[name] = ocp.ArrayRestoreArgs(sharding=sharding)
     try:
-        with array_files.reader() as reader:
+        largest = max((_bytes(described[name]) for name in item), default=0)
+        with array_files.reader(largest) as reader:
             asked = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=partial)
             arrays |= reader.restore(path / ARRAYS, args=asked)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -452,6 +454,12 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
             node = node.setdefault(parent, {})
         node[last] = leaf
     return nested, record["meta"]
+
+
+def _bytes(description: dict[str, Any]) -> int:
+    """Of an array, as meta.json describes it; of a key, of its data at least."""
+    size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
+    return math.prod(description["shape"]) * size
 
 
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
