@@ -94,11 +94,14 @@ def packed_and_alone():
 @families
 @pytest.mark.gpu
 def test_packed_equals_unpacked(name, model_of, compiled_in_full):
-    """Each document gives the logits that it gives alone, wherever it lies. Both have one shape, for one program."""
+    """Each document gives the logits that it gives alone, wherever it lies. Both have one shape, for one program.
+
+    What float32 rounds is a share of the largest logit: sums of as large terms lead to all of them."""
     model, (tokens, ids, places) = model_of(name), packed_and_alone()
     want, got = (model(jnp.asarray(tokens[half]), jnp.asarray(ids[half])) for half in (slice(3), slice(3, 6)))
+    allowed = 2e-6 * float(jnp.abs(want).max())
     for row, document, start, n in places:
-        np.testing.assert_allclose(got[row, start : start + n], want[document, :n], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(got[row, start : start + n], want[document, :n], atol=allowed, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"], scope="module")
