@@ -374,7 +374,7 @@ class Signalled(Trainer):
         super().__init__(*arguments)
         real = self.engine.evaluate
 
-        def evaluate(program, state, frozen, batches, shown, between):
+        def evaluate(program, trainable, frozen, batches, shown, between):
             calls = []
 
             def then():
@@ -384,8 +384,8 @@ class Signalled(Trainer):
                 assert len(calls) == 1, "another batch was evaluated"
                 between()
 
-            stops = int(state.step) == self.when
-            return real(program, state, frozen, batches, shown, then if stops else between)
+            step, _ = between.args  # of Saver.poll: what is done between two batches
+            return real(program, trainable, frozen, batches, shown, then if step == self.when else between)
 
         self.engine.evaluate = evaluate
 
@@ -455,7 +455,7 @@ def test_a_signal_outside_the_loop_leaves_with_the_code_for_again(folder, where,
     def send(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    name = {"loading": "load_tokenizer", "export": "save_pretrained"}[where]
+    name = {"loading": "load_tokenizer", "export": "save_weights"}[where]
     with monkeypatch.context() as patch:
         patch.setattr(app, name, send)
         assert train(folder, "checkpoint.every_steps=4") == EXIT_SAVED
