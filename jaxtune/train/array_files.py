@@ -32,10 +32,10 @@ def reader(largest_bytes: int) -> Any:
 
     options = _processes()
     at_once = max(_READ_AT_ONCE_GB, math.ceil(largest_bytes / 1e9) + 1)
-    return ocp.Checkpointer(_handler(options, restore_concurrent_gb=at_once), multiprocessing_options=options)
+    return ocp.Checkpointer(_handler(options, at_once), multiprocessing_options=options)
 
 
-def _handler(options, **limits: int):
+def _handler(options, read_at_once_gb: int | None = None):
     import orbax.checkpoint as ocp
 
     # Orbax logs each failure three times with a traceback, and hints that do not concern our users; we raise instead.
@@ -43,7 +43,9 @@ def _handler(options, **limits: int):
     if _not_from_orbax not in absl_logger.filters:
         absl_logger.addFilter(_not_from_orbax)
     # zstd: 8 % smaller, 4 times as long
-    return ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options, **limits)
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False, restore_concurrent_gb=read_at_once_gb, multiprocessing_options=options
+    )
 
 
 def _processes():
