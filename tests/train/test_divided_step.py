@@ -199,7 +199,7 @@ def run(name: str, mesh: tuple[int, int]) -> Done:
         places = program.sums_shardings(trainable, whole)
         accumulate = jax.jit(program.accumulate, donate_argnums=0, out_shardings=places)
         update = jax.jit(program.update, donate_argnums=(0, 1), out_shardings=(where, places, whole))
-        evaluated = [float(x) for x in jax.tree.leaves(jax.jit(program.evaluate)(state, frozen, parts[0]))]
+        evaluated = [float(x) for x in jax.tree.leaves(jax.jit(program.evaluate)(state.trainable, frozen, parts[0]))]
         for _ in range(STEPS):
             for index, batch in enumerate(parts):
                 sums = accumulate(sums, state, frozen, batch, jnp.int32(index))
