@@ -149,9 +149,10 @@ def test_remote_code_is_never_run(folder):
         from_pretrained(folder)
 
 
-def test_adapter_folder(tmp_path):
+def test_an_adapter_folder_that_says_nothing(tmp_path):
+    """from_pretrained loads an adapter over its base; this one names neither its kind nor its base."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds an adapter, not a model"):
+    with pytest.raises(ValueError, match="peft_type is None; only LORA adapters are supported"):
         from_pretrained(tmp_path)
 
 

@@ -88,7 +88,7 @@ TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + packaged
     ("form", "template"), [("prompts", None), ("prompts", "chatml"), ("alpaca", None), ("tools", TOOLS)]
 )
 def test_rows_of_every_form_are_asked_as_they_are_trained(tokenizer, tmp_path, monkeypatch, form, template):
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512), source=None)
+    model = SimpleNamespace(config=SimpleNamespace(context_length=512), source=None)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[form]) + "\n")
     data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64, template=template)
     config = TrainConfig(model=ModelConfig(path=str(tmp_path)), data=data)
