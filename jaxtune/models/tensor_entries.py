@@ -1,4 +1,4 @@
-"""Which tensor of a folder's files is which of a model's."""
+"""Finds the tensor of a checkpoint folder's files for each tensor of a model."""
 
 from __future__ import annotations
 

@@ -60,7 +60,12 @@ class Weights:
         return self.made.get(name, variable.get_value)
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
-        """The same, but for matrices that a function makes of what they were. changes: {name of a matrix: function}."""
+        """Returns these weights with some matrices replaced.
+
+        Args:
+          changes: {name of a matrix: a function that takes the old matrix and returns the new one}. It is called when
+            the matrix is made.
+        """
         model, made = copy_structure(self.model), dict(self.made)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
         for name, matrix in matrices(model):

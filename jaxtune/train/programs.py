@@ -129,7 +129,8 @@ class Engine:
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """What tells the programs of this run from others, but for the plan, the device and what compiles them."""
+        """Returns everything that the programs of this run depend on, except the plan, the device and the versions of
+        the compilers."""
         asked = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
@@ -192,11 +193,12 @@ class Engine:
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:
-        """zero_sums, for the start of a run. On a GPU a small free block is left below them in device memory.
+        """Makes the sums that a run begins with, as zero_sums does. On a GPU it also leaves a small block of device
+        memory free below them.
 
-        The next step's rows are placed while a step runs. If every hole below the step's temporary buffer is full, they
-        come to lie above it, and the buffer, which is a single block, finds no room for itself in the next step: a
-        resumed 8B on a 12 GiB card stopped so, with 0.3 GB to spare.
+        The rows of the next step are put on the device while a step runs. Without a free block below the step's
+        temporary buffer, the allocator puts them above it. The next step then finds no room for its buffer, which must
+        be one block. A resumed 8B stopped so on a 12 GiB card that had enough bytes free.
         """
         blocks = []
         for device in self.mesh.local_devices:

@@ -1,4 +1,7 @@
-"""How many steps a run has, and its learning rates: after a warm-up linear, cosine, with restarts, or constant."""
+"""The number of steps of a run, and the learning rate at each of them.
+
+A warm-up rises linearly. After it the rate falls linearly or by a cosine, with or without restarts, or stays constant.
+"""
 
 from __future__ import annotations
 

@@ -336,9 +336,11 @@ class RowEncoder:
     def _with_eos(
         self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Raw rows end with EOS, which is trained: a model learns to stop. One that is there is not doubled; where
-        markers find the responses, nor is another token that ends a turn (Gemma's, Phi-3's), as the row is a
-        conversation that was rendered."""
+        """Appends EOS to a raw row, and trains on it, so that the model learns to stop.
+
+        A row that ends with EOS already stays as it is. Where markers find the responses, the row is a rendered
+        conversation: then it also stays as it is if it ends with another token that ends a turn, such as Gemma's or
+        Phi-3's."""
         eos = self.tokenizer.eos_token
         if eos is None:
             raise SetupError("the tokenizer has no EOS token, so no row can end; set tokenizer.eos_token")
