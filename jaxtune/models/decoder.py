@@ -103,14 +103,16 @@ class Decoder(nnx.Module):
         # The grid that QAT put the weights on, in a model that convert_qat or merge_adapter made; save_pretrained tells
         # it, and from_pretrained reads it.
         self.qat: FakeQuant | None = None
-        keys = jax.random.split(key, config.num_layers + 2)
-        self.embedding = Embedding(config, keys[0], dtype)
-        blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
-        self.layers = nnx.List(blocks)
-        self.norm = norm_of(config, config.hidden_size, dtype)
-        size, std = (config.hidden_size, config.num_labels or config.vocab_size), config.initializer_range
-        tied = config.tie_embeddings
-        self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
+        # The drawn weights do not depend on jax_enable_x64, with which XLA may round a draw otherwise.
+        with jax.enable_x64(False):
+            keys = jax.random.split(key, config.num_layers + 2)
+            self.embedding = Embedding(config, keys[0], dtype)
+            blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
+            self.layers = nnx.List(blocks)
+            self.norm = norm_of(config, config.hidden_size, dtype)
+            size, std = (config.hidden_size, config.num_labels or config.vocab_size), config.initializer_range
+            tied = config.tie_embeddings
+            self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
 
     @property
     def head_variable(self) -> nnx.Variable:

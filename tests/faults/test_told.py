@@ -26,7 +26,7 @@ from tiny_models import adapted_model, tiny_model
 import jaxtune
 from jaxtune import cli
 from jaxtune.export import gguf_file
-from jaxtune.export.gguf_tensors import Tensor
+from jaxtune.export.gguf_tensors import Source, Tensor
 from jaxtune.files import atomic_write, remove_unfinished, unfinished_name
 from jaxtune.models import shards
 from jaxtune.models.adapter_files import save_adapter
@@ -58,9 +58,9 @@ def _tensor(folder: Path):
 
 
 def _gguf(folder: Path):
-    tensor = Tensor("a", (64, 64), lambda: np.ones((64, 64), np.float32), False)
+    source = Source(lambda: np.ones((64, 64), np.float32), (Tensor("a", (64, 64), lambda made: made, False),))
     with no_room_beyond(2048):
-        gguf_file.write(folder / "a.gguf", "llama", {}, [tensor], "f32")
+        gguf_file.write(folder / "a.gguf", "llama", {}, [source], "f32")
 
 
 def _tokenizer(folder: Path):

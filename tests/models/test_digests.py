@@ -112,7 +112,7 @@ def test_an_adapter_of_an_older_version_is_compared_by_what_it_recorded(big, tmp
     base.base_digest = None  # as they wrote it
     save_adapter(adapted_model(base, r=2), tmp_path / "a")
     with safe_open(tmp_path / "a" / "adapter_model.safetensors", "numpy") as file:
-        assert set(file.metadata()) == {"format", "jaxtune_base_fingerprint"}
+        assert set(file.metadata()) == {"format", "jaxtune_base_fingerprint", "jaxtune_trained_over"}
     flip_an_unsampled_bit(big)
     load_adapter(from_pretrained(big, "float32")[0], tmp_path / "a")
     rewrite(big, lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING] * np.float32(1.01)}))

@@ -236,9 +236,11 @@ def test_rows_and_weights_that_differ_are_refused(tmp_path, monkeypatch):
         record.require_same_rows(rows(1))
     given, said[:] = lora_model(), [{"the base model": "abc"}]
     given.base_digest = "abd"
-    monkeypatch.setattr(processes, "count", lambda: 1)
-    trainer = Trainer(given, None, make_config(tmp_path, mesh=MeshConfig(1, 1)), dataset(documents(9)))
-    monkeypatch.setattr(processes, "count", lambda: 2)
+    with monkeypatch.context() as patch:  # it is made as the only process
+        patch.setattr(processes, "count", lambda: 1)
+        patch.setattr(processes, "all_of", lambda value: [value])
+        patch.setattr(processes, "of_first", lambda value: value())
+        trainer = Trainer(given, None, make_config(tmp_path, mesh=MeshConfig(1, 1)), dataset(documents(9)))
     with pytest.raises(ValueError, match="the base model: process 1 has 'abd', the first process 'abc'; give all"):
         trainer.model.placed_frozen(trainer.engine)
 
