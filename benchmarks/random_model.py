@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtune.models import partition
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, matrices
-from jaxtune.models.quant import quantize
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas.formats import FP8, dense
 from jaxtune.pallas.formats.fp8 import TILE

@@ -1,6 +1,6 @@
 """Shapes of published models by their short names. Weights are made at random on the device."""
 
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 
 SHAPES = {
     "llama-3.1-8b": PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"],

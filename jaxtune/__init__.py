@@ -18,13 +18,13 @@ if sys.version_info < (3, 12):  # noqa: UP036 (of a clone: pip looks by itself);
 
 if TYPE_CHECKING:
     from jaxtune.export.api import export_model
-    from jaxtune.models.adapter_files import load_adapter, save_adapter
+    from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+    from jaxtune.models.adapters.merge import merge_adapter
     from jaxtune.models.config import DecoderConfig
     from jaxtune.models.decoder import Decoder
-    from jaxtune.models.generate import generate
+    from jaxtune.models.generation.generate import generate
     from jaxtune.models.hf import from_pretrained, save_pretrained
     from jaxtune.models.lora import get_peft_model, without_adapter
-    from jaxtune.models.merge import merge_adapter
     from jaxtune.models.reward import reward_model
     from jaxtune.train.config import TrainConfig
     from jaxtune.train.trainer import Trainer
@@ -56,12 +56,12 @@ _MODULE_OF = {
     "Trainer": "jaxtune.train.trainer",
     "export_model": "jaxtune.export.api",
     "from_pretrained": "jaxtune.models.hf",
-    "generate": "jaxtune.models.generate",
+    "generate": "jaxtune.models.generation.generate",
     "get_peft_model": "jaxtune.models.lora",
-    "load_adapter": "jaxtune.models.adapter_files",
-    "merge_adapter": "jaxtune.models.merge",
+    "load_adapter": "jaxtune.models.adapters.adapter_files",
+    "merge_adapter": "jaxtune.models.adapters.merge",
     "reward_model": "jaxtune.models.reward",
-    "save_adapter": "jaxtune.models.adapter_files",
+    "save_adapter": "jaxtune.models.adapters.adapter_files",
     "save_pretrained": "jaxtune.models.hf",
     "without_adapter": "jaxtune.models.lora",
 }

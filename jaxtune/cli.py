@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxtune import processes, terminal
 from jaxtune.commands import (
     chat,
     common,
@@ -33,7 +32,8 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.terminal import say
+from jaxtune.system import processes, terminal
+from jaxtune.system.terminal import say
 
 USER_ERROR = 2
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {

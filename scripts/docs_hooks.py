@@ -9,7 +9,7 @@ KEYS = "<!-- every key -->"
 
 def keys_table() -> str:
     """Every key of a recipe, as `--help` lists them, as a Markdown table."""
-    from jaxtune.train.config_file import config_keys
+    from jaxtune.train.config.file import config_keys
 
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key in config_keys():

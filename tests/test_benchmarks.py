@@ -24,9 +24,9 @@ from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
 from benchmarks.table import Rejected, load, rows_of, startup_table
 from benchmarks.train import budgets, cards, compile_ahead, memory, mesh, startup, step
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config, save_pretrained
-from jaxtune.models.quant import quantize
-from jaxtune.train.config_file import load_config
+from jaxtune.train.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {

@@ -13,7 +13,7 @@ import pytest
 import jaxtune
 from jaxtune import cli
 from jaxtune.models.lora import linears
-from jaxtune.train.config_file import config_keys, packaged_recipes
+from jaxtune.train.config.file import config_keys, packaged_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "model: {path: some/model}\ndata: {train: rows.jsonl}\n"

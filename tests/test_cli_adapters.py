@@ -14,7 +14,7 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.compat import FastLanguageModel
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.quant import prepare_qat, stored_in
+from jaxtune.models.files.quant import prepare_qat, stored_in
 from tests.test_cli import word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

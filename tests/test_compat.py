@@ -31,9 +31,9 @@ from jaxtune.compat import (
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import is_quantized
 from jaxtune.models.lora import linears
-from jaxtune.models.quant import is_quantized
-from jaxtune.train.objectives.config import ObjectiveConfig
+from jaxtune.train.config.objective import ObjectiveConfig
 from tests.train.data.conftest import make_tokenizer
 
 QUESTIONS = {"Who are you?": "I am a bot.", "Name a colour.": "It is blue.", "The sum of two and two?": "four"}

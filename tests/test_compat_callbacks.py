@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from jaxtune.compat import EarlyStoppingCallback, SFTConfig, SFTTrainer, TrainerCallback
-from jaxtune.train.programs import Engine
-from jaxtune.train.saving import TrainingInterrupted
+from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.program.programs import Engine
 from tests.test_compat import folder, load, rows  # noqa: F401
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]

@@ -6,8 +6,8 @@ from tiny_models import tiny_model
 
 from jaxtune import from_pretrained
 from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer
+from jaxtune.models.files.quant import computes_in_fp8, quantize, stored_in
 from jaxtune.models.hf import save_pretrained
-from jaxtune.models.quant import computes_in_fp8, quantize, stored_in
 from tests.train.data.conftest import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxtune import cli, doctor
+from jaxtune import cli
+from jaxtune.commands import machine_checks as doctor
 
 
 def tell_of(monkeypatch, tmp_path, text: str, code: int = 0):

@@ -43,7 +43,9 @@ def test_a_test_of_no_family_reads_all_of_them(parity_path):
 
 
 def test_a_test_that_starts_python_or_looks_for_files_reads_everything(parity_path):
-    wanted = {ROOT / name for name in ("README.md", "Makefile", "jaxtune/doctor.py", "tests/test_compat.py")}
+    wanted = {
+        ROOT / name for name in ("README.md", "Makefile", "jaxtune/commands/machine_checks.py", "tests/test_compat.py")
+    }
     for name in ("tests/test_cli.py", "tests/test_rules.py", "tests/docs/test_docs.py", "tests/faults/test_kills.py"):
         assert wanted <= remembered.files_of(ROOT / name)
 
@@ -53,7 +55,7 @@ def test_names_that_a_package_loads_when_asked_lead_to_their_modules(parity_path
     folders = (ROOT,)
     package = ROOT / "jaxtune"
     face = remembered._imports(ROOT / "tests/models/test_generate.py", folders)
-    assert {package / "models/merge.py", package / "models/hf.py"} <= face
+    assert {package / "models/adapters/merge.py", package / "models/hf.py"} <= face
     assert package / "export/api.py" not in face
     assert package / "export/api.py" in remembered._imports(ROOT / "tests/parity/test_quickstart_parity.py", folders)
     for name, module in jaxtune._MODULE_OF.items():

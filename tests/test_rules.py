@@ -18,18 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "jaxtune").rglob("*.py"))
 MAX_LINES = 500
 MAX_KERNEL_LINES = 700
+VERSION = "jaxtune.__version__"
 
 # What each room may import of ours; imports go one way.
 MAY_IMPORT = {
-    "pallas": ("jaxtune.pallas", "jaxtune.files"),
-    "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.terminal", "jaxtune.files", "jaxtune.processes"),
-    "train": (
-        "jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.terminal", "jaxtune.files",
-        "jaxtune.processes", "jaxtune.__version__",
-    ),
-    "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.export", "jaxtune.terminal", "jaxtune.files"),
-    "profile": ("jaxtune.profile", "jaxtune.terminal", "jaxtune.files"),
-}  # fmt: skip
+    "system": ("jaxtune.system",),
+    "pallas": ("jaxtune.pallas", "jaxtune.system"),
+    "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.system"),
+    "profile": ("jaxtune.profile", "jaxtune.system"),
+    "train": ("jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.system", VERSION),
+    "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.export", "jaxtune.system"),
+}
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.
 NOT_IN_PALLAS = {
     "transformers", "tokenizers", "datasets", "huggingface_hub", "safetensors", "flax", "optax", "orbax", "pydantic",
@@ -117,7 +116,7 @@ def test_imports_go_one_way():
         ("jaxtune.models.families.gemma2", "from . import llama", "each other"),
         ("jaxtune.models.families.common", "from jaxtune.models.families import llama", "each other"),
         ("jaxtune.models.hf", "try:\n    import transformers\nexcept ImportError:\n    pass", "at module level"),
-        ("jaxtune.train.metrics", "class A:\n    from matplotlib import pyplot", "at module level"),
+        ("jaxtune.train.display.metrics", "class A:\n    from matplotlib import pyplot", "at module level"),
     ],
 )  # fmt: skip
 def test_a_wrong_import_is_found(module, source, message):
@@ -133,7 +132,7 @@ def test_a_wrong_import_is_found(module, source, message):
         ("jaxtune.models.families.gemma2", "from jaxtune.models.config import DecoderConfig"),
         ("jaxtune.models.families.gemma2", "from jaxtune.models.families.common import rename"),
         ("jaxtune.train.trainer", "from jaxtune.profile import capture"),
-        ("jaxtune.profile.text", "from jaxtune.terminal import plain"),
+        ("jaxtune.profile.text", "from jaxtune.system.terminal import plain"),
     ],
 )
 def test_a_right_import_is_not(module, source):
@@ -154,7 +153,9 @@ print(" ".join(sorted({{name.split(".")[0] for name in sys.modules}} - sys.stdli
 """
 
 
-@pytest.mark.parametrize("modules", ["jaxtune", "jaxtune.cli, jaxtune.train.run_page, jaxtune.train.watch"])
+@pytest.mark.parametrize(
+    "modules", ["jaxtune", "jaxtune.cli, jaxtune.train.display.run_page, jaxtune.train.display.watch"]
+)
 def test_import_loads_nothing_else_and_touches_no_accelerator(modules):
     """So it, and the commands that only read a run's folder, take milliseconds; without jax no backend has started."""
     imported = IMPORTED.format(modules=modules)
@@ -204,7 +205,7 @@ def test_the_patterns_find_what_they_are_for():
 
 
 def printing(source: str) -> list[str]:
-    """Ways to a terminal that go round jaxtune.terminal."""
+    """Ways to a terminal that go round jaxtune.system.terminal."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "Console"):
@@ -219,7 +220,7 @@ def printing(source: str) -> list[str]:
 def test_all_that_is_printed_goes_through_terminal():
     """What comes from outside may steer a terminal: `terminal.say` and `terminal.console` make it printable."""
     found = [
-        f"{path.relative_to(ROOT)}: {line}: use jaxtune.terminal"
+        f"{path.relative_to(ROOT)}: {line}: use jaxtune.system.terminal"
         for path in MODULES
         if path.name != "terminal.py"
         for line in printing(path.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxtune.terminal import PrintableFormatter, console, fitted, plain, printable, say
+from jaxtune.system.terminal import PrintableFormatter, console, fitted, plain, printable, say
 
 ANY_TEXT = st.text(st.characters())  # surrogates too
 

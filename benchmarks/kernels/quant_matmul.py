@@ -34,7 +34,7 @@ from jaxtune.pallas.formats.blockwise8 import dynamic_map
 from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.quant_matmul import LoraWeights, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
-from jaxtune.train.adam8 import scale_by_adam_8bit
+from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
 
 L2_BYTES = 60_000_000
 RANK = 16

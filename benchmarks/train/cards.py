@@ -112,7 +112,7 @@ def child(record: Path, arguments: list[str]) -> int:
         marks[name] = {"seconds": time.time(), "peak_device_bytes": device_peak(), "peak_host_bytes": host[0]}
 
     if arguments[0] == "train":
-        from jaxtune.train.trained_model import TrainedModel
+        from jaxtune.train.program.trained_model import TrainedModel
 
         finished = TrainedModel.finished
 

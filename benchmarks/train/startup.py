@@ -59,8 +59,8 @@ def child(recipe: str) -> None:
         before_imports()
         from jaxtune.models.hf import Pretrained
         from jaxtune.train import app
-        from jaxtune.train.programs import Engine
-        from jaxtune.train.trained_model import TrainedModel
+        from jaxtune.train.program.programs import Engine
+        from jaxtune.train.program.trained_model import TrainedModel
         from jaxtune.train.trainer import Trainer
 
         mark("imports")

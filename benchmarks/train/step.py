@@ -38,8 +38,8 @@ from benchmarks.random_model import in_blocks, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.serial import serial_transfers
 from benchmarks.shapes import SHAPES
-from jaxtune.models import partition
-from jaxtune.models.quant import LOAD_IN, compute_in_fp8
+from jaxtune.models.files.quant import LOAD_IN, compute_in_fp8
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
 from jaxtune.train.config import (
@@ -51,14 +51,14 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.pairs import PairDataset
-from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text
-from jaxtune.train.programs import Programs
+from jaxtune.train.program.programs import Programs
 from jaxtune.train.trainer import Trainer
 
 PROFILED_STEPS = 3

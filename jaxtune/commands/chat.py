@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtune.commands import common, sampling
-from jaxtune.terminal import console, fitted, say
+from jaxtune.system.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> None:
     sampling.add_options(parser, temperature=0.7)
     options = parser.parse_args(arguments)
 
-    from jaxtune.models.chat import Conversation
+    from jaxtune.models.generation.chat import Conversation
     from jaxtune.train.end_tokens import with_end_tokens
 
     model, tokenizer = common.load(options)

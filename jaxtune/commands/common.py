@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune import terminal
-from jaxtune.terminal import say
+from jaxtune.system import terminal
+from jaxtune.system.terminal import say
 
 
 def wide_console() -> Any:
@@ -60,8 +60,8 @@ def add_load_in(parser: argparse.ArgumentParser) -> None:
 def load(options: argparse.Namespace):
     """Model and tokenizer of a model folder, a hub name or an adapter folder, as options of add_numbers say."""
     import jaxtune
-    from jaxtune.models import trained_over
-    from jaxtune.models.adapter_config import base_of
+    from jaxtune.models.adapters import trained_over
+    from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.train.end_tokens import with_end_tokens
 
     dtype, folder = options.dtype, Path(options.model).expanduser()

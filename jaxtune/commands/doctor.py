@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxtune.commands import common
-from jaxtune.terminal import console, fitted, say
+from jaxtune.system.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -13,7 +13,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = common.parser("doctor", run.__doc__)
     parser.add_argument("--quick", action="store_true", help="measure no speeds")
     options = parser.parse_args(arguments)
-    from jaxtune.doctor import findings
+    from jaxtune.commands.machine_checks import findings
 
     wrong, screen = 0, console()
     for finding in findings(measure=not options.quick):

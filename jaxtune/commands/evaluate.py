@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from jaxtune import processes
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.system import processes
+from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> None:
     common.add_processes(parser)
     options = parser.parse_intermixed_args(arguments)
 
-    from jaxtune.train.config_file import load_to_evaluate
+    from jaxtune.train.config.file import load_to_evaluate
 
     config, taken = load_to_evaluate(options.recipe, options.overrides)
     processes.join(options.coordinator, options.processes, options.process)

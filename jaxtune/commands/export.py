@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxtune.commands import common
-from jaxtune.terminal import console, fitted, say
+from jaxtune.system.terminal import console, fitted, say
 from jaxtune.train.signals import StopSignal
 
 
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--push", metavar="OWNER/NAME", help="then upload the folder to this model repository")
     parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
     options = parser.parse_args(arguments)
-    from jaxtune.models.adapter_config import base_of
+    from jaxtune.models.adapters.adapter_config import base_of
 
     if options.to in ("merged", "adapter", "gguf-adapter") and base_of(options.model) is None:
         raise ValueError(f"{options.model} is not an adapter folder: it has no adapter_config.json")

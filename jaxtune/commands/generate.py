@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtune.commands import common, sampling
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:

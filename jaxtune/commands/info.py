@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> None:
     import jax
 
     from jaxtune import __version__
-    from jaxtune.train.config_file import packaged_recipes, recipe_summary
+    from jaxtune.train.config.file import packaged_recipes, recipe_summary
 
     versions = [("jaxtune", __version__), ("python", platform.python_version())]
     for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "jax-triton"):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 from jaxtune.train.signals import StopSignal, handled
 
 _GRACE_SECONDS = 20.0  # that the others have to say why they end, once one has failed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -15,8 +15,8 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("run", help="a run's folder")
     parser.add_argument("--output", help="the page to write (default: report.html in the run's folder)")
     options = parser.parse_args(arguments)
-    from jaxtune.files import atomic_write
-    from jaxtune.train.run_page import run_page
+    from jaxtune.system.files import atomic_write
+    from jaxtune.train.display.run_page import run_page
 
     page = Path(options.output or Path(options.run) / "report.html")
     atomic_write(page, run_page(Path(options.run)))

@@ -7,9 +7,9 @@ import os
 import textwrap
 from collections.abc import Sequence
 
-from jaxtune import processes
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.system import processes
+from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> int | None:
@@ -28,13 +28,13 @@ def run(arguments: Sequence[str]) -> int | None:
         _print_help()
         return 0
     if options.recipe is None or "=" in options.recipe:
-        from jaxtune.train.config_file import packaged_recipes
+        from jaxtune.train.config.file import packaged_recipes
 
         raise ValueError(
             f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}; "
             "'jaxtune train --help' says what each is for"
         )
-    from jaxtune.train.config_file import load_config
+    from jaxtune.train.config.file import load_config
 
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
     # JAX's own default is three quarters of the device; the planner counts on all that the context leaves.
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _print_help() -> None:
-    from jaxtune.train.config_file import config_keys, packaged_recipes, recipe_summary
+    from jaxtune.train.config.file import config_keys, packaged_recipes, recipe_summary
 
     console = common.wide_console()
     console.print(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtune.commands import common
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -15,7 +15,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="run", help="folders of runs, of which some may not have begun")
     parser.add_argument("--port", type=int, default=8642, help="of the page; 0: one that is free (default: 8642)")
     options = parser.parse_args(arguments)
-    from jaxtune.train import watch
+    from jaxtune.train.display import watch
 
     with watch.server([Path(one) for one in options.runs], options.port) as server:
         say(f"http://{watch.HOST}:{server.server_port}/  (Ctrl-C ends it)", flush=True)

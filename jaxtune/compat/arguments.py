@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 
 
 @dataclasses.dataclass(frozen=True)

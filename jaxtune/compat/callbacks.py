@@ -18,10 +18,10 @@ from flax import nnx
 
 from jaxtune.compat.model import CompatModel
 from jaxtune.models.decoder import Decoder
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.metrics import read_metrics
+from jaxtune.train.display.metrics import read_metrics
 
 
 @dataclasses.dataclass

@@ -15,10 +15,10 @@ from typing import Any
 
 import jaxtune
 from jaxtune.compat.callbacks import TrainerState
-from jaxtune.files import unfinished_name
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
-from jaxtune.terminal import say
+from jaxtune.system.files import unfinished_name
+from jaxtune.system.terminal import say
 
 STATE = "trainer_state.json"
 _WRITER = "written_by"

@@ -20,19 +20,19 @@ from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT
 from jaxtune.compat.texts import without_torch
 from jaxtune.export.api import export_model
 from jaxtune.export.hub import push
-from jaxtune.models import trained_over
-from jaxtune.models.adapter_config import base_of
+from jaxtune.models.adapters import trained_over
+from jaxtune.models.adapters.adapter_config import base_of
+from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.files.quant import compute_in_fp8
+from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
-from jaxtune.models.merge import merged_weights
-from jaxtune.models.model_folder import load_tokenizer
-from jaxtune.models.quant import compute_in_fp8
-from jaxtune.models.weights import Weights
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 from jaxtune.train.config import AdapterConfig
+from jaxtune.train.display.report import parameter_counts
 from jaxtune.train.end_tokens import with_end_tokens
-from jaxtune.train.report import parameter_counts
 
 _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf4", "lora": None}
 

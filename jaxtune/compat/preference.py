@@ -17,11 +17,11 @@ from jaxtune.compat.trainer import SFTTrainer, loaded
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.pairs import PairDataset
-from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.objectives.kto import in_groups
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtune.compat import folders
 from jaxtune.compat.callbacks import TrainerState
-from jaxtune.terminal import say
+from jaxtune.system.terminal import say
 
 
 class Reports:

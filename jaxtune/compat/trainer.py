@@ -33,8 +33,8 @@ from jaxtune.compat.settings import (
 )
 from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, TRAINER
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.quant import computes_in_fp8, stored_in
-from jaxtune.terminal import say
+from jaxtune.models.files.quant import computes_in_fp8, stored_in
+from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
     CheckpointConfig,
@@ -45,10 +45,10 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.templates import derive_markers
-from jaxtune.train.metrics import JSONL
-from jaxtune.train.objectives.config import ObjectiveConfig
+from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.trainer import Trainer
 
 

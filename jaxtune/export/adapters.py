@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from jaxtune.models.adapter_config import WEIGHTS_NAME, config_of, is_nested, peft_name
-from jaxtune.models.adapter_files import adapter_content, write_adapter
+from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME, config_of, is_nested, peft_name
+from jaxtune.models.adapters.adapter_files import adapter_content, write_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.folders import require_space
+from jaxtune.models.files.folders import require_space
+from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.lora import experts, linears
-from jaxtune.models.model_folder import save_companions
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:

@@ -12,11 +12,11 @@ from typing import Any
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
+from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.folders import new_folder, require_new, require_space
+from jaxtune.models.files.folders import new_folder, require_new, require_space
+from jaxtune.models.files.weights import Weights
 from jaxtune.models.lora import has_adapter
-from jaxtune.models.merge import merged_weights
-from jaxtune.models.weights import Weights
 
 _METADATA_BYTES = 64 << 20  # tokenizer, template and headers take less
 _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}

@@ -1,6 +1,6 @@
 """Hugging Face folders for other programs: merged, in NF4, in FP8, in MXFP4; read back byte for byte.
 
-Each takes a model whose tensors are made one at a time (models/weights.py), merged where there is an adapter."""
+Each takes a model whose tensors are made one at a time (models/files/weights.py), merged where there is an adapter."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune import terminal
-from jaxtune.models import byte_files, file_plan, hf, shards
+from jaxtune.models import hf
 from jaxtune.models.config import DecoderConfig
-from jaxtune.models.file_plan import FileTensor, Group, Piece, Planned
-from jaxtune.models.folders import require_space
+from jaxtune.models.files import byte_files, file_plan, shards
+from jaxtune.models.files.file_plan import FileTensor, Group, Piece, Planned
+from jaxtune.models.files.folders import require_space
+from jaxtune.models.files.model_folder import read_config, weight_entries
+from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import experts
-from jaxtune.models.model_folder import read_config, weight_entries
 from jaxtune.models.registry import config_from_hf, text_config
-from jaxtune.models.weights import Weights, tensors_of
 from jaxtune.pallas.formats import MXFP4, dense
+from jaxtune.system import terminal
 
 # Linears that vLLM multiplies in 16 bits whatever a file says, or that have too few outputs for its kernels. Published
 # models in few bits leave them as they are.

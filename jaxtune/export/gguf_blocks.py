@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtune.models import partition
+from jaxtune.models.placement import partition
 from jaxtune.pallas.formats.division import divide
 
 BLOCK = 32  # numbers of a row that share a scale in q8_0 and q4_0

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune import terminal
 from jaxtune.export import gguf_blocks
 from jaxtune.export.gguf_tensors import HEADS, Source, Tensor, all_tensors
-from jaxtune.files import writing
-from jaxtune.models import byte_files
+from jaxtune.models.files import byte_files
+from jaxtune.system import terminal
+from jaxtune.system.files import writing
 
 # What weights can be kept in -> (gguf's name of it, the number of general.file_type).
 OUTTYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}

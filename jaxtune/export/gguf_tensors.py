@@ -15,8 +15,8 @@ import numpy as np
 from jaxtune.export.architectures import Architecture, rope_factors
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import experts, linears
-from jaxtune.models.weights import Weights, tensors_of
 from jaxtune.pallas.formats import dense
 
 _QUERY_OR_KEY = re.compile(r"\.self_attn\.([qk])_proj(\.|$)")

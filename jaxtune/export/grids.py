@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import has_adapter
-from jaxtune.models.quant import qat_spec
 
 _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of outtypes
 

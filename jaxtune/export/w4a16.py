@@ -17,11 +17,12 @@ import numpy as np
 from jax import lax
 
 from jaxtune.export import folders
-from jaxtune.models import hf, partition
+from jaxtune.models import hf
 from jaxtune.models.fake_quant import int4_codes, int4_scales
-from jaxtune.models.file_plan import FileTensor, Group, Piece
+from jaxtune.models.files.file_plan import FileTensor, Group, Piece
+from jaxtune.models.files.weights import Weights
 from jaxtune.models.lora import experts, linears, name_matches
-from jaxtune.models.weights import Weights
+from jaxtune.models.placement import partition
 
 GROUP = 128
 _PACKED = 8  # codes in an int32

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models import partition
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
+from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import run_stack

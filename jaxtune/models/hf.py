@@ -17,28 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune import terminal
-from jaxtune.models import (
-    carried,
-    expert_files,
-    file_plan,
-    fp8_files,
-    load_memory,
-    partition,
-    quant,
-    shards,
-    trained_over,
-)
-from jaxtune.models.adapter_config import base_of
-from jaxtune.models.adapter_files import load_adapter
+from jaxtune.models.adapters import trained_over
+from jaxtune.models.adapters.adapter_config import base_of
+from jaxtune.models.adapters.adapter_files import load_adapter
+from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.digests import of_base, of_random
 from jaxtune.models.families.common import tensor_name
-from jaxtune.models.file_plan import Group, Piece, Planned
-from jaxtune.models.folders import new_folder, require_new, require_space
-from jaxtune.models.lora import experts, freeze, linears
-from jaxtune.models.model_folder import (
+from jaxtune.models.files import carried, expert_files, file_plan, fp8_files, load_memory, quant, shards
+from jaxtune.models.files.digests import of_base, of_random
+from jaxtune.models.files.file_plan import Group, Piece, Planned
+from jaxtune.models.files.folders import new_folder, require_new, require_space
+from jaxtune.models.files.model_folder import (
     INDEX,
     WEIGHTS,
     load_tokenizer,
@@ -50,12 +40,14 @@ from jaxtune.models.model_folder import (
     weight_entries,
     write_json,
 )
-from jaxtune.models.reading import read_tensors
+from jaxtune.models.files.reading import read_tensors
+from jaxtune.models.files.tensor_entries import PACKED, dtype_name, listed, match, weight_name
+from jaxtune.models.files.weights import Weights, tensors_of
+from jaxtune.models.lora import experts, freeze, linears
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
-from jaxtune.models.tensor_entries import PACKED, dtype_name, listed, match, weight_name
-from jaxtune.models.trained_over import TrainedOver
-from jaxtune.models.weights import Weights, tensors_of
 from jaxtune.pallas.formats import FP8, FourBit, Stored
+from jaxtune.system import terminal
 
 _ROUTER = ".mlp.gate.weight"
 _DTYPE = "bfloat16"  # where nobody says one

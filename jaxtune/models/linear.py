@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models import partition
 from jaxtune.models.fake_quant import FakeQuant, adapter_gradients, straight_through
+from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from types import ModuleType
 
-from jaxtune.models import fp8_files
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families import (
     cohere2,
@@ -35,6 +34,7 @@ from jaxtune.models.families import (
 )
 from jaxtune.models.families.common import SCORES
 from jaxtune.models.families.types import checked
+from jaxtune.models.files import fp8_files
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,

@@ -26,14 +26,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.collectives import CollectiveSchedule
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, multiplications
 from jaxtune.models.layers.tiles import tiled_residuals
-from jaxtune.models.partition import Shard, gather, scatter, shards, with_whole
+from jaxtune.models.placement.collectives import CollectiveSchedule
+from jaxtune.models.placement.partition import Shard, gather, scatter, shards, with_whole
+from jaxtune.models.placement.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of, unknown_residual
-from jaxtune.models.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.pallas.attention import PackedLayout
 from jaxtune.pallas.formats import dense
 from jaxtune.pallas.quant_matmul import in_e4m3

@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.files import atomic_write, read_plain
 from jaxtune.pallas import dispatch
+from jaxtune.system.files import atomic_write, read_plain
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxtune.files import atomic_write
 from jaxtune.profile.data_sheets import data_sheet
+from jaxtune.system.files import atomic_write
 
 
 @dataclasses.dataclass(frozen=True)

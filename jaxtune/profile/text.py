@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from jaxtune import terminal
+from jaxtune.system import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,35 +17,36 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxtune import processes, terminal
-from jaxtune.files import atomic_write, require_makeable
-from jaxtune.models import partition
-from jaxtune.models.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import find_config, load_tokenizer
+from jaxtune.models.files.quant import compute_in_fp8, qat_spec
+from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import Pretrained, model_from_config, save_weights
 from jaxtune.models.lora import get_peft_model, has_adapter
-from jaxtune.models.merge import merged_weights
-from jaxtune.models.model_folder import find_config, load_tokenizer
-from jaxtune.models.quant import compute_in_fp8, qat_spec
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.models.reward import reward_model
-from jaxtune.models.weights import Weights
-from jaxtune.terminal import fitted, printable
-from jaxtune.train import host_memory, report
-from jaxtune.train import metrics as m
+from jaxtune.system import processes, terminal
+from jaxtune.system.files import atomic_write, require_makeable
+from jaxtune.system.terminal import fitted, printable
+from jaxtune.train import host_memory
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.formats import Example, RowError, attempt, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.display import metrics as m
+from jaxtune.train.display import report
+from jaxtune.train.display.metrics import require_packages
 from jaxtune.train.evaluate import asked, exact_match
-from jaxtune.train.metrics import require_packages
+from jaxtune.train.folder.record import digest, is_digest_of, require_same_settings
+from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
+from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
+from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.planning import choice, cost, devices, search
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
-from jaxtune.train.program_cache import use_program_cache
-from jaxtune.train.record import digest, is_digest_of, require_same_settings
-from jaxtune.train.results import holds, require_own, require_replaceable, write_result
-from jaxtune.train.run_folder import ADAPTER, MERGED, RESULTS
-from jaxtune.train.saving import TrainingInterrupted
+from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import COMPUTE_DTYPES, Trainer
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from jaxtune.train.config import OptimConfig, ScheduleConfig, TrainConfig
-from jaxtune.train.objectives.config import ObjectiveConfig
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.objective import Objective
 
 _SCHEDULE_POINTS = 16  # of a run, at which a schedule's rates are compared

@@ -13,20 +13,20 @@ from typing import Any
 
 import jax
 
-from jaxtune import processes
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.placement import partition
 from jaxtune.profile import capture
-from jaxtune.train import metrics as m
+from jaxtune.system import processes
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batches
-from jaxtune.train.monitor import Monitor
+from jaxtune.train.display import metrics as m
+from jaxtune.train.display.monitor import Monitor
+from jaxtune.train.folder.saving import Saver
 from jaxtune.train.planning.phases import phase
-from jaxtune.train.programs import Engine, Programs
-from jaxtune.train.saving import Saver
-from jaxtune.train.step import Sums, TrainState
+from jaxtune.train.program.programs import Engine, Programs
+from jaxtune.train.program.step import Sums, TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,39 +12,26 @@ from typing import Any
 import jax
 import optax
 
-from jaxtune import processes
-from jaxtune.files import remove_unfinished
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, matrices
-from jaxtune.terminal import outliving, say
-from jaxtune.train import metrics as m
-from jaxtune.train import own_parts, report
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
+from jaxtune.system.files import remove_unfinished
+from jaxtune.system.terminal import outliving, say
+from jaxtune.train import own_parts
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.config_file import config_to_dict
+from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.steps import laid_out
 from jaxtune.train.data.templates import trained_tokenizer
+from jaxtune.train.display import metrics as m
+from jaxtune.train.display import report
+from jaxtune.train.display.monitor import Monitor, Watched
 from jaxtune.train.end_tokens import with_end_tokens
-from jaxtune.train.flops import flop_counter
-from jaxtune.train.loss import router_losses
-from jaxtune.train.monitor import Monitor, Watched
-from jaxtune.train.objectives import references
-from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
-from jaxtune.train.planning.cost import COMPUTE_DTYPES
-from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
-from jaxtune.train.planning.forward import ForwardPlanner
-from jaxtune.train.planning.meshes import mesh_of
-from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
-from jaxtune.train.planning.plan import residuals_text
-from jaxtune.train.planning.planner import Planner
-from jaxtune.train.programs import Engine, Programs
-from jaxtune.train.record import (
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
+from jaxtune.train.folder.record import (
     in_first_words,
     record_of,
     recorded_config,
@@ -53,15 +40,29 @@ from jaxtune.train.record import (
     same_run,
     write_config,
 )
-from jaxtune.train.results import Delivery
+from jaxtune.train.folder.results import Delivery
+from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
+from jaxtune.train.folder.run_rows import most_documents, prepared_rows
+from jaxtune.train.folder.saving import Saver
+from jaxtune.train.objectives import references
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.optimizer.optim import make_optimizer, update_bound, weight_storage
+from jaxtune.train.optimizer.schedule import learning_rate_schedule, total_steps
+from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
+from jaxtune.train.planning.forward import ForwardPlanner
+from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
+from jaxtune.train.planning.plan import residuals_text
+from jaxtune.train.planning.planner import Planner
+from jaxtune.train.program.flops import flop_counter
+from jaxtune.train.program.loss import router_losses
+from jaxtune.train.program.programs import Engine, Programs
+from jaxtune.train.program.step import StepProgram, Sums, TrainState, trainable_names
+from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.run import Profile, Run, is_owed
-from jaxtune.train.run_folder import CHECKPOINTS, CONFIG
-from jaxtune.train.run_rows import most_documents, prepared_rows
-from jaxtune.train.saving import Saver
-from jaxtune.train.schedule import learning_rate_schedule, total_steps
 from jaxtune.train.signals import StopSignal
-from jaxtune.train.step import StepProgram, Sums, TrainState, trainable_names
-from jaxtune.train.trained_model import TrainedModel
 
 
 class Trainer:
@@ -75,8 +76,7 @@ class Trainer:
         that config.data names.
       keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
         copied it, and the planner does not count it.
-      weights: the model with its arrays, on its way; those of `model` are then shapes only. They are waited for once
-        the step is compiled.
+      weights: a future of the model with its arrays, where `model` has shapes only; awaited once the step is compiled.
       objective: what is trained for, if not what config says. optimizer: an optax transformation in place of
         config.optim's; its updates are added to float32 weights, after clipping by config.max_grad_norm. schedule:
         learning rate by number of updates made (from 0), in place of config.schedule's; beside an `optimizer`, which

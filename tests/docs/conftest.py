@@ -15,8 +15,8 @@ import pytest
 
 import jaxtune
 from jaxtune.cli import main
+from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import model_from_config, save_pretrained
-from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.models.registry import FAMILIES
 
 QUICKSTART = Path(jaxtune.__file__).parent / "quickstart"

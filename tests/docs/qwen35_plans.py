@@ -13,10 +13,10 @@ import json
 import sys
 from pathlib import Path
 
-from jaxtune.models.model_folder import find_config
+from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.config_file import load_config
+from jaxtune.train.config.file import load_config
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import budget, find_device

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from jaxtune import cli
-from jaxtune.models.model_folder import find_config
+from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train.config_file import config_keys, load_config, packaged_recipes, recipe_summary
+from jaxtune.train.config.file import config_keys, load_config, packaged_recipes, recipe_summary
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import budget, find_device

@@ -17,13 +17,13 @@ from tiny_models import adapted_model, named
 from jaxtune.export import adapters, api, folders, w4a16
 from jaxtune.export.hub import push
 from jaxtune.models import hf
+from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import Carried, Source
+from jaxtune.models.files.quant import convert_qat, dequantize, prepare_qat, quantize
+from jaxtune.models.files.shards import read_header
+from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import convert_qat, dequantize, prepare_qat, quantize
-from jaxtune.models.shards import read_header
-from jaxtune.models.weights import Weights
 from jaxtune.pallas.formats import FP8, MXFP4, FourBit
 
 

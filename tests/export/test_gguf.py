@@ -16,9 +16,9 @@ gguf = pytest.importorskip("gguf")
 
 from jaxtune.export import api, gguf_blocks, gguf_file, gguf_tensors  # noqa: E402
 from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
-from jaxtune.models import byte_files  # noqa: E402
-from jaxtune.models.merge import merge_adapter  # noqa: E402
-from jaxtune.models.weights import Weights  # noqa: E402
+from jaxtune.models.adapters.merge import merge_adapter  # noqa: E402
+from jaxtune.models.files import byte_files  # noqa: E402
+from jaxtune.models.files.weights import Weights  # noqa: E402
 from tests.export.test_gguf_tokenizer import changed  # noqa: E402
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from jaxtune.export.gguf_tokenizer import tokenizer_fields
-from jaxtune.models.model_folder import load_tokenizer
+from jaxtune.models.files.model_folder import load_tokenizer
 
 # How the real tokenizers cut text, by llama.cpp's names; None: by SentencePiece's characters.
 REAL = {

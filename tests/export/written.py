@@ -22,8 +22,8 @@ from llama_cpp_models import made
 from tiny_models import named
 
 from jaxtune.export import api
+from jaxtune.models.files.quant import prepare_qat, quantize
 from jaxtune.models.lora import get_peft_model, matrices
-from jaxtune.models.quant import prepare_qat, quantize
 from jaxtune.models.reward import reward_model
 
 RECORD = Path(__file__).parent / "written.json"

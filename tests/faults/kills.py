@@ -13,8 +13,11 @@ import os
 import signal
 import sys
 
-from jaxtune import cli, files
-from jaxtune.train import app, programs, results, trained_model, trainer
+from jaxtune import cli
+from jaxtune.system import files
+from jaxtune.train import app, trainer
+from jaxtune.train.folder import results
+from jaxtune.train.program import programs, trained_model
 
 
 def main() -> int:

@@ -149,8 +149,8 @@ def command(kind: str, folder: Path, output: Path, cache: Path) -> list[str]:
 
 def result(output: Path) -> dict[str, object]:
     """What a run or an export led to: bytes of what it wrote but for records, and the loss of each step."""
-    from jaxtune.train.metrics import JSONL, read_metrics
-    from jaxtune.train.results import PROOF
+    from jaxtune.train.display.metrics import JSONL, read_metrics
+    from jaxtune.train.folder.results import PROOF
 
     kept = {".safetensors", ".json", ".jinja", ".gguf"}
     records = {PROOF, "results.json", "meta.json", "manifest.json"}
@@ -275,7 +275,7 @@ def main() -> int:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "xla"))
     prepare(folder)
     # What the forked commands share: each would take seconds to import it.
-    for module in ("jaxtune.export.api", "jaxtune.train.app", "jaxtune.train.array_files", "orbax.checkpoint",
+    for module in ("jaxtune.export.api", "jaxtune.train.app", "jaxtune.train.folder.array_files", "orbax.checkpoint",
                    "transformers.models.auto.tokenization_auto", "matplotlib.figure",
                    "matplotlib.backends.backend_agg", "rich.table", "rich.progress"):  # fmt: skip
         importlib.import_module(module)

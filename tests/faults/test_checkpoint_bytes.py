@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtune.train.checkpoint import MANIFEST, META, Checkpointer, CheckpointError
+from jaxtune.train.folder.checkpoint import MANIFEST, META, Checkpointer, CheckpointError
 
 STATE = {"w": np.arange(64, dtype=np.float32), "step": np.int32(1)}
 

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 
 import jaxtune
-import jaxtune.train.checkpoint as module
-from jaxtune.train.checkpoint import Checkpointer, CheckpointError
+import jaxtune.train.folder.checkpoint as module
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.signals import EXIT_SAVED, StopSignal
 
 PRELUDE = """
 import functools, os, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np
-import jaxtune.train.checkpoint as module
-from jaxtune.train.checkpoint import Checkpointer
+import jaxtune.train.folder.checkpoint as module
+from jaxtune.train.folder.checkpoint import Checkpointer
 from jaxtune.train.signals import EXIT_SAVED, StopSignal
 folder, how = sys.argv[1], sys.argv[2]
 say = functools.partial(print, flush=True)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxtune import cli
-from jaxtune.terminal import printable
+from jaxtune.system.terminal import printable
 from jaxtune.train.data import prepare
 from jaxtune.train.data.cache import FIELDS
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer

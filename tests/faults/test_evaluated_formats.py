@@ -10,8 +10,8 @@ import pytest
 
 import jaxtune
 from jaxtune import cli
-from jaxtune.models import trained_over
-from jaxtune.models.trained_over import TrainedOver
+from jaxtune.models.adapters import trained_over
+from jaxtune.models.adapters.trained_over import TrainedOver
 from tests.faults.command import make_folder
 from tests.test_cli_adapters import same_files
 

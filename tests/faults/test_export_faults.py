@@ -13,14 +13,14 @@ import pytest
 from tiny_models import adapted_model, tiny_model
 
 import jaxtune
-from jaxtune.models.adapter_files import save_adapter
-from jaxtune.models.folders import new_folder
-from jaxtune.models.merge import merge_adapter
+from jaxtune.models.adapters.adapter_files import save_adapter
+from jaxtune.models.adapters.merge import merge_adapter
+from jaxtune.models.files.folders import new_folder
 from jaxtune.pallas import dispatch
 
 _KILLED = """
 import os, signal, sys
-from jaxtune.models.folders import new_folder
+from jaxtune.models.files.folders import new_folder
 with new_folder(sys.argv[1], "test") as folder:
     (folder / "model.safetensors").write_bytes(b"half")
     if sys.argv[2] == "kill":

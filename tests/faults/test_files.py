@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from jaxtune.files import atomic_write, fingerprints, remove_unfinished, unfinished_name
+from jaxtune.system.files import atomic_write, fingerprints, remove_unfinished, unfinished_name
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import jaxtune
-from jaxtune import processes
-from jaxtune.train.checkpoint import saved_steps
-from jaxtune.train.metrics import read_metrics
+from jaxtune.system import processes
+from jaxtune.train.display.metrics import read_metrics
+from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.signals import EXIT_SAVED
 from tests.faults.command import make_folder
 

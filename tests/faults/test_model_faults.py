@@ -16,10 +16,10 @@ from tiny import CONFIGS
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models import expressions
-from jaxtune.models.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import adapter_settings, get_peft_model, linears
-from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.models.registry import config_from_hf
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -14,9 +14,10 @@ from tiny import CONFIGS
 from tiny_models import adapted_model, tiny_model
 
 import jaxtune
-from jaxtune.models import expressions, shards
-from jaxtune.models.adapter_files import load_adapter, save_adapter
-from jaxtune.models.model_folder import load_tokenizer, read_generation_config
+from jaxtune.models import expressions
+from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+from jaxtune.models.files import shards
+from jaxtune.models.files.model_folder import load_tokenizer, read_generation_config
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.rope import rotary_frequencies
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.train.config import ConfigError
-from jaxtune.train.config_file import config_from_dict, config_keys, config_to_dict, config_to_yaml, load_config
+from jaxtune.train.config.file import config_from_dict, config_keys, config_to_dict, config_to_yaml, load_config
 
 WHOLE = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 60))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxtune import cli
-from jaxtune.train.results import read_result
+from jaxtune.train.folder.results import read_result
 from tests.faults.command import make_folder
 
 

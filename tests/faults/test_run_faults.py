@@ -14,8 +14,6 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.train import app, run
-from jaxtune.train import metrics as m
-from jaxtune.train.checkpoint import saved_steps
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -25,13 +23,15 @@ from jaxtune.train.config import (
     ProfileConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config_file import config_to_yaml, load_config
-from jaxtune.train.metrics import read_metrics
-from jaxtune.train.monitor import TrainingStopped
-from jaxtune.train.programs import Engine
-from jaxtune.train.record import require_same_config
-from jaxtune.train.results import PROOF, read_result
-from jaxtune.train.saving import TrainingInterrupted
+from jaxtune.train.config.file import config_to_yaml, load_config
+from jaxtune.train.display import metrics as m
+from jaxtune.train.display.metrics import read_metrics
+from jaxtune.train.display.monitor import TrainingStopped
+from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.folder.record import require_same_config
+from jaxtune.train.folder.results import PROOF, read_result
+from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.program.programs import Engine
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import STEPS, make_folder

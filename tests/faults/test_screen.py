@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 
 import jaxtune
-from jaxtune import cli, terminal
+from jaxtune import cli
+from jaxtune.system import terminal
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.checkpoint import saved_steps
-from jaxtune.train.metrics import read_metrics
-from jaxtune.train.results import read_result
+from jaxtune.train.display.metrics import read_metrics
+from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.folder.results import read_result
 from jaxtune.train.signals import EXIT_SAVED, StopSignal
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import STEPS, make_folder

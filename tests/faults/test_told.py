@@ -27,16 +27,16 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.export import gguf_file
 from jaxtune.export.gguf_tensors import Source, Tensor
-from jaxtune.files import atomic_write, remove_unfinished, unfinished_name
-from jaxtune.models import shards
-from jaxtune.models.adapter_files import save_adapter
+from jaxtune.models.adapters.adapter_files import save_adapter
+from jaxtune.models.files import shards
 from jaxtune.models.hf import save_pretrained
-from jaxtune.train import metrics as m
-from jaxtune.train import run_page, watch
+from jaxtune.system.files import atomic_write, remove_unfinished, unfinished_name
 from jaxtune.train.data import cache, prepare, workers
 from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.folder_lock import FolderLock
-from jaxtune.train.program_cache import ProgramCache
+from jaxtune.train.display import metrics as m
+from jaxtune.train.display import run_page, watch
+from jaxtune.train.folder.folder_lock import FolderLock
+from jaxtune.train.program.program_cache import ProgramCache
 from tests.faults.command import make_folder
 from tests.faults.test_files import no_room_beyond
 from tests.train.data.conftest import make_tokenizer
@@ -124,8 +124,8 @@ def test_a_run_on_a_full_disk_says_so_in_a_line(tmp_path, capfd):
 _WRITES = """
 import sys
 from pathlib import Path
-from jaxtune import files
-from jaxtune.models.folders import new_folder
+from jaxtune.system import files
+from jaxtune.models.files.folders import new_folder
 replace = files.os.replace
 def slow(source, target):
     print(source, flush=True); sys.stdin.readline(); replace(source, target)

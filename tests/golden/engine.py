@@ -20,10 +20,10 @@ from random_weights import random_tensor
 from safetensors.numpy import load_file
 from tiny_models import named
 
-from jaxtune.models.adapter_files import save_adapter
+from jaxtune.models.adapters.adapter_files import save_adapter
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
-from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import DataConfig, MemoryConfig, TrainConfig
 from jaxtune.train.data import TokenDataset

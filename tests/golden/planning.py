@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,

@@ -16,8 +16,8 @@ from llama_cpp_models import CHANGES, config_of, made
 from jaxtune.export import api, gguf_file, gguf_tensors
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import tokenizer_fields
-from jaxtune.models.generate import generate
-from jaxtune.models.weights import Weights
+from jaxtune.models.files.weights import Weights
+from jaxtune.models.generation.generate import generate
 from tests.export.conftest import tokenizer  # noqa: F401, a fixture
 from tests.export.test_gguf_tokenizer import changed
 

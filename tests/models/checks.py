@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
-from jaxtune.models.generate import generate
+from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.registry import config_from_hf, family
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from jaxtune.models import shards
+from jaxtune.models.files import shards
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, save_adapter
-from jaxtune.models.adapter_config import base_of
-from jaxtune.models.adapter_files import adapter_tensors
+from jaxtune.models.adapters.adapter_config import base_of
+from jaxtune.models.adapters.adapter_files import adapter_tensors
 from jaxtune.models.lora import copy_structure
 
 TOKENS = jnp.arange(24).reshape(2, 12)
@@ -267,7 +267,7 @@ def test_saving_is_refused_or_complete(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxtune.models.shards.write_file", full)
+    monkeypatch.setattr("jaxtune.models.files.shards.write_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_adapter(model, tmp_path / "b")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "empty"]

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from tiny import CONFIGS
 from tiny_models import adapted_model, tiny_model
 
-from jaxtune.models import digests, partition, shards
-from jaxtune.models.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+from jaxtune.models.files import digests, shards
 from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config
+from jaxtune.models.placement import partition
 
 CONFIG = CONFIGS["llama"] | {"vocab_size": 4096}  # an embedding of which samples leave out much
 EMBEDDING = "model.embed_tokens.weight"

@@ -17,12 +17,12 @@ from safetensors.numpy import save_file
 from tiny import CONFIGS, golden_tokens
 from tiny_models import adapted_model, named, shaken
 
-from jaxtune.models import shards
-from jaxtune.models.generate import generate
+from jaxtune.models.adapters.merge import merge_adapter
+from jaxtune.models.files import shards
+from jaxtune.models.files.quant import compute_in_fp8, dequantize, quantize, stored_in
+from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, linears, matrices
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import compute_in_fp8, dequantize, quantize, stored_in
 from jaxtune.models.stack import layer_backward, layer_forward
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, dense

@@ -13,8 +13,8 @@ from tiny_models import adapted_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
 from jaxtune.models.config import LayerSpec, RopeConfig, Source
-from jaxtune.models.generate import _decode, _prefill
-from jaxtune.models.sampling import Sampling, filtered
+from jaxtune.models.generation.generate import _decode, _prefill
+from jaxtune.models.generation.sampling import Sampling, filtered
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]

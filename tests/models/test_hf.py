@@ -24,10 +24,11 @@ from random_weights import random_tensor, rewrite, write_checkpoint
 from tiny import CONFIGS, golden_tokens
 
 import jaxtune
-from jaxtune.models import hf, shards
+from jaxtune.models import hf
+from jaxtune.models.files import shards
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import quantize
 
 TIED, UNTIED = CONFIGS["llama"], CONFIGS["mistral"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -382,7 +383,8 @@ _MEMORY = """
     import re, sys
     from pathlib import Path
     import jax
-    from jaxtune.models import byte_files, hf, reading
+    from jaxtune.models import hf
+    from jaxtune.models.files import byte_files, reading
 
     def status(key):
         return int(re.search(rf"{key}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

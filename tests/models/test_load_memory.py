@@ -11,7 +11,7 @@ from checks import shapes_of
 from random_weights import write_checkpoint
 from tiny import CONFIGS
 
-from jaxtune.models import load_memory
+from jaxtune.models.files import load_memory
 from jaxtune.models.hf import Pretrained, from_pretrained, save_pretrained
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

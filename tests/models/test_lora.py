@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 from tiny_models import adapted_model, golden_model, tiny_model
 
-from jaxtune.models.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.files.quant import prepare_qat, quantize
 from jaxtune.models.linear import Frozen, row_norm
 from jaxtune.models.lora import freeze, get_peft_model, linears, without_adapter
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import prepare_qat, quantize
-from jaxtune.train.step import trainable_names
+from jaxtune.train.program.step import trainable_names
 
 TOKENS = jnp.asarray([[3, 7, 11, 2, 40]])
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -12,7 +12,7 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune import get_peft_model, merge_adapter
-from jaxtune.models import merge
+from jaxtune.models.adapters import merge
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import linears
 

@@ -11,13 +11,15 @@ from llama_cpp_models import made
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.export import api
-from jaxtune.models import byte_files, merge, partition
+from jaxtune.models.adapters import merge
+from jaxtune.models.adapters.merge import merge_adapter, merge_bytes, merged_weights
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.files import byte_files
+from jaxtune.models.files.quant import prepare_qat, quantize
+from jaxtune.models.files.weights import tensors_of
 from jaxtune.models.hf import from_pretrained, save_pretrained, save_weights
 from jaxtune.models.lora import experts, linears
-from jaxtune.models.merge import merge_adapter, merge_bytes, merged_weights
-from jaxtune.models.quant import prepare_qat, quantize
-from jaxtune.models.weights import tensors_of
+from jaxtune.models.placement import partition
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny import CONFIGS, golden_tokens
 from tiny_models import adapted_model
 
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config
-from jaxtune.models.quant import quantize
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

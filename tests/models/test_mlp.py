@@ -10,7 +10,7 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.quant import prepare_qat, quantize
+from jaxtune.models.files.quant import prepare_qat, quantize
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import ACTIVATIONS
 

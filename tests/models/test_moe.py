@@ -18,15 +18,15 @@ from tiny import CONFIGS, golden_tokens
 from tiny_models import adapted_model, golden_model, named, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, merge_adapter, save_adapter
-from jaxtune.models import transfers
 from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.files.quant import checkpoint_tensors, dequantize, is_quantized, quantize
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
-from jaxtune.models.quant import checkpoint_tensors, dequantize, is_quantized, quantize
+from jaxtune.models.placement import transfers
 from jaxtune.models.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.formats import NF4, FourBit
-from jaxtune.train.report import trained_table
+from jaxtune.train.display.report import trained_table
 
 FILE = "model.safetensors"
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -355,7 +355,7 @@ def test_unsloths_old_layout_is_refused(tmp_path):
 
 def test_a_wrong_merge_of_one_expert_is_noticed(monkeypatch):
     """The check is of each expert: one that is off among many is found."""
-    from jaxtune.models import merge
+    from jaxtune.models.adapters import merge
 
     model = adapted_model(moe_model(1), r=2, target_parameters=BOTH)
     right = merge.merged_weight

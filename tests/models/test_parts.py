@@ -22,12 +22,12 @@ from jaxtune.models.lora import matrices
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import AdapterConfig, MemoryConfig
-from jaxtune.train.flops import flop_counter
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
+from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 

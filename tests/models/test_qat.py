@@ -12,12 +12,10 @@ from checks import mean_loss
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
+from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.fake_quant import FakeQuant, int4
-from jaxtune.models.hf import from_pretrained, save_pretrained
-from jaxtune.models.lora import linears
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import (
+from jaxtune.models.files.quant import (
     convert_qat,
     dequantize,
     not_quantized,
@@ -26,6 +24,8 @@ from jaxtune.models.quant import (
     qat_spec,
     quantize,
 )
+from jaxtune.models.hf import from_pretrained, save_pretrained
+from jaxtune.models.lora import linears
 
 # Every input is a multiple of 32. One layer: compiling is what takes the time of a test.
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, attention_scale=32**-0.5, layers=(LayerSpec(),))

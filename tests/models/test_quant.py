@@ -16,18 +16,19 @@ from random_weights import random_tensor, write_checkpoint
 from tiny import golden_tokens
 from tiny_models import adapted_model, named, shaken, tiny_model
 
-from jaxtune.models import hf, quant, shards
-from jaxtune.models.adapter_files import load_adapter, save_adapter
+from jaxtune.models import hf
+from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generate import generate
+from jaxtune.models.files import quant, shards
+from jaxtune.models.files.quant import dequantize, is_quantized, quantization_config, quantize
+from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import get_peft_model, linears
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import dequantize, is_quantized, quantization_config, quantize
 from jaxtune.pallas.formats import NF4, FourBit
-from jaxtune.train import report
-from jaxtune.train.flops import flop_counter
+from jaxtune.train.display import report
+from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 

@@ -12,10 +12,10 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from benchmarks.serial import serial_transfers
-from jaxtune.models import transfers as schedule
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.linear import Frozen
+from jaxtune.models.placement import transfers as schedule
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import attention

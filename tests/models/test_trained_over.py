@@ -15,12 +15,11 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import adapted_model, tiny_model
 
 import jaxtune
-from jaxtune.models import trained_over
+from jaxtune.models.adapters import trained_over
+from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.fake_quant import FakeQuant
-from jaxtune.models.generate import end_token_ids, with_end_token_ids
-from jaxtune.models.lora import linears
-from jaxtune.models.quant import (
+from jaxtune.models.files.quant import (
     LOAD_IN,
     compute_in_fp8,
     computes_in_fp8,
@@ -29,7 +28,8 @@ from jaxtune.models.quant import (
     quantize,
     stored_in,
 )
-from jaxtune.models.trained_over import TrainedOver
+from jaxtune.models.generation.generate import end_token_ids, with_end_token_ids
+from jaxtune.models.lora import linears
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]

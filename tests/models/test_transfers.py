@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.models.transfers import _MULTIPLICATIONS_PER_BYTE, _ROOM, cut, windows
+from jaxtune.models.placement.transfers import _MULTIPLICATIONS_PER_BYTE, _ROOM, cut, windows
 
 LAYER = [1.0, 0.7, 0.8, 5.6, 3.0]  # project, attend, mix, expand, contract
 

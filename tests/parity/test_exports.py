@@ -17,8 +17,8 @@ from tiny_models import adapted_model
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.lora import linears
-from jaxtune.models.quant import convert_qat, prepare_qat
 
 
 def same_in_transformers(folder, ours, model):

@@ -25,7 +25,7 @@ from jaxtune.models.norm import norm_of
 from jaxtune.models.registry import config_from_hf, family
 from jaxtune.models.rope import rotary_table
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import loss_sums
+from jaxtune.train.program.loss import loss_sums
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # scope: the tests of a family follow one another, so that one worker loads and compiles it.

@@ -13,7 +13,7 @@ pytest.importorskip("gguf")
 
 from jaxtune.export import gguf_file, gguf_tensors
 from jaxtune.export.architectures import architecture, hyperparameters
-from jaxtune.models.weights import Weights
+from jaxtune.models.files.weights import Weights
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"])

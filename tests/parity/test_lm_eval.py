@@ -13,10 +13,10 @@ from lm_eval.models.huggingface import HFLM
 from tiny import CONFIGS
 from tiny_models import adapted_model
 
-from jaxtune.harness import JaxtuneLM
-from jaxtune.models.adapter_files import save_adapter
+from jaxtune.models.adapters.adapter_files import save_adapter
+from jaxtune.models.files.quant import stored_in
+from jaxtune.models.generation.harness import JaxtuneLM
 from jaxtune.models.hf import from_pretrained
-from jaxtune.models.quant import stored_in
 from jaxtune.models.reward import reward_model
 from tests.train.data.conftest import make_tokenizer
 

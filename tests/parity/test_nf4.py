@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 from tiny import CONFIGS
 from tiny_models import adapted_model
 
+from jaxtune.models.adapters.merge import merge_adapter
+from jaxtune.models.files.quant import dequantize, quantize
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import experts, linears
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import dequantize, quantize
 from jaxtune.pallas.formats import FP4, NF4, FourBit
 
 

@@ -20,10 +20,10 @@ from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.models.hf import from_pretrained
 from jaxtune.train.data.packing import Document, Documents
 from jaxtune.train.data.pairs import PackedPairs
-from jaxtune.train.loss import Forward
 from jaxtune.train.objectives.kto import KTO, with_strangers
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward
+from jaxtune.train.program.loss import Forward
 
 TOLERANCE = 1e-5
 CASES = {

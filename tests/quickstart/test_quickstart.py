@@ -17,7 +17,7 @@ from rich.console import Console
 
 import jaxtune
 from jaxtune.train import app
-from jaxtune.train.config_file import load_config
+from jaxtune.train.config.file import load_config
 from jaxtune.train.evaluate import exact_match
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 
-from jaxtune import cli, processes
-from jaxtune.train import checkpoint, programs
+from jaxtune import cli
+from jaxtune.system import processes
+from jaxtune.train.folder import checkpoint
+from jaxtune.train.program import programs
 
 
 def main() -> int:

@@ -21,10 +21,10 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import get_peft_model
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats.blockwise8 import BLOCK, decode, dynamic_map, encode, nearest_codes
-from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.config import CheckpointConfig, MeshConfig, OptimConfig
-from jaxtune.train.optim import make_optimizer, update_bound
-from jaxtune.train.step import StepProgram, Sums
+from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
+from jaxtune.train.optimizer.optim import make_optimizer, update_bound
+from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train import adam8_cases as c
 from tests.train.tiny_runs import dataset, documents, make_config

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.adam8 import api as kernel
 from jaxtune.pallas.formats.blockwise8 import BLOCK, dynamic_map, nearest_codes, upper_bounds
-from jaxtune.train.adam8 import scale_by_adam_8bit
+from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -11,9 +11,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtune.train.checkpoint import Checkpointer, CheckpointError
-from jaxtune.train.record import compare_meta, require_compatible
-from jaxtune.train.saving import SavePolicy
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
+from jaxtune.train.folder.record import compare_meta, require_compatible
+from jaxtune.train.folder.saving import SavePolicy
 
 DTYPES = [
     *("bool", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"),
@@ -119,7 +119,7 @@ def test_donated_and_overwritten_buffers_are_saved_as_they_were(checkpointer):
 def test_save_returns_before_the_files_are_written(checkpointer, monkeypatch):
     import threading
 
-    import jaxtune.train.checkpoint as module
+    import jaxtune.train.folder.checkpoint as module
 
     go_on = threading.Event()
     real = module.fingerprints
@@ -189,7 +189,7 @@ def test_going_back_abandons_later_steps(tmp_path, caplog):
 
 
 def test_old_ones_stay_until_the_new_one_is_complete(tmp_path, monkeypatch):
-    import jaxtune.train.checkpoint as module
+    import jaxtune.train.folder.checkpoint as module
 
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, {"x": jnp.ones(2)}, {})

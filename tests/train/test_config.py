@@ -13,7 +13,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.train import config as schema
 from jaxtune.train.config import (
     AdapterConfig,
     ConfigError,
@@ -24,7 +23,8 @@ from jaxtune.train.config import (
     QatConfig,
     TrainConfig,
 )
-from jaxtune.train.config_file import (
+from jaxtune.train.config import sections as schema
+from jaxtune.train.config.file import (
     _parse_yaml,
     config_from_dict,
     config_keys,
@@ -314,7 +314,7 @@ def test_sections_and_error_keys_agree():
     """`require`'s messages name dotted keys by hand: each must exist."""
     names = {key.name for key in config_keys()}
     folder = Path(schema.__file__).parent
-    files = (folder / "config.py", folder / "config_model.py", folder / "objectives" / "config.py")
+    files = (folder / "sections.py", folder / "model.py", folder / "objective.py")
     source = "\n".join(file.read_text(encoding="utf-8") for file in files)
     named = set(re.findall(r'\b(?:positive|not_negative|fraction)\("([\w.]+)"', source))
     named |= set(re.findall(r'\brequire\([^"]*?"(\w+\.\w+)",', source))

@@ -12,13 +12,13 @@ from flax import nnx
 from tiny import CONFIGS
 from tiny_models import adapted_model, golden_model
 
+from jaxtune.models.adapters.merge import merge_adapter
+from jaxtune.models.files.quant import compute_in_fp8, dequantize, prepare_qat, quantize
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import linears, without_adapter
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import compute_in_fp8, dequantize, prepare_qat, quantize
 from jaxtune.train.config import CheckpointConfig, MeshConfig
-from jaxtune.train.loss import Forward
 from jaxtune.train.objectives.preference import DPO
+from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import batch_of, pairs
 from tests.train.tiny_runs import dataset, documents, make_config

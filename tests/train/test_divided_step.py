@@ -20,21 +20,21 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from tiny_models import tiny_model
 
-from jaxtune.models import partition
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import prepare_qat, quantize
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import prepare_qat, quantize
+from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.models.reward import reward_model
 from jaxtune.train import trainer as trainer_module
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
 from jaxtune.train.data.pairs import PackedPairs
-from jaxtune.train.loss import RouterLosses
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.preference import DPO, ORPO
 from jaxtune.train.objectives.reward import Reward
-from jaxtune.train.step import StepProgram, trainable_names
+from jaxtune.train.program.loss import RouterLosses
+from jaxtune.train.program.step import StepProgram, trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import pairs
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config

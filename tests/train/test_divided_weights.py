@@ -17,18 +17,19 @@ from random_weights import write_checkpoint
 from tiny import CONFIGS
 from tiny_models import tiny_model
 
-from jaxtune.models import collectives, partition, shards
+from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.generate import generate
+from jaxtune.models.files import shards
+from jaxtune.models.files.quant import dequantize, quantize
+from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import get_peft_model, matrices
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import dequantize, quantize
+from jaxtune.models.placement import collectives, partition
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import MATRIX, TILE
-from jaxtune.train.adam8 import scale_by_adam_8bit
 from jaxtune.train.config import ConfigError, EvaluationConfig, MemoryConfig, MeshConfig, OptimConfig
+from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.forecasts import gathered_bytes
 from jaxtune.train.trainer import Trainer

@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 
 from jaxtune import generate
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.loss import Forward
+from jaxtune.train.program.loss import Forward
 
 
 def test_log_probabilities_are_the_losses_of_training():

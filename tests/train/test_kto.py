@@ -12,12 +12,12 @@ from flax import nnx
 
 from jaxtune.models.lora import without_adapter
 from jaxtune.train.config import ConfigError
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.pairs import PackedPairs, PairDataset
-from jaxtune.train.loss import Forward
-from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.objectives.kto import KTO, with_strangers
+from jaxtune.train.program.loss import Forward
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import LENGTH, TURNS, adapted, held_out, pairs, plain_answer, trainer_of
 from tests.train.tiny_runs import make_config

@@ -24,15 +24,15 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
-from jaxtune.models.model_folder import load_tokenizer
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.packaged import PACKAGED
-from jaxtune.train.program_cache import use_program_cache
-from jaxtune.train.programs import Engine
+from jaxtune.train.program.program_cache import use_program_cache
+from jaxtune.train.program.programs import Engine
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config
 
@@ -307,7 +307,7 @@ def test_the_command_imports_no_torch(folder, tmp_path):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
     script = (
         "import sys; from importlib.util import find_spec; from pathlib import Path; from jaxtune import cli\n"
-        "cli.console(['--help']); from jaxtune.models.model_folder import load_tokenizer\n"
+        "cli.console(['--help']); from jaxtune.models.files.model_folder import load_tokenizer\n"
         f"tokenizer = load_tokenizer(Path({str(folder)!r})); assert 'torch' not in sys.modules and find_spec('torch')\n"
         "print(tokenizer.decode(tokenizer(['w3'])['input_ids'][0]))"
     )

@@ -14,14 +14,14 @@ import pytest
 from flax import nnx
 from tiny_models import tiny_config, tiny_model
 
-from jaxtune import cli, terminal
+from jaxtune import cli
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of
 from jaxtune.models.stack import layer_forward
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices
-from jaxtune.train import report
+from jaxtune.system import terminal
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,
@@ -31,6 +31,7 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
+from jaxtune.train.display import report
 from jaxtune.train.planning import choice, devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -533,7 +534,7 @@ def test_a_resumed_run_keeps_its_plan(tmp_path, monkeypatch, capsys):
 def test_predicted_stands_beside_measured():
     from types import SimpleNamespace
 
-    from jaxtune.train.report import measured_lines
+    from jaxtune.train.display.report import measured_lines
 
     plan = SimpleNamespace(peak_bytes=23.1e9, tokens_per_second=15_900.0, tokens=16384)
     assert measured_lines(plan, H200, [1.0, 1.024], 23_500_000_000) == [

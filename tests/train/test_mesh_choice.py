@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import (
     AdapterConfig,

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtune.train import metrics
-from jaxtune.train.flops import model_flops_per_step
-from jaxtune.train.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics
+from jaxtune.train.display import metrics
+from jaxtune.train.display.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics
 from jaxtune.train.planning.devices import device_peak_flops, memory_peak_bytes
+from jaxtune.train.program.flops import model_flops_per_step
 
 
 def strict_lines(path) -> list[dict]:

@@ -6,8 +6,8 @@ import numpy as np
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import experts, get_peft_model
-from jaxtune.models.quant import quantize
 from jaxtune.train.config import MeshConfig, OptimConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config

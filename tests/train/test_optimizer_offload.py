@@ -14,9 +14,8 @@ from flax import nnx
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import optimizer_offload
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -27,10 +26,11 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.optim import make_optimizer, update_bound
+from jaxtune.train.optimizer import optimizer_offload
+from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.planning import choice, cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.step import StepProgram, Sums
+from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 

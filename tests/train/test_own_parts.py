@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtune.models.lora import without_adapter
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, OptimConfig, ScheduleConfig
-from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.objectives.sft import SFT
-from jaxtune.train.schedule import learning_rate_schedule
+from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 

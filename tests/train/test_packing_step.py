@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, ScheduleConfig
-from jaxtune.train.objectives.config import ObjectiveConfig
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import adapted, pair_set, pairs
 from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config

@@ -23,9 +23,9 @@ sys.path[:0] = [{root!r}, {root!r} + "/tests/models"]
 import jax
 from flax import nnx
 from tiny_models import tiny_model
-from jaxtune.train import checkpoint
+from jaxtune.train.folder import checkpoint
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig
-from jaxtune.train.programs import Engine
+from jaxtune.train.program.programs import Engine
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -161,10 +161,12 @@ LIFE = """
 import contextlib, gc, json, sys, threading, time
 import jax
 from jaxtune import cli
-from jaxtune.models import hf, merge
-from jaxtune.train import app, trained_model
+from jaxtune.models import hf
+from jaxtune.models.adapters import merge
+from jaxtune.train import app
+from jaxtune.train.program import trained_model
 from jaxtune.train.planning import phases
-from jaxtune.train.programs import Engine
+from jaxtune.train.program.programs import Engine
 from jaxtune.train.trainer import Trainer
 
 peaks, now, planned, ended = {}, ["load"], {}, threading.Event()

@@ -11,17 +11,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtune import processes
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
+from jaxtune.system import processes
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from jaxtune.train.metrics import JSONL, read_metrics
+from jaxtune.train.display.metrics import JSONL, read_metrics
 from jaxtune.train.planning import choice, known
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.search import Failed, Room, next_plan
-from jaxtune.train.program_cache import ProgramCache
+from jaxtune.train.program.program_cache import ProgramCache
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config, tiny_budget
 

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from jaxtune.models.config import MoEConfig
+from jaxtune.models.files.published import PUBLISHED
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import get_peft_model, matrices, without_adapter
-from jaxtune.models.published import PUBLISHED
-from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, ResidualPlan
 from jaxtune.train.config import (
@@ -27,18 +27,18 @@ from jaxtune.train.config import (
     OptimConfig,
     ScheduleConfig,
 )
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.packing import Document, Documents
 from jaxtune.train.data.pairs import PAIRS, PackedPairs, PairDataset
-from jaxtune.train.loss import NO_ROUTER_LOSSES, Forward
-from jaxtune.train.objectives.config import ObjectiveConfig
+from jaxtune.train.display.report import precision_notes
+from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.objectives.preference import DPO, METRICS, ORPO, SimPO
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.report import precision_notes
-from jaxtune.train.saving import TrainingInterrupted
+from jaxtune.train.program.loss import NO_ROUTER_LOSSES, Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model

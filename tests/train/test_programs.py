@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.train.step import StepProgram
+from jaxtune.train.program.step import StepProgram
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 

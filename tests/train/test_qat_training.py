@@ -10,18 +10,18 @@ import pytest
 from flax import nnx
 from tiny_models import tiny_model
 
+from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import get_peft_model, linears
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import qat_spec
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     QatConfig,
 )
-from jaxtune.train.config_file import config_from_dict, config_to_dict
+from jaxtune.train.config.file import config_from_dict, config_to_dict
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 

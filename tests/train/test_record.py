@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny_model
 
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import quantize
-from jaxtune.train.checkpoint import CheckpointError
 from jaxtune.train.config import AdapterConfig, ModelConfig, ScheduleConfig
-from jaxtune.train.config_file import config_to_yaml
-from jaxtune.train.record import record_of, recorded_config, require_same_config, require_same_run
+from jaxtune.train.config.file import config_to_yaml
+from jaxtune.train.folder.checkpoint import CheckpointError
+from jaxtune.train.folder.record import record_of, recorded_config, require_same_config, require_same_run
 from tests.train.tiny_runs import make_config
 
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})

@@ -8,9 +8,9 @@ import inspect
 import pytest
 
 from jaxtune.models.config import RopeConfig
-from jaxtune.train import report
 from jaxtune.train.config import DataConfig, PlanConfig
 from jaxtune.train.data import prepare
+from jaxtune.train.display import report
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer

@@ -13,17 +13,17 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 import jaxtune
+from jaxtune.models.adapters.merge import merge_adapter
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.merge import merge_adapter
-from jaxtune.models.quant import quantize
 from jaxtune.models.reward import reward_model
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, EvaluationConfig, ModelConfig
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.pairs import PackedPairs
-from jaxtune.train.loss import Forward
-from jaxtune.train.objectives.config import ObjectiveConfig
 from jaxtune.train.objectives.reward import Reward
+from jaxtune.train.program.loss import Forward
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import held_out, interrupted, pairs, same_bits, trainer_of
 from tests.train.tiny_runs import make_config

@@ -15,8 +15,8 @@ from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ConfigError, OptimConfig
-from jaxtune.train.optim import weight_storage
-from jaxtune.train.rounding import _random_bits, stochastic_round
+from jaxtune.train.optimizer.optim import weight_storage
+from jaxtune.train.optimizer.rounding import _random_bits, stochastic_round
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 

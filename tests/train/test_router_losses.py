@@ -17,7 +17,7 @@ from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.data.packing import pack
-from jaxtune.train.loss import loss_sums
+from jaxtune.train.program.loss import loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from jaxtune import cli
-from jaxtune.train.run_page import run_page
+from jaxtune.train.display.run_page import run_page
 
 HOSTILE = "</pre><script>document.title = 'gone'</script>"
 

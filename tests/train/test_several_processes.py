@@ -21,9 +21,10 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from jaxtune import cli, processes
-from jaxtune.train import record
+from jaxtune import cli
+from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig
+from jaxtune.train.folder import record
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import make_folder
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config

@@ -22,10 +22,10 @@ from jaxtune.pallas.attention import packed_layout
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing import Document, pack
-from jaxtune.train.loss import Forward, loss_sums
-from jaxtune.train.optim import make_optimizer, update_bound
-from jaxtune.train.schedule import learning_rate_schedule
-from jaxtune.train.step import StepProgram, Sums, trainable_names
+from jaxtune.train.optimizer.optim import make_optimizer, update_bound
+from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.program.loss import Forward, loss_sums
+from jaxtune.train.program.step import StepProgram, Sums, trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -477,7 +477,7 @@ def test_an_update_that_overflows_is_skipped():
 
 
 def test_loss_scaling_halves_at_an_overflow_and_grows_after_good_steps(monkeypatch):
-    from jaxtune.train import step as step_module
+    from jaxtune.train.program import step as step_module
 
     monkeypatch.setattr(step_module, "_GROWTH_STEPS", 3)
     program = program_of(OptimConfig(), scale_loss=True)

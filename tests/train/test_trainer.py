@@ -22,12 +22,11 @@ from flax import nnx
 from rich.console import Console
 from tiny_models import tiny_model
 
-from jaxtune.models import partition
-from jaxtune.models.adapter_files import save_adapter
+from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import freeze, get_peft_model, linears
-from jaxtune.train import app, report
-from jaxtune.train.checkpoint import Checkpointer, CheckpointError, saved_steps
+from jaxtune.models.placement import partition
+from jaxtune.train import app
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -38,11 +37,13 @@ from jaxtune.train.config import (
     OptimConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config_file import config_to_yaml, load_config
+from jaxtune.train.config.file import config_to_yaml, load_config
 from jaxtune.train.data.packing import Document
-from jaxtune.train.loss import loss_sums
-from jaxtune.train.metrics import read_metrics
-from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.display import report
+from jaxtune.train.display.metrics import read_metrics
+from jaxtune.train.display.monitor import TrainingStopped
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
+from jaxtune.train.program.loss import loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, arrays, assert_same, dataset, documents, lora_model, make_config
@@ -276,7 +277,7 @@ from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests/models"]
 from tests.train.test_trainer import resumable
 from jaxtune.train.trainer import Trainer
-from jaxtune.train.saving import TrainingInterrupted
+from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED
 
 output, how = Path(sys.argv[1]), sys.argv[2]

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from jaxtune import cli
-from jaxtune.train import watch
+from jaxtune.train.display import watch
 
 HOSTILE = "<script>document.title = 'gone'</script>"
 

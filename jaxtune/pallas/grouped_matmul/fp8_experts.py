@@ -95,8 +95,8 @@ def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, 
 
 
 # What kernels are checked against, which must round as they do: by default XLA leaves rounding to e4m3 out on a GPU
-# where the codes are widened again. The programs of a run are compiled without that (train/programs.py). Autotuning is
-# off as in dispatch.exactly.
+# where the codes are widened again. The programs of a run are compiled without that
+# (train/program/programs.py). Autotuning is off as in dispatch.exactly.
 _exact = jax.jit(
     _by_reference,
     static_argnums=3,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxtune import terminal
+from jaxtune.system import terminal
 from jaxtune.train.data.batches import Batch, Batches, Order
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
 from jaxtune.train.data.formats import LABELLED, PREFERENCE

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import pydantic
 
-from jaxtune.files import atomic_write, read_plain, unfinished_name, writing
-from jaxtune.terminal import printable
+from jaxtune.system.files import atomic_write, read_plain, unfinished_name, writing
+from jaxtune.system.terminal import printable
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.reading import Source
 from jaxtune.train.data.workers import Chunk

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtune.terminal import printable
+from jaxtune.system.terminal import printable
 from jaxtune.train.data.batches import Batch
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import IO, Any
 
-from jaxtune.terminal import printable
+from jaxtune.system.terminal import printable
 from jaxtune.train.data.formats import FORMATS, RowError, detect_format
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")

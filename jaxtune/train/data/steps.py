@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxtune import processes
-from jaxtune.models import partition
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
 from jaxtune.train.data.batches import Batch, Batches, Order, Rows
 
 if TYPE_CHECKING:

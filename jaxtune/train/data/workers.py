@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtune.terminal import outlive, printable, say
+from jaxtune.system.terminal import outlive, printable, say
 from jaxtune.train.data.formats import (
     LABELLED,
     PREFERENCE,

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import Batch
 from jaxtune.train.data.formats import LABELLED
 from jaxtune.train.data.packing import Document, Documents
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
-from jaxtune.train.loss import Forward
 from jaxtune.train.objectives.preference import Referenced, answers
+from jaxtune.train.program.loss import Forward
 
 _SIDES = ("chosen", "rejected")  # TRL's names of desirable answers and others
 

@@ -10,7 +10,7 @@ import jax
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import Batch, TokenDataset
-from jaxtune.train.loss import Forward
+from jaxtune.train.program.loss import Forward
 
 
 class Objective(Protocol):

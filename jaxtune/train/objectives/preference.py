@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, matrices, without_adapter
+from jaxtune.models.placement import partition
 from jaxtune.train.config import ROW_OPTIONS, ConfigError, DataConfig
 from jaxtune.train.data import Batch, prepare
 from jaxtune.train.data.formats import PREFERENCE
 from jaxtune.train.data.pairs import PAIRS, REFERENCE, PairDataset
-from jaxtune.train.loss import Forward
+from jaxtune.train.program.loss import Forward
 
 METRICS = (
     "rewards/chosen",

@@ -18,16 +18,16 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxtune import processes
-from jaxtune.files import atomic_write
-from jaxtune.models import partition
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
+from jaxtune.system.files import atomic_write
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batches
 from jaxtune.train.data.cache import default_folder
 from jaxtune.train.data.pairs import PackedPairs
-from jaxtune.train.monitor import TrainingStopped
+from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.objectives.preference import DPO, Referenced
-from jaxtune.train.programs import Engine
+from jaxtune.train.program.programs import Engine
 
 
 def look_up(

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import Batch
 from jaxtune.train.data.formats import PREFERENCE
 from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.loss import Forward
 from jaxtune.train.objectives.preference import Pairs
+from jaxtune.train.program.loss import Forward
 
 
 def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:

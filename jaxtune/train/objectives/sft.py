@@ -11,7 +11,7 @@ import jax
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import ROW_OPTIONS, DataConfig
 from jaxtune.train.data import Batch, TokenDataset, prepare
-from jaxtune.train.loss import Forward
+from jaxtune.train.program.loss import Forward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import compute_in_fp8, quantize
+from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import reward_model
 from jaxtune.models.rope import rotary_tables
@@ -33,10 +33,10 @@ from jaxtune.pallas.formats import FP8, FourBit, Stored
 from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.linear_cross_entropy import fills_up
-from jaxtune.train import optimizer_offload
 from jaxtune.train.config import MeshConfig, TrainConfig
-from jaxtune.train.optim import make_optimizer, weight_storage
-from jaxtune.train.schedule import learning_rate_schedule
+from jaxtune.train.optimizer import optimizer_offload
+from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
+from jaxtune.train.optimizer.schedule import learning_rate_schedule
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 _PROBE_TOKENS = 128

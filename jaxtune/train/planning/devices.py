@@ -12,9 +12,9 @@ import socket
 import sys
 from pathlib import Path
 
-from jaxtune import processes
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, refusal
 from jaxtune.profile.device import known_ceilings
+from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 
 # Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned

@@ -32,7 +32,8 @@ EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dens
 _ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
 _ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
 _HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
-# Of a layer's time, one direction, that transfers can hide under (models/transfers.py); of theirs, what is lost then.
+# The share of a layer's time in one direction under which transfers (models/placement/transfers.py) can hide, and the
+# share of the transfers' time that is lost even then.
 _COVER, _CARRY_LOSS = 0.9, 0.03
 GAPS = 1.4  # what leaves takes with the gaps that it leaves
 _LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction

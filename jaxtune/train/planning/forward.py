@@ -9,11 +9,11 @@ from typing import Any
 import optax
 from flax import nnx
 
-from jaxtune import processes
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Sizes
+from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import CHUNK_LOGITS, splits

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from jaxtune import processes
+from jaxtune.system import processes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.search import Failed
-from jaxtune.train.program_cache import ProgramCache, in_use
+from jaxtune.train.program.program_cache import ProgramCache, in_use
 
 
 class KnownFailures:

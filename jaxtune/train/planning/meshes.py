@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxtune import processes
 from jaxtune.models.decoder import Decoder
+from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtune.models import partition
-from jaxtune.models.byte_files import IN_FLIGHT_BYTES
+from jaxtune.models.adapters.merge import merge_bytes
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
+from jaxtune.models.files.quant import parameters
 from jaxtune.models.lora import has_adapter, matrices
-from jaxtune.models.merge import merge_bytes
-from jaxtune.models.quant import parameters
+from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost

@@ -9,10 +9,11 @@ from typing import Any
 
 import optax
 
-from jaxtune import processes
-from jaxtune.models import partition
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.display.report import plan_lines
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, fitting_settings
 from jaxtune.train.planning.cost import step_cost
@@ -20,7 +21,6 @@ from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.search import Failed, Room, goal, next_plan
-from jaxtune.train.report import plan_lines
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -13,13 +13,13 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.optim import make_optimizer, update_bound, weight_storage
+from jaxtune.train.optimizer.optim import make_optimizer, update_bound, weight_storage
+from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
-from jaxtune.train.programs import compiler_options
-from jaxtune.train.schedule import learning_rate_schedule
-from jaxtune.train.step import StepProgram
+from jaxtune.train.program.programs import compiler_options
+from jaxtune.train.program.step import StepProgram
 from tests.gpu.aot.target import Target
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 from jax._src.lib import xla_client
 
-from jaxtune.train.program_cache import ProgramCache
+from jaxtune.train.program.program_cache import ProgramCache
 from tests.versions import versions
 
 

@@ -14,13 +14,13 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import compute_in_fp8, quantize
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.programs import compiler_options
-from jaxtune.train.step import StepProgram
+from jaxtune.train.program.programs import compiler_options
+from jaxtune.train.program.step import StepProgram
 from tests.gpu.aot.target import H200
 
 ROWS, LENGTH = 8, 2048

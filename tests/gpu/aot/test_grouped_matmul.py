@@ -13,8 +13,8 @@ from flax import nnx
 
 from benchmarks.shapes import SHAPES as PUBLISHED
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.quant import quantize
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
@@ -24,8 +24,8 @@ from jaxtune.pallas.grouped_matmul import GroupedLora, fp8_experts, grouped_matm
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.routing import matmul_of_tokens, matmul_to_tokens, permute, route, unpermute
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.programs import compiler_options
-from jaxtune.train.step import StepProgram
+from jaxtune.train.program.programs import compiler_options
+from jaxtune.train.program.step import StepProgram
 from tests.gpu.aot.target import H200
 
 GPT_OSS, QWEN3 = PUBLISHED["gpt-oss-20b"], PUBLISHED["qwen3-30b-a3b"]

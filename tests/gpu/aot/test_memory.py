@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from benchmarks.shapes import SHAPES
-from jaxtune.models import generate as generation
+from jaxtune.models.generation import generate as generation
+from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.hf import model_from_config
-from jaxtune.models.sampling import Sampling
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200

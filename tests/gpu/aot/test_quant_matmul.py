@@ -14,8 +14,8 @@ from jaxtune.pallas.adam8 import api as adam8
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, line_matmul, mosaic, quant_matmul
-from jaxtune.train.adam8 import scale_by_adam_8bit
-from jaxtune.train.programs import compiler_options
+from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
+from jaxtune.train.program.programs import compiler_options
 from tests.gpu.aot.target import H200
 
 E4M3 = jnp.float8_e4m3fn

@@ -12,14 +12,14 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxtune.models.quant import prepare_qat
+from jaxtune.models.files.quant import prepare_qat
 from jaxtune.models.residual_plan import KEEP, ResidualPlan
-from jaxtune.train import optimizer_offload
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.optim import make_optimizer, update_bound
-from jaxtune.train.programs import compiler_options
-from jaxtune.train.step import StepProgram
+from jaxtune.train.optimizer import optimizer_offload
+from jaxtune.train.optimizer.optim import make_optimizer, update_bound
+from jaxtune.train.program.programs import compiler_options
+from jaxtune.train.program.step import StepProgram
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, LENGTH, ROWS, VOCAB, make_full_model, make_model
 

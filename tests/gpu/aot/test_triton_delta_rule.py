@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.published import PUBLISHED
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch

@@ -1,0 +1,1 @@
+"""Adapters as files, and the merge of an adapter into its base."""

@@ -1,0 +1,207 @@
+"""adapter_config.json of PEFT's LoRA adapters: what a model's says, and what of one that was read can be followed."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtune.models import values
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import read_json
+from jaxtune.models.lora import adapter_settings
+from jaxtune.models.registry import whole_tensor_name
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+SCORES = "SEQ_CLS"  # the task_type of an adapter of a model that scores texts
+_PEFT_VERSION = "0.21.2"  # whose format this is
+
+# Settings of PEFT's LoraConfig that load_adapter follows, and those that change nothing once an adapter is trained.
+# Any other setting must be unset: what it asks for is not done here.
+_FOLLOWED = {
+    "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
+    "ensure_weight_tying", "init_lora_weights", "bias", "target_parameters", "unsloth_fused_expert_lora",
+}  # fmt: skip
+_HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+    # Of how B and A started; the file holds what they became.
+    "eva_config", "modules_to_tie", "target_modules_to_tie",
+}  # fmt: skip
+# Families of which PEFT takes any gate_proj, up_proj and down_proj of target_modules for those of experts, as the
+# families' first implementation had them, and adapts the experts instead: shared experts' and MLPs' would be left out
+# without a word. Named in target_parameters they are adapted.
+_TAKEN_FOR_EXPERTS = {"qwen3_moe", "qwen3_next"}
+_EXPERTS_NAMES = ("gate_proj", "up_proj", "down_proj")
+# Starts that change the base's weights too: such an adapter does not fit the base that people have.
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
+def peft_name(model: Decoder, name: str) -> str:
+    """The name that a module of the model, or a tensor, has in what transformers makes of its base's folder."""
+    return whole_tensor_name(name) if is_nested(model) else name
+
+
+def is_nested(model: Decoder) -> bool:
+    """Whether transformers makes a model with a vision tower of the base's folder; see config.Source."""
+    return model.source is not None and model.source.nested
+
+
+def config_of(model: Decoder) -> dict[str, Any]:
+    """adapter_config.json, derived from the modules."""
+    settings = adapter_settings(model)
+    if settings is None:
+        raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
+    if model.config.family in _TAKEN_FOR_EXPERTS:
+        settings |= _as_parameters(settings)
+    settings["target_modules"] = [peft_name(model, name) for name in settings["target_modules"]]
+    for key in ("rank_pattern", "alpha_pattern"):
+        settings[key] = {peft_name(model, name): value for name, value in settings[key].items()}
+    return settings | {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.config.num_labels is None else SCORES,
+        "peft_version": _PEFT_VERSION,
+        "auto_mapping": None,
+        "base_model_name_or_path": None if model.source is None else model.source.path,
+        "revision": None,
+        "inference_mode": True,
+        # Linears of the tower have the names of layers'.
+        "exclude_modules": r".*\.(vision_tower|multi_modal_projector)\..*" if is_nested(model) else None,
+        # A tied head stays tied when PEFT loads it.
+        "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "lora_bias": False,
+        "trainable_token_indices": None,
+    }
+
+
+def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What of adapter_settings differs where linears that are called like experts are named as parameters."""
+
+    def as_experts(name: str) -> bool:
+        return name.rsplit(".", 1)[-1] in _EXPERTS_NAMES
+
+    def patterns(key):  # a last part may be that of experts' matrices as well, which keep their name
+        wanted = settings[key]
+        return wanted | {f"{name}.weight": value for name, value in wanted.items() if as_experts(name)}
+
+    targets = settings["target_modules"]
+    parameters = [f"{name}.weight" for name in targets if as_experts(name)]
+    return {
+        "target_modules": [name for name in targets if not as_experts(name)],
+        "target_parameters": sorted([*(settings["target_parameters"] or ()), *parameters]) or None,
+        "rank_pattern": patterns("rank_pattern"),
+        "alpha_pattern": patterns("alpha_pattern"),
+    }
+
+
+def _names(key: str, value: Any) -> None:
+    """A regular expression, or a list of names."""
+    if not isinstance(value, str):
+        values.texts(key, value)
+
+
+def _layers(key: str, value: Any) -> None:
+    if isinstance(value, list):
+        values.items(key, value, functools.partial(values.whole, least=0))
+    else:
+        values.whole(key, value, least=0)
+
+
+def _dropout(key: str, value: Any) -> None:
+    values.not_negative(key, value)
+    if value >= 1:
+        raise ValueError(f"{key} = {value!r}: must be below 1")
+
+
+def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
+    values.mapping(key, value)
+    for pattern, setting in value.items():
+        of(f"{key}: {pattern!r}", setting)
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "r": values.whole,
+    "lora_alpha": values.positive,
+    "lora_dropout": _dropout,
+    "target_modules": _names,
+    "exclude_modules": _names,
+    "target_parameters": values.texts,
+    "modules_to_save": values.texts,
+    "layers_to_transform": _layers,
+    "layers_pattern": _names,
+    "rank_pattern": functools.partial(_patterns, values.whole),
+    "alpha_pattern": functools.partial(_patterns, values.positive),
+    "use_rslora": values.boolean,
+    "use_dora": values.boolean,
+    "base_model_name_or_path": values.text,
+    "bias": values.text,
+    "unsloth_fused_expert_lora": values.mapping,
+}
+
+
+def base_of(folder: str | os.PathLike) -> str | None:
+    """The base model that an adapter folder names; None if the folder holds no adapter.
+
+    Raises:
+      ValueError: the adapter names none, or one that cannot be had; it cannot be read (see read_adapter_config).
+    """
+    path = Path(folder).expanduser() / CONFIG_NAME
+    if not path.is_file():
+        return None
+    config = read_adapter_config(path.parent)
+    base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
+    if not base:
+        raise ValueError(f"{path} names no base model: set base_model_name_or_path in it")
+    if revision not in (None, "", "main") and not Path(base).expanduser().is_dir():
+        raise ValueError(
+            f"{path}: revision = {revision!r}: of {base} only the main revision is fetched, which the adapter may not "
+            f"fit: fetch that one (hf download {base} --revision {revision} --local-dir FOLDER), and set "
+            "base_model_name_or_path to FOLDER"
+        )
+    return base
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of a LoRA adapter, every setting of a type that it can have.
+
+    Raises:
+      ValueError: no such file; not LoRA; a setting that cannot be followed, by file, key and value.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"load_adapter: {folder} is not a folder; it must hold {CONFIG_NAME} and {WEIGHTS_NAME}")
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ValueError(f"load_adapter: {folder} has no {CONFIG_NAME}: not a PEFT adapter")
+    config = read_json(path)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
+    for key, check in _CHECKS.items():
+        if config.get(key) is not None:
+            check(f"{path}: {key}", config[key])
+    if config.get("r") is None:
+        raise ValueError(f"{path}: r is missing")
+    if not config.get("target_modules") and not config.get("target_parameters"):
+        raise ValueError(f"{path}: target_modules is missing, and target_parameters too")
+    for key, value in config.items():
+        if key not in _FOLLOWED and key not in _HARMLESS and value not in (None, False, [], {}, ""):
+            raise ValueError(f"{path}: {key} = {value!r} is a PEFT feature that is not supported")
+    if (config.get("bias") or "none") != "none":
+        raise ValueError(f"{path}: bias = {config['bias']!r} is not supported; only 'none' is")
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"{path}: init_lora_weights = {start!r} changes the base's weights, so this adapter does not fit the base; "
+            "convert it with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    # What is null is as PEFT's own default has it.
+    return {key: value for key, value in config.items() if value is not None}

@@ -1,0 +1,409 @@
+"""Adapters in PEFT's files: adapter_model.safetensors and adapter_config.json, as peft 0.21 writes and reads them.
+
+Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, for DoRA,
+`.lora_magnitude_vector` [out]; a module of modules_to_save is `base_model.model.` + its name + `.weight`.
+
+Experts are parameters of one module, `mlp.experts`, which PEFT wraps once for each that has an adapter, the first in
+order innermost: with both adapted, gate_up_proj's keys have `.base_layer` after the module's name. lora_A is [E r, in],
+an expert's rows together; lora_B [out, r E], where column j belongs to expert j mod E.
+
+A linear can be adapted as a parameter too: target_parameters then has the name of its weight, as do the patterns, and
+the keys are the same. Some families' linears have to be (see adapter_config.py). The base's digest, and what the
+weights were in (trained_over.py), are in the metadata of the safetensors file: PEFT ignores them there, and warns of
+unknown config keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+
+from jaxtune.models import values
+from jaxtune.models.adapters import trained_over
+from jaxtune.models.adapters.adapter_config import (
+    CONFIG_NAME,
+    SCORES,
+    WEIGHTS_NAME,
+    config_of,
+    peft_name,
+    read_adapter_config,
+)
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.expressions import matching
+from jaxtune.models.files import shards
+from jaxtune.models.files.folders import new_folder
+from jaxtune.models.files.model_folder import save_companions
+from jaxtune.models.files.quant import rounded_by
+from jaxtune.models.generation import generate
+from jaxtune.models.linear import Frozen
+from jaxtune.models.lora import (
+    experts,
+    freeze,
+    get_peft_model,
+    linears,
+    matrices,
+    name_matches,
+    pattern_values,
+)
+from jaxtune.models.placement import partition
+from jaxtune.models.registry import whole_tensor_name
+from jaxtune.models.reward import reward_model
+from jaxtune.system.files import atomic_write
+
+logger = logging.getLogger(__name__)
+_PREFIX = "base_model.model."
+# Today's name of the text part of a model with a vision tower, and that of transformers until 4.51.
+_WHOLE = re.compile(rf"{re.escape(_PREFIX)}(model\.language_model|language_model\.model)\.")
+# What of its base an adapter records: {key of the metadata: attribute of the model}, the one that says most first.
+# Older versions wrote the second alone, and compare it.
+_BASE = {"jaxtune_base_digest": "base_digest", "jaxtune_base_fingerprint": "base_fingerprint"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTensor:
+    """lora_A or lora_B of experts as a file holds it, over the variable that holds it here; used like a variable."""
+
+    variable: nnx.Variable
+    is_b: bool
+    transposed: bool  # the expert's weight is [in, out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        experts, first, second = self.variable.shape
+        return (first, second * experts) if self.is_b else (experts * first, second)
+
+    def get_value(self) -> jax.Array:
+        value = self.variable.get_value()
+        return (value.transpose(1, 2, 0) if self.is_b else value).reshape(self.shape)
+
+    def set_value(self, value: jax.Array) -> None:
+        experts, first, second = self.variable.shape
+        if self.is_b:
+            value = value.reshape(first, second, experts).transpose(2, 0, 1)
+        self.variable.set_value(value.reshape(experts, first, second))
+
+
+def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
+    adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
+    adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
+    names = {name for name, *_ in adapted}
+    tensors = {}
+    for name, lora, transposed in adapted:
+        module, part = name.rsplit(".", 1)
+        inner = part == "gate_up_proj" and f"{module}.down_proj" in names
+        prefix = f"{_PREFIX}{module}{'.base_layer' * inner}"
+        tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, False, transposed)
+        tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, True, transposed)
+    return tensors
+
+
+def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
+    """PEFT's key -> variable, for everything that an adapter file holds. A tied head is there under both its names."""
+    tensors: dict[str, nnx.Variable | ExpertTensor] = {}
+    for name, linear in linears(model):
+        if linear.lora is None:
+            continue
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = linear.lora.a
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = linear.lora.b
+        if linear.lora.magnitude is not None:
+            tensors[f"{_PREFIX}{name}.lora_magnitude_vector"] = linear.lora.magnitude
+    tensors |= _expert_tensors(model)
+    if isinstance(model.embedding.weight, nnx.Param):
+        tensors[f"{_PREFIX}model.embed_tokens.weight"] = model.embedding.weight
+    if isinstance(model.head_variable, nnx.Param):
+        tensors[f"{_PREFIX}{model.config.head_name}.weight"] = model.head_variable
+    return tensors
+
+
+def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None) -> None:
+    """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads.
+
+    Adapters and modules_to_save are written in float32. The folder appears whole or not at all.
+
+    Args:
+      path: a folder that does not exist or is empty.
+      tokenizer: saved beside the adapter, if given, with its chat template: give Trainer.tokenizer after training.
+    Raises:
+      ValueError: the model has no adapter; something trains that an adapter file cannot hold; a value is not finite;
+        `path` exists and is not an empty folder.
+    """
+    files = adapter_content(model)
+    with new_folder(path, "save_adapter") as folder:
+        write_adapter(folder, *files)
+        save_companions(folder, (), tokenizer)
+
+
+def write_adapter(
+    folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes the two files of an adapter into a folder; see adapter_content."""
+    tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
+    shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
+    atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
+
+
+def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
+    """(adapter_config.json, the tensors, the metadata beside them) of a model's adapter; errors as in save_adapter."""
+    config = config_of(model)
+    variables = adapter_tensors(model)
+    held = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
+    others = [
+        ".".join(map(str, where))
+        for where, variable in nnx.iter_graph(model)
+        if isinstance(variable, nnx.Param) and id(variable) not in held
+    ]
+    if others:
+        raise ValueError(
+            f"save_adapter: {_some(others)} are trained too, and an adapter file cannot hold them; "
+            "save the whole model (save_pretrained)"
+        )
+    arrays = {
+        _PREFIX + peft_name(model, key.removeprefix(_PREFIX)): partition.on_host(v.get_value()).astype(np.float32)
+        for key, v in variables.items()
+    }
+    broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
+    if broken:
+        raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
+    known = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
+    known[trained_over.METADATA] = trained_over.of_model(model).to_text()
+    return config, arrays, {key: value for key, value in known.items() if value is not None}
+
+
+def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
+    """Adds the adapter of a PEFT folder to a model without one.
+
+    Args:
+      model: the base that the adapter was trained on; of one that scores texts, the causal model too. Where its
+        weights are in another format than those that the adapter was trained over, a warning says so:
+        from_pretrained of the adapter's folder loads the base as it was.
+      path: a folder with adapter_model.safetensors and adapter_config.json, written here or by PEFT.
+    Returns:
+      a new model that shares every base array with `model`; adapters are float32 whatever the file holds. That of an
+      adapter of quantisation-aware training rounds merged weights as it was trained, and its texts end where the
+      trained model's did.
+    Raises:
+      ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
+        misshaped or not finite; another base's digest.
+    """
+    folder = Path(path).expanduser()
+    config, where = read_adapter_config(folder), folder / CONFIG_NAME
+    if config.get("task_type") == SCORES and model.config.num_labels is None:
+        model = reward_model(model)
+    arrays, metadata = _read_tensors(folder)
+    _check_base(folder, metadata, model)
+    over = trained_over.read(folder)
+    if over is not None and (other := trained_over.difference(over, model)) is not None:
+        logger.warning(
+            "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
+            "recipe, model.load_in)", folder, other, str(path),
+        )  # fmt: skip
+    # Of a model with a vision tower: the config then has the names that linears have in that.
+    spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
+    arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
+    own = {spelled(name): name for name, _ in matrices(model)}
+    names = [spelled(name) for name, _ in linears(model)]
+    chosen = _targets(where, config, names)
+    parameters = config.get("target_parameters") or []
+    weights = [name for name in names if any(name_matches(f"{name}.weight", target) for target in parameters)]
+    expert_names = [name for name in own if name not in names and any(name_matches(name, each) for each in parameters)]
+    if parameters and not weights + expert_names:
+        raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts and no linear of this model")
+    if not chosen + weights + expert_names:
+        raise ValueError(
+            f"{folder}: target_modules {config.get('target_modules')!r} match no linear of this model; "
+            f"it has {names[0]} and the like"
+        )
+
+    # What PEFT's patterns are matched with. It lets a pattern match nothing.
+    adapted_names = {name: own[name] for name in chosen + expert_names}
+    adapted_names |= {f"{name}.weight": own[name] for name in weights}
+
+    def patterns(key):
+        found = pattern_values(f"{where}: {key}", config.get(key) or {}, list(adapted_names))
+        return {re.escape(adapted_names[name]): value for name, value in found.items()}
+
+    settings = dict(
+        r=config["r"],
+        lora_alpha=config.get("lora_alpha", 8),
+        target_modules=[own[name] for name in names if name in {*chosen, *weights}],
+        target_parameters=[own[name] for name in expert_names],
+        lora_dropout=config.get("lora_dropout", 0.0),
+        use_rslora=config.get("use_rslora", False),
+        use_dora=config.get("use_dora", False),
+        modules_to_save=_modules_to_save(config),
+        rank_pattern=patterns("rank_pattern"),
+        alpha_pattern=patterns("alpha_pattern"),
+    )
+    # Shapes first: nothing is made of a rank that the file does not hold.
+    adapted = nnx.eval_shape(lambda: get_peft_model(model, **settings))
+    variables = adapter_tensors(adapted)
+    _check_tied(folder, model, arrays)
+    arrays = _current_experts(folder, config, variables, arrays)
+    _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
+    base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
+    for place, variable in nnx.to_flat_state(nnx.state(adapted)):
+        if isinstance(variable, Frozen):
+            place = (*place[:-1], "weight") if place[-1] == "original" else place
+            variable.set_value(base[place].get_value())
+    for key, variable in variables.items():
+        variable.set_value(jnp.asarray(arrays[key], jnp.float32))
+    if over is not None and over.qat is not None:
+        adapted = rounded_by(adapted, over.qat)
+    return generate.with_end_token_ids(adapted, () if over is None else over.eos_token_ids)
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        pickled = folder / "adapter_model.bin"
+        if pickled.exists():
+            raise ValueError(f"{pickled} is a pickle, which can run code: refused; save it as {WEIGHTS_NAME} with PEFT")
+        raise ValueError(f"load_adapter: {folder} has no {WEIGHTS_NAME}")
+    entries = shards.read_header(path)
+    for entry in entries.values():
+        shards.check_entry(entry)
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    return {key: shards.read_tensor(entry) for key, entry in entries.items()}, metadata
+
+
+def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The linears that PEFT would adapt: its rules for target_modules, exclude_modules and layers_to_transform."""
+
+    def matched(key):
+        setting = config.get(key) or ()
+        if setting == "all-linear" and key == "target_modules":
+            return set(names)
+        if isinstance(setting, str):
+            return set(matching(f"{path}: {key}", setting, names))
+        return {name for name in names if any(name_matches(name, target) for target in setting)}
+
+    wanted, unwanted = matched("target_modules"), matched("exclude_modules")
+    chosen = [name for name in names if name in wanted and name not in unwanted]
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return chosen
+    pattern = config.get("layers_pattern") or "layers"
+    if pattern not in ("layers", ["layers"]):
+        raise ValueError(f"{path}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here")
+    numbers = set(layers) if isinstance(layers, list) else {layers}
+    # A whole name in the list is taken whatever its layer is, as in PEFT.
+    listed = config.get("target_modules", ())
+    listed = () if isinstance(listed, str) else listed
+    return [name for name in chosen if name in listed or int(name.split(".layers.")[1].split(".")[0]) in numbers]
+
+
+def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, with those of experts in today's layout.
+
+    PEFT before 0.19 took every expert's weight for [in, out]. Where it is [out, in], its A was [E r, out] and its B
+    [in, r E], so that (B A)^T was added: our A is its B^T, our B its A^T. Shapes tell, or, of square weights, the
+    version.
+
+    Raises:
+      ValueError: a layout that cannot be told, or that Unsloth wrote before it wrote PEFT's.
+    """
+    layouts = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
+    values.mapping(f"{folder / CONFIG_NAME}: unsloth_fused_expert_lora.parameters", layouts)
+    for name, parameter in layouts.items():
+        layout = parameter.get("lora_B_layout") if isinstance(parameter, dict) else parameter
+        if layout != "rank_major":
+            raise ValueError(
+                f"{folder / CONFIG_NAME}: lora_B of {name} is laid out as {layout!r}: save it in PEFT's layout "
+                "('rank_major') with a current Unsloth"
+            )
+    arrays = dict(arrays)
+    version = tuple(int(part) for part in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
+    for key, tensor in variables.items():
+        if not isinstance(tensor, ExpertTensor) or tensor.is_b or key not in arrays:
+            continue
+        key_b = key.replace("lora_A", "lora_B")
+        a, b = arrays[key], arrays.get(key_b)
+        count, rank, in_size = tensor.variable.shape
+        out_size = variables[key_b].shape[0]
+        if b is None or a.shape != (count * rank, out_size) or b.shape != (in_size, rank * count):
+            continue
+        if in_size == out_size:
+            if not version:
+                raise ValueError(
+                    f"{folder / CONFIG_NAME}: peft_version is missing: {key} is square, so its layout (which PEFT 0.19 "
+                    "changed) cannot be told; add the version of PEFT that wrote it"
+                )
+            if version >= (0, 19):
+                continue
+        if tensor.transposed:
+            continue
+        arrays[key] = b.reshape(in_size, rank, count).transpose(2, 1, 0).reshape(count * rank, in_size)
+        arrays[key_b] = a.reshape(count, rank, out_size).transpose(2, 1, 0).reshape(out_size, rank * count)
+    return arrays
+
+
+def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
+    """Refuses an adapter that records another base, by what says most of what both have."""
+    for key, attribute in _BASE.items():
+        theirs, ours = metadata.get(key), getattr(model, attribute)
+        if theirs is None or ours is None:
+            continue
+        if theirs != ours:
+            what = "digest" if attribute == "base_digest" else "fingerprint"
+            raise ValueError(
+                f"{folder}: this adapter was trained on another base ({what} {theirs}, this model's is {ours}): its "
+                "weights or its config.json differ; load the base that it names in base_model_name_or_path"
+            )
+        return
+
+
+def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
+    names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
+    # PEFT names every module that a head could be.
+    return sorted(names - {"classifier"} if config.get("task_type") == SCORES else names)
+
+
+def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuses an adapter that would part a tied head from its embedding, as PEFT can."""
+    if model.head is not None:
+        return
+    embedding, head = (arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head"))
+    if embedding is None and head is None:
+        return
+    if embedding is None or head is None or not np.array_equal(embedding, head):
+        raise ValueError(
+            f"{folder}: this adapter has an embedding and a head that differ, but the model ties them: refused; "
+            "train it with ensure_weight_tying=True in PEFT, or load it onto a base with an untied head"
+        )
+
+
+def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
+    problems = []
+    missing = [key for key in shapes if key not in arrays]
+    unexpected = [key for key in arrays if key not in shapes]
+    misshaped = [
+        f"{key} {arrays[key].shape} instead of {tuple(shapes[key])}"
+        for key in shapes
+        if key in arrays and arrays[key].shape != tuple(shapes[key])
+    ]
+    broken = [key for key in arrays if not np.isfinite(arrays[key].astype(np.float32)).all()]
+    for what, keys in (
+        ("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped), ("not finite", broken),
+    ):  # fmt: skip
+        if keys:
+            problems.append(f"{len(keys)} {what}: {_some(keys)}")
+    if problems:
+        raise ValueError(f"{folder / WEIGHTS_NAME}: the tensors do not fit this model: " + "; ".join(problems))

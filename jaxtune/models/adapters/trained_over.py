@@ -1,0 +1,146 @@
+"""What an adapter was trained over, which its folder records: it is the same model over nothing else.
+
+The record is JSON in the metadata of the adapter's safetensors file, which PEFT and servers ignore: of keys that PEFT
+does not know in adapter_config.json it warns. A folder that a run of an older version wrote has the same in the run's
+own record, jaxtune_run.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from jaxtune.models import values
+from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.files.model_folder import read_json
+from jaxtune.models.files.quant import LOAD_IN, computes_in_fp8, qat_spec, stored_in
+from jaxtune.models.generation.generate import end_token_ids
+from jaxtune.models.lora import matrices
+from jaxtune.pallas.formats import Stored
+
+METADATA = "jaxtune_trained_over"
+RUN_RECORD = "jaxtune_run.json"  # of a folder that a run wrote; see train/folder/results.py
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of the precision of a run
+_WORDS = {"nf4": "in four bits (NF4)", "fp8": "in eight bits (FP8)", None: "not quantised"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedOver:
+    """What a folder records; the default says nothing of the base."""
+
+    # The format of quant.LOAD_IN that the base's linears were in; None: as the base's files store them.
+    load_in: str | None = None
+    # Linears that were not in that format.
+    skip_modules: tuple[str, ...] = ()
+    # "fp8": linears multiplied as they are stored.
+    compute: str | None = None
+    # Of the model's weights; None: not recorded.
+    dtype: str | None = None
+    # How merged weights were rounded in quantisation-aware training.
+    qat: FakeQuant | None = None
+    # Tokens that end a text, what was taught among them.
+    eos_token_ids: tuple[int, ...] = ()
+
+    def to_text(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def of_model(model: Decoder) -> TrainedOver:
+    """What is to be recorded of a model with an adapter."""
+    load_in = stored_in(model)
+    plain = [name for name, matrix in matrices(model) if not isinstance(matrix.stored_weight, Stored)]
+    return TrainedOver(
+        load_in=load_in,
+        skip_modules=() if load_in is None or _stored_so(model) else tuple(plain),
+        compute="fp8" if computes_in_fp8(model) else None,
+        dtype=model.dtype,
+        qat=qat_spec(model),
+        eos_token_ids=tuple(end_token_ids(model)),
+    )
+
+
+def _stored_so(model: Decoder) -> bool:
+    """Whether the weights are quantised in the files of the model."""
+    return model.source is not None and "quantization_config" in json.loads(model.source.config)
+
+
+def read(folder: Path) -> TrainedOver | None:
+    """What an adapter's folder records; None of a folder without a record.
+
+    Raises:
+      ValueError: a record that cannot be followed, by file and key.
+    """
+    weights = folder / WEIGHTS_NAME
+    if weights.is_file():
+        try:
+            with safe_open(weights, framework="numpy") as file:
+                text = (file.metadata() or {}).get(METADATA)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{weights}: cannot be read as safetensors: {error}") from None
+        if text is not None:
+            try:
+                return _from_record(f"{weights}: {METADATA}", json.loads(text))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{weights}: {METADATA} is not JSON: {error}") from None
+    return of_run(folder)
+
+
+def _from_record(where: str, record: Any) -> TrainedOver:
+    values.mapping(where, record)
+    fields = {field.name for field in dataclasses.fields(TrainedOver)}
+    if unknown := sorted(record.keys() - fields):
+        raise ValueError(f"{where}: {unknown[0]} is unknown to this version of jaxtune: load it with the one it is of")
+    found = {key: value for key, value in record.items() if value is not None}
+    _one_of(f"{where}: load_in", found.get("load_in"), LOAD_IN)
+    _one_of(f"{where}: compute", found.get("compute"), ("fp8",))
+    _one_of(f"{where}: dtype", found.get("dtype"), tuple(_DTYPES.values()))
+    values.texts(f"{where}: skip_modules", found.get("skip_modules", []))
+    values.items(f"{where}: eos_token_ids", found.get("eos_token_ids", []), values.token_ids)
+    lists: dict[str, Any] = {key: tuple(found.get(key, ())) for key in ("skip_modules", "eos_token_ids")}
+    names: dict[str, Any] = {key: found.get(key) for key in ("load_in", "compute", "dtype")}
+    qat = FakeQuant.of_record(f"{where}: qat", found["qat"]) if "qat" in found else None
+    return TrainedOver(qat=qat, **names, **lists)
+
+
+def of_run(folder: Path) -> TrainedOver | None:
+    """What the run that wrote a folder, an adapter's or a whole model's, trained over, by the keys of its config, with
+    which its command loaded the base; None of any other folder.
+
+    Raises:
+      ValueError: as read.
+    """
+    file = folder / RUN_RECORD
+    run = read_json(file).get("run") if file.is_file() else None
+    if not isinstance(run, dict):
+        return None
+    where = f"{file}: run"
+    load_in, compute, precision = (run.get(f"config.{key}") for key in ("model.load_in", "model.compute", "precision"))
+    _one_of(f"{where}: config.model.load_in", load_in, LOAD_IN)
+    _one_of(f"{where}: config.model.compute", compute, ("fp8",))
+    _one_of(f"{where}: config.precision", precision, tuple(_DTYPES))
+    dtype = None if precision is None else _DTYPES[precision]
+    qat = None
+    if run.get("config.qat.format") is not None:
+        parts = {key: run.get(f"config.qat.{key}") for key in ("format", "group_size")}
+        qat = FakeQuant.of_record(f"{where}: config.qat", parts | {"dtype": dtype})
+    return TrainedOver(load_in=load_in, compute=compute, dtype=dtype, qat=qat)
+
+
+def _one_of(where: str, value: Any, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(known)}")
+
+
+def difference(over: TrainedOver, base: Decoder) -> str | None:
+    """How the weights of a base differ from those that an adapter was trained over, in words; None where they are in
+    the same format."""
+    found = stored_in(base)
+    if found == over.load_in or (over.load_in is None and _stored_so(base)):
+        return None
+    return f"it was trained over weights {_WORDS[over.load_in]}, and this base's are {_WORDS[found]}"

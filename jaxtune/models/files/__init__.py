@@ -1,0 +1,1 @@
+"""The files of a checkpoint: finding, reading, decoding and writing its tensors."""

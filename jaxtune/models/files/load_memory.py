@@ -1,0 +1,87 @@
+"""What a model's weights take on a device, known before any of them is read."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.models.files import quant, shards
+from jaxtune.models.files.tensor_entries import PACKED
+
+_GB = 1e9
+_WORDS = {"nf4": "in four bits (NF4)", "fp8": "in eight bits (FP8)"}
+
+
+def load_bytes(
+    shapes: Mapping[str, tuple[int, ...]],
+    entries: Mapping[str, shards.TensorEntry],
+    dtype: str,
+    encoded: Mapping[str, str],
+    opened: Collection[str] = (),
+) -> int:
+    """Bytes of a model's tensors on a device that has all of them.
+
+    Args:
+      shapes, entries: of each tensor by its name, and what of the files it is read from. encoded: the format that
+        tensors are turned into. opened: packed tensors that are decoded.
+    """
+    total = 0
+    for name, shape in shapes.items():
+        if isinstance(entries[name], PACKED) and name not in opened:
+            total += entries[name].size_bytes
+        elif name in encoded:
+            total += _encoded_bytes(shape, dtype, encoded[name])
+        else:
+            total += math.prod(shape) * jnp.dtype(dtype).itemsize
+    return total
+
+
+@functools.cache
+def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
+    stored = jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
+
+
+def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:
+    """Raises ValueError where a model's weights are larger than what the default device has free: an allocation that
+    cannot succeed is tried again for seconds, and its error does not say what would fit.
+
+    Args:
+      how: the dtype or the format of the weights. nf4_bytes: of the same model in NF4; None where it cannot be loaded
+        so.
+    """
+    device = jax.local_devices()[0]
+    limit, free = _memory(device)
+    if limit is None or need_bytes <= free:
+        return
+    gc.collect()  # a model that nobody holds any more
+    limit, free = _memory(device)
+    if limit is None or need_bytes <= free:
+        return
+    used = f", of which {free / _GB:.1f} are free" if limit - free > 0.01 * limit else ""
+    remedy = "a smaller model or a larger card is needed"
+    if nf4_bytes is not None and nf4_bytes <= free:
+        remedy = (
+            f"in four bits they take {nf4_bytes / _GB:.1f} GB: --load-in nf4 (in Python load_in='nf4'; in a recipe "
+            "model.load_in=nf4, with an adapter)"
+        )
+    elif nf4_bytes is not None:
+        remedy = f"in four bits, too, they take {nf4_bytes / _GB:.1f} GB; {remedy}"
+    raise ValueError(
+        f"{folder}: its weights take {need_bytes / _GB:.1f} GB {_WORDS.get(how, f'in {how}')}, and the device "
+        f"({device.device_kind}) has {limit / _GB:.1f} GB{used}; {remedy}"
+    )
+
+
+def _memory(device: Any) -> tuple[int | None, int]:
+    """(bytes that jax may take of a device, bytes of them that are free); None where it does not say."""
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return (None, 0) if not limit else (limit, limit - stats.get("bytes_in_use", 0))

@@ -1,0 +1,279 @@
+"""A model's folder: where it is, and what of its files can be used. No tensor is read here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtune.models import values
+from jaxtune.models.files import shards
+from jaxtune.models.files.published import PUBLISHED
+from jaxtune.system.files import atomic_write, writing
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Not *.safetensors: some repositories hold the weights a second time under another name.
+_HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
+# Buffers that older versions of transformers saved with the weights; they follow from the config.
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+      ValueError: it cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
+
+
+def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
+    """Writes files of these names and contents, and those of a tokenizer if it is not None."""
+    for name, content in files:
+        atomic_write(folder / name, content, durable=False)
+    if tokenizer is None:
+        return
+    size = len(tokenizer.backend_tokenizer.to_str()) if hasattr(tokenizer, "backend_tokenizer") else 0
+    with writing(folder / "tokenizer.json", size):
+        try:
+            tokenizer.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # of tokenizers, which writes in Rust
+            if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+# ---- finding the files
+
+
+def _complete(folder: Path) -> bool:
+    """Whether a cached snapshot holds a config and every shard of its weights."""
+    if not (folder / "config.json").exists():
+        return False
+    if (folder / WEIGHTS).exists():
+        return True
+    index = folder / INDEX
+    return index.exists() and all((folder / name).exists() for name in set(_weight_map(index).values()))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{tensor: name of its file} of an index."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: has no weight_map, which says where each tensor is; fetch it again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index}: {name!r} is not the name of a file in the same folder")
+    return weight_map
+
+
+def resolve_folder(path: str | os.PathLike) -> Path:
+    """A local folder, or the cached (or then downloaded) snapshot of a Hugging Face hub name.
+
+    Raises:
+      ValueError: neither; one line that says what was tried.
+    """
+    name = os.fspath(path)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ValueError(f"{name} is a file; give the folder that holds config.json and the weights")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", name) or name.startswith("."):
+        raise ValueError(f"{name}: there is no such folder (and it is not a hub name like org/model)")
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    whole = None
+    with contextlib.suppress(LocalEntryNotFoundError):
+        cached = Path(snapshot_download(name, local_files_only=True))
+        whole = cached if _complete(cached) else None
+    if whole is not None and _has_tokenizer(whole):
+        return whole
+    try:  # one without a tokenizer, too: transformers caches a model alone
+        snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+        if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns what there is of a snapshot
+            return snapshot
+    except (LocalEntryNotFoundError, ConnectionError):
+        pass
+    except HfHubHTTPError as error:
+        if whole is None:
+            status = getattr(error.response, "status_code", "nothing")
+            raise ValueError(
+                f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
+            ) from None
+    if whole is not None:
+        return whole
+    raise ValueError(
+        f"{name}: no folder of that name, not whole in the local Hugging Face cache, and the hub cannot be reached; "
+        "download it once while online, or give a folder"
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder."""
+    file = folder / "config.json"
+    if not file.exists():
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(f"{folder} holds an adapter, not a model: load its base model, then load_adapter")
+        inner = [str(folder / name) for name in ("merged", "adapter") if (folder / name).is_dir()]  # a run's folder
+        raise ValueError(f"{folder}: there is no config.json in it" + f"; give {' or '.join(inner)}" * bool(inner))
+    return read_json(file)
+
+
+def find_config(path: str | os.PathLike) -> dict[str, Any]:
+    """config.json of a model whose weights need not be here: a folder or file, a published shape, or the hub's.
+
+    Raises:
+      ValueError: none of them has it.
+    """
+    name = os.fspath(path)
+    local = Path(name).expanduser()
+    if local.exists():
+        return read_config(local) if local.is_dir() else read_json(local)
+    if name in PUBLISHED:
+        return PUBLISHED[name]
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return read_json(Path(hf_hub_download(name, "config.json", etag_timeout=5)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"{name}: no such folder, and its config.json cannot be had from the hub ({type(error).__name__}); give a "
+            f"folder with a config.json, or one of {', '.join(PUBLISHED)}"
+        ) from None
+
+
+def weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
+    """Every tensor of a folder's safetensors files, checked against the index."""
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.exists():
+        entries = shards.read_header(single)
+    elif index.exists():
+        weight_map = _weight_map(index)
+        entries = {}
+        for name in sorted(set(weight_map.values())):
+            if not (folder / name).exists():
+                raise ValueError(f"{folder / name}: missing, though {INDEX} names it; fetch it again")
+            found = shards.read_header(folder / name)
+            twice = sorted(set(found) & set(entries))
+            if twice:
+                raise ValueError(f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}")
+            entries |= found
+        for tensor, name in weight_map.items():
+            if tensor not in entries or entries[tensor].file.name != name:
+                raise ValueError(f"{index}: says that {tensor} is in {name}, but it is not")
+    else:
+        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        if pickles:
+            raise ValueError(
+                f"{folder}: its weights are a pickle ({pickles[0]}), which can run code when opened and is refused; "
+                "convert it to safetensors (save_pretrained of transformers does)"
+            )
+        raise ValueError(f"{folder}: there is no {WEIGHTS} or {INDEX} in it")
+    return {name: entry for name, entry in entries.items() if not _IGNORED.search(name)}
+
+
+# ---- what comes with the weights
+
+
+def read_generation_config(folder: Path) -> str | None:
+    """generation_config.json as text; None where there is none.
+
+    Raises:
+      ValueError: it is not a JSON object, or its eos_token_id no token.
+    """
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return None
+    ends = read_json(file).get("eos_token_id")
+    if ends is not None:
+        values.token_ids(f"{file}: eos_token_id", ends)
+    return file.read_text(encoding="utf-8")
+
+
+def _token(key: str, value: Any) -> None:
+    if not isinstance(value, str | dict):
+        raise ValueError(f"{key} = {value!r}: must be a token's text, or an object with its content")
+
+
+def _templates(key: str, value: Any) -> None:
+    if isinstance(value, str):
+        return
+    values.items(key, value, values.mapping)
+    for index, named in enumerate(value):
+        for part in ("name", "template"):
+            values.text(f"{key}[{index}].{part}", named.get(part))
+
+
+_TOKENIZER_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "tokenizer_class": values.text,
+    "chat_template": _templates,
+    "model_max_length": values.positive,
+    "added_tokens_decoder": values.mapping,
+    **dict.fromkeys(("padding_side", "truncation_side"), values.text),
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces"), values.boolean),
+    **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"), _token),
+}
+
+
+def load_tokenizer(folder: Path):
+    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files.
+
+    Raises:
+      ValueError: files that make no tokenizer; where a value is of the wrong type, by file and key.
+    """
+    if not _has_tokenizer(folder):
+        return None
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+        if (folder / name).exists():
+            read_json(folder / name)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        settings = read_json(file) if file.exists() else {}
+        for key, check in _TOKENIZER_CHECKS.items():
+            if settings.get(key) is not None:
+                check(f"{file}: {key}", settings[key])
+    # Without this transformers says at import that there is no torch: we want none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer, is_torch_available
+
+    # The command hides torch (cli.console), which transformers would import. It has looked now, and looks only once;
+    # other libraries are to find torch as it is: a hidden module is one that they take for imported.
+    if not is_torch_available() and sys.modules.get("torch", ...) is None:
+        del sys.modules["torch"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer("a")  # some faults show only when it is used
+    except Exception as error:  # of whatever type: tokenizers raises bare Exceptions
+        said = " ".join(str(error).split())[:300]
+        files = ", ".join(name for name in _TOKENIZER_FILES if (folder / name).exists())
+        raise ValueError(
+            f"{folder}: its tokenizer files ({files}) make no tokenizer: {type(error).__name__}: {said}; "
+            "fetch them again, or name another folder (model.tokenizer)"
+        ) from error
+    return tokenizer

@@ -1,0 +1,231 @@
+"""safetensors files, read and written one tensor at a time.
+
+The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes.
+Reading is by plain positioned reads, not mmap, so that what was read can be freed and threads can share the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxtune.models.files import byte_files
+from jaxtune.models.files.digests import Digest
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
+from jaxtune.system.files import writing
+
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+# Bytes are parts of tensors in four bits, e4m3 has scales beside it, integers are parts of compressed-tensors' int4.
+_STORED = DTYPES | {
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_DTYPE_NAMES = {dtype.name: name for name, dtype in _STORED.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `size_bytes` bytes from `offset` of `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    size_bytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file. The safetensors library decides whether the header is a valid one.
+
+    Raises:
+      ValueError: a file that is truncated, too long or not safetensors, with its expected and actual size.
+    """
+    actual = file.stat().st_size
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if actual < 8 or length > min(_MAX_HEADER_BYTES, actual - 8):
+            raise ValueError(f"{file}: not a whole safetensors file: header of {length} bytes, file of {actual} bytes")
+        raw = stream.read(length)
+    start = 8 + length
+    try:
+        header = json.loads(raw)
+        entries = {name: _entry(name, item, file, start) for name, item in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: its safetensors header is corrupt ({type(error).__name__}: {error})") from None
+    expected = max((entry.offset + entry.size_bytes for entry in entries.values()), default=start)
+    if expected != actual:
+        kind = "truncated" if actual < expected else "too long"
+        raise ValueError(f"{file}: {kind}: expected {expected} bytes, found {actual}; fetch the file again")
+    try:
+        with safe_open(file, framework="numpy"):  # maps the file, reads the header alone
+            pass
+    except SafetensorError as error:
+        for entry in entries.values():
+            if entry.dtype in _STORED:
+                check_size(entry)
+        raise ValueError(f"{file}: its safetensors header is corrupt ({error}); fetch the file again") from None
+    return entries
+
+
+def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
+    dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
+    if not isinstance(dtype, str):
+        raise TypeError(f"dtype {dtype!r} of {name}")
+    for number in (*shape, first, last):
+        if type(number) is not int or number < 0:
+            raise TypeError(f"shape {shape!r} and data_offsets {item['data_offsets']!r} of {name}")
+    return TensorEntry(name, dtype, tuple(shape), file, start + first, last - first)
+
+
+def check_entry(entry: TensorEntry) -> None:
+    """Refuses a dtype that is not a plain float, and a size that does not fit the shape."""
+    if entry.dtype not in DTYPES:
+        raise ValueError(
+            f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
+            "(of quantised checkpoints, those of bitsandbytes in four bits and those in FP8 can be loaded)"
+        )
+    check_size(entry)
+
+
+def check_size(entry: TensorEntry) -> None:
+    """Refuses a size that does not fit the shape."""
+    want = math.prod(entry.shape) * _STORED[entry.dtype].itemsize
+    if want != entry.size_bytes:
+        raise ValueError(
+            f"{entry.file}: {entry.name} {entry.shape} needs {want} bytes, its header gives {entry.size_bytes}"
+        )
+
+
+def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """uint8[size_bytes], whatever the tensor's dtype; or those from `start` to before `stop`."""
+    size = (entry.size_bytes if stop is None else stop) - start
+    data = np.empty(size, np.uint8)
+    view, done = memoryview(data), 0
+    descriptor = os.open(entry.file, os.O_RDONLY)
+    try:
+        while done < size:
+            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], entry.offset + start + done)
+            if count == 0:
+                raise ValueError(f"{entry.file}: ended {size - done} bytes early while reading {entry.name}")
+            done += count
+    finally:
+        os.close(descriptor)
+    return data
+
+
+def read_tensor(entry: TensorEntry) -> np.ndarray:
+    """The tensor in its stored dtype, in memory of its own."""
+    return read_bytes(entry).view(_STORED[entry.dtype]).reshape(entry.shape)
+
+
+def entry_digest(
+    name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], kept: bytes | None = None
+) -> Digest:
+    """Of a tensor that is not in memory; read, kept: as of Digest.read."""
+    return Digest.read(name, _STORED[entry.dtype], entry.shape, entry.size_bytes, read, kept)
+
+
+def over_devices(
+    entry: TensorEntry, sharding: jax.sharding.Sharding, read: Callable[[int, int], np.ndarray]
+) -> jax.Array:
+    """A tensor in its stored dtype that devices divide along its first axis: each part is read by itself, and once,
+    however many devices of this process have it; read: as of entry_digest."""
+    parts: dict[tuple[int, int], np.ndarray] = {}
+    row = entry.size_bytes // entry.shape[0]
+
+    def part(index):
+        first, last, _ = index[0].indices(entry.shape[0])
+        if (first, last) not in parts:
+            bytes_ = read(first * row, last * row)
+            parts[first, last] = bytes_.view(_STORED[entry.dtype]).reshape(last - first, *entry.shape[1:])
+        return parts[first, last][(slice(None), *index[1:])]
+
+    return jax.make_array_from_callback(entry.shape, sharding, part)
+
+
+def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut into shards of at most max_shard_bytes (a larger tensor gets a shard of its own)."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes_bytes:
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def write_file(
+    file: Path,
+    tensors: list[tuple[str, tuple[int, ...], np.dtype]],
+    fetch: Callable[[str], Any],
+    metadata: Mapping[str, str] = types.MappingProxyType({}),
+    advanced: Callable[[int], Any] = lambda _: None,
+) -> dict[str, Written]:
+    """Writes one safetensors file and returns what it wrote; `fetch(name)` gives each tensor when its turn comes, and
+    some threads write it while the next is made. With several processes the first one writes, and the others take part
+    in what gives the tensors.
+
+    The same content makes the same bytes, which the safetensors library does not promise of metadata.
+
+    Args:
+      tensors: (name, shape, dtype), in file order.
+      fetch: name -> np.ndarray or jax.Array of that shape and dtype.
+      metadata: of the file, beside its format.
+      advanced: told of bytes that are written.
+    """
+    header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers wants the format named
+    at = 0
+    for name, shape, dtype in tensors:
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype.name], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    written, whole = {}, 8 + len(raw) + at
+    with (
+        writing(file, whole),
+        byte_files.Writer(file if processes.first() else Path(os.devnull), advanced) as out,
+    ):
+        out.append(len(raw).to_bytes(8, "little") + raw)
+        for name, shape, dtype in tensors:
+            array = np.ascontiguousarray(partition.on_host(fetch(name)))
+            if array.shape != tuple(shape) or array.dtype != dtype:
+                raise ValueError(f"{name}: planned as {dtype.name}{shape}, found {array.dtype.name}{array.shape}")
+            written[name] = Written(tuple(shape), dtype, out.append(array.reshape(-1).view(np.uint8)))
+            del array
+    return written
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A tensor as it was written. sums: the checksums of its bytes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sums: byte_files.Sums
+
+
+def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
+    """Whether a file has the tensor that was written, byte for byte."""
+    if entry.shape != written.shape or _STORED.get(entry.dtype) != written.dtype:
+        return False
+    return byte_files.is_as_written(entry.file, entry.offset, written.sums, advanced)

@@ -1,0 +1,82 @@
+"""Finds the tensor of a checkpoint folder's files for each tensor of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.models.files import expert_files, fp8_files, quant, shards
+
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+# Tensors of a file that hold weights in few bits.
+PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry, fp8_files.FP8Entry)
+
+
+def dtype_name(dtype) -> str:
+    """The name of a dtype that models compute in.
+
+    Raises:
+      ValueError: another dtype.
+    """
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in COMPUTE_DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(COMPUTE_DTYPES)}")
+    return name
+
+
+def weight_name(module: str) -> str:
+    """The tensor of a linear, or of experts' matrices, which are tensors themselves."""
+    return module if ".experts." in module else f"{module}.weight"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first eight names, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _same_content(first: shards.TensorEntry, second: shards.TensorEntry) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))
+
+
+def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
+    """The entry of every wanted tensor.
+
+    Raises:
+      ValueError: tensors that are missing, unexpected or of another shape, all in one list.
+    """
+    entries = dict(entries)
+    if tied and "lm_head.weight" in entries:
+        head = entries.pop("lm_head.weight")
+        embedding = entries.setdefault("model.embed_tokens.weight", head)
+        if embedding is not head and not _same_content(embedding, head):
+            raise ValueError(
+                f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+                'model.embed_tokens.weight; set "tie_word_embeddings": false in config.json to keep both'
+            )
+    problems = []
+    if missing := set(wanted) - set(entries):
+        problems.append(f"missing: {listed(missing)}")
+    if unexpected := set(entries) - set(wanted):
+        problems.append(f"unexpected: {listed(unexpected)}")
+    shapes = [
+        f"{name} {list(entries[name].shape)} (expected {list(shape)})"
+        for name, shape in wanted.items()
+        if name in entries and entries[name].shape != shape
+    ]
+    if shapes:
+        problems.append(f"of another shape: {listed(shapes)}")
+    if problems:
+        raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
+    for name in wanted:
+        if not isinstance(entries[name], (*PACKED, expert_files.StackedEntry, expert_files.MXFP4Entry)):
+            shards.check_entry(entries[name])
+    return {name: entries[name] for name in wanted}

@@ -1,0 +1,100 @@
+"""The tensors of a model that is made one tensor at a time: merged, decoded or encoded, and never there as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.families.common import tensor_name
+from jaxtune.models.files import quant
+from jaxtune.models.lora import copy_structure, matrices, name_matches
+from jaxtune.models.registry import family
+from jaxtune.pallas.formats import Stored, dense
+
+
+def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
+    """{Hugging Face name: variable}, in the order of the layers, which is that of files.
+
+    Raises:
+      ValueError: a model with adapters, or prepared for QAT.
+    """
+    norms = family(model.config.family).NORMS
+    flat = list(nnx.to_flat_state(nnx.state(model)))
+    if any("lora" in map(str, path) for path, _ in flat):
+        raise ValueError(
+            "this model has adapters: merge them first (merge_adapter), or write them alone (save_adapter)"
+        )
+    if quant.qat_spec(model) is not None:
+        raise ValueError("this model is prepared for QAT: make its weights the rounded ones first (convert_qat)")
+
+    def order(item):
+        path = item[0]
+        return ("embedding", "layers", "norm", "head").index(path[0]), path[1] if path[0] == "layers" else 0
+
+    layers, head = model.config.layers, model.config.head_name
+    return {tensor_name(path, norms, layers, head): variable for path, variable in sorted(flat, key=order)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A model whose tensors are made one at a time.
+
+    Attributes:
+      model: its structure, from which configs and headers of files are written. Of a tensor in `made` it has the shape
+        alone (jax.ShapeDtypeStruct, in few bits too).
+      made: {Hugging Face name: what makes the tensor}; whoever keeps none of them has one at a time.
+    """
+
+    model: Decoder
+    made: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
+
+    def maker(self, name: str, variable: nnx.Variable) -> Callable[[], Any]:
+        """What gives a tensor of tensors_of(self.model)."""
+        return self.made.get(name, variable.get_value)
+
+    def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
+        """Returns these weights with some matrices replaced.
+
+        Args:
+          changes: {name of a matrix: a function that takes the old matrix and returns the new one}. It is called when
+            the matrix is made.
+        """
+        model, made = copy_structure(self.model), dict(self.made)
+        names = {id(variable): name for name, variable in tensors_of(model).items()}
+        for name, matrix in matrices(model):
+            if name in changes:
+                tensor = names[id(matrix.weight)]
+                made[tensor] = functools.partial(_then, self.maker(tensor, matrix.weight), changes[name])
+                matrix.weight = matrix.weight.replace(jax.eval_shape(changes[name], matrix.stored_weight))
+        return Weights(model, made)
+
+    def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
+        """As quant.dequantize."""
+
+        def chosen(name: str) -> bool:
+            return modules is None or any(name_matches(name, each) for each in modules)
+
+        decode = functools.partial(dense, dtype=self.model.dtype)
+        found = [name for name, matrix in matrices(self.model) if isinstance(matrix.stored_weight, Stored)]
+        return self.changed({name: decode for name in found if chosen(name)})
+
+    def quantized(self, load_in: str) -> Weights:
+        """As quant.quantize, of what is in few bits in another format too."""
+        if quant.stored_in(self.model) == load_in:
+            return self
+        plain = self.dequantized()
+        encode = functools.partial(quant.encode, load_in=load_in)
+        found = plain.changed({name: encode for name, _ in matrices(plain.model)})
+        found.model.qat = None  # no weight lies on that grid any more
+        return found
+
+
+def _then(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
+    return change(make())

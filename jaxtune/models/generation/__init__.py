@@ -1,0 +1,1 @@
+"""Text from a model: greedy and sampled generation, conversations, and the interface of lm-eval."""

@@ -1,0 +1,215 @@
+"""EleutherAI's lm-eval over a model of jaxtune; its package is an optional extra, `pip install 'lm-eval>=0.4.11'`.
+
+    import lm_eval
+    from jaxtune.models.generation.harness import JaxtuneLM
+
+    results = lm_eval.simple_evaluate(JaxtuneLM(model, tokenizer), tasks=["arc_easy"])
+
+What it scores are the model's own logits: adapters are on, weights in four bits stay so.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+except ImportError as error:
+    raise ImportError("jaxtune.models.generation.harness needs lm-eval: pip install 'lm-eval>=0.4.11'") from error
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.generate import end_token_ids, generate
+
+_SHORTEST = 32  # of a bucket of rows
+_CHUNK = 512  # tokens whose logits exist at a time
+# What `generate` takes of the settings of a task, by transformers' names.
+_SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class JaxtuneLM(TemplateLM):
+    """lm-eval's interface to a Decoder.
+
+    Args:
+      pretrained: a model, or what from_pretrained takes, an adapter's folder too. tokenizer: of the model; None: the
+        folder's.
+      batch_size: rows of a forward pass, and prompts that are continued together.
+      max_length: tokens of a row; None: the model's positions. What is longer loses its beginning.
+      max_gen_toks: new tokens where a task does not say. dtype, load_in: of a model that is loaded here, as in
+        from_pretrained.
+    """
+
+    def __init__(
+        self,
+        pretrained: Decoder | str | os.PathLike,
+        tokenizer: Any = None,
+        *,
+        batch_size: int | str = 8,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        dtype: str | None = None,
+        load_in: str | None = None,
+        seed: int = 0,
+        **others: Any,
+    ):
+        super().__init__()
+        if unknown := {name for name, value in others.items() if value is not None} - {"device", "max_batch_size"}:
+            raise ValueError(f"JaxtuneLM: {', '.join(sorted(unknown))} is unknown")
+        if not isinstance(pretrained, Decoder):
+            from jaxtune.models.hf import from_pretrained
+
+            pretrained, found = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
+            tokenizer = tokenizer or found
+        if pretrained.config.num_labels is not None:
+            raise ValueError("JaxtuneLM: this model scores texts (a reward model) and has no log-probabilities")
+        if tokenizer is None:
+            raise ValueError("JaxtuneLM: tokenizer is missing: give the model's")
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise ValueError(f"JaxtuneLM: batch_size = {batch_size!r}: must be a positive number")
+        positions = pretrained.config.context_length
+        if max_length is not None and not 1 < max_length <= positions:
+            raise ValueError(f"JaxtuneLM: max_length = {max_length}: must lie between 2 and the model's {positions}")
+        self.model, self.tokenizer = pretrained, tokenizer
+        self.batch_size, self.max_length = int(batch_size), max_length or positions
+        self.max_gen_toks, self.seed = max_gen_toks, seed
+        self._graph, self._state = nnx.split(pretrained)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.tokenizer.chat_template if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        if add_special_tokens is None:
+            begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+            return self.tokenizer.encode(string, **({"add_special_tokens": False} if begun else {}))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    # ---- scores
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        found: list[Any] = [None] * len(requests)
+        # The longest first, so that what does not fit shows at once, and neighbours have one bucket.
+        order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1]) - len(requests[index][2]))
+        for start in range(0, len(order), self.batch_size):
+            indices = order[start : start + self.batch_size]
+            rows = [(requests[index][1] + requests[index][2])[-self.max_length - 1 :] for index in indices]
+            width = max(_SHORTEST, 1 << (max(map(len, rows)) - 2).bit_length())
+            tokens, targets, segments = (np.zeros((self.batch_size, width), np.int32) for _ in range(3))
+            for slot, row in enumerate(rows):
+                count = len(row) - 1
+                tokens[slot, :count], targets[slot, :count], segments[slot, :count] = row[:-1], row[1:], 1
+            logprobs, greedy = map(np.asarray, _scored(self._graph, self._state, tokens, targets, segments))
+            for slot, index in enumerate(indices):
+                end = len(rows[slot]) - 1
+                own = slice(max(end - len(requests[index][2]), 0), end)
+                found[index] = float(logprobs[slot, own].sum(dtype=np.float64)), bool(greedy[slot, own].all())
+                if requests[index][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
+        return found
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            rolled = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length, context_len=1,
+            )  # fmt: skip
+            for context, continuation in map(utils.make_disjoint_window, rolled):
+                windows.append((None, context, continuation))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[owner] += logprob
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    # ---- texts
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        texts: list[str] = [""] * len(requests)
+        groups: dict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            groups[repr(request.args[1])].append(index)
+        for indices in groups.values():
+            settings = normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks)
+            until = [stop for stop in settings.pop("until") if stop]
+            new, temperature = settings.pop("max_gen_toks"), settings.pop("temperature", 0.0)
+            if not settings.pop("do_sample", temperature > 0):
+                temperature = 0.0
+            options = {name: settings.pop(name, default) for name, default in _SAMPLING.items()}
+            if settings:
+                raise ValueError(f"JaxtuneLM: {', '.join(sorted(settings))} of generation_kwargs is not supported")
+            if not new < self.max_length:
+                raise ValueError(
+                    f"JaxtuneLM: max_gen_toks = {new} leaves no room for a prompt in max_length = {self.max_length}"
+                )
+            for start in range(0, len(indices), self.batch_size):
+                some = indices[start : start + self.batch_size]
+                prompts = [self.tok_encode(requests[index].args[0])[new - self.max_length :] for index in some]
+                answers = generate(
+                    self.model, prompts, new, temperature, seed=[self.seed + index for index in some],
+                    stop_strings=until, tokenizer=self.tokenizer, **options,
+                    eos_token_ids=end_token_ids(self.model) or [self.eot_token_id],
+                )  # fmt: skip
+                for index, answer in zip(some, answers, strict=True):
+                    text = self.tokenizer.decode(answer, skip_special_tokens=True)
+                    for stop in until:
+                        text = text.split(stop)[0]
+                    texts[index] = text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
+        return texts
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(log p of each target float32[B, T], whether it is the likeliest token bool[B, T]); logits in chunks."""
+    model = nnx.merge(graph, state)
+    hidden = model.hidden_states(tokens, segments)
+    rows, chunk = hidden.reshape(-1, hidden.shape[-1]), min(_CHUNK, tokens.size)
+    padding = -len(rows) % chunk
+
+    def one(part):
+        hidden, target = part
+        logits = model.logits(hidden)
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == target
+
+    parts = [
+        jnp.pad(array, ((0, padding), *((0, 0),) * (array.ndim - 1))).reshape(-1, chunk, *array.shape[1:])
+        for array in (rows, targets.reshape(-1))
+    ]
+    found = jax.lax.map(one, tuple(parts))
+    return tuple(part.reshape(-1)[: len(rows)].reshape(tokens.shape) for part in found)  # type: ignore[return-value]

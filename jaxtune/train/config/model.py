@@ -1,0 +1,93 @@
+"""The sections `model` and `adapter` of a configuration; see config.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict
+
+from jaxtune.train.config.checks import ConfigError, fraction, positive, require
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where the model comes from: exactly one of `path` and `from_config`."""
+
+    __pydantic_config__ = _STRICT
+
+    path: Annotated[str | None, "Folder of a Hugging Face checkpoint, or its hub name."] = None
+    from_config: Annotated[str | None, "A config.json: random weights, for pretraining from scratch."] = None
+    tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
+    load_in: Annotated[
+        Literal["nf4", "fp8"] | None,
+        "The frozen weights of the layers in four bits (NormalFloat) or in eight (e4m3); null: 16 bits.",
+    ] = None
+    compute: Annotated[
+        Literal["fp8"] | None,
+        "fp8: weights in FP8 multiply as they are stored; null: in the precision of the run.",
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.from_config is not None:
+            raise ConfigError("model.path and model.from_config are both set: keep one")
+        if self.path is None and self.from_config is None:
+            raise ConfigError("model.path is missing: set it to a model folder or hub name (or model.from_config)")
+        if self.from_config is not None:
+            require(self.tokenizer is not None, "model.tokenizer", None, "model.from_config needs a tokenizer folder")
+            require(
+                self.load_in is None, "model.load_in", self.load_in, "a model from scratch is not quantised; remove it"
+            )
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """A LoRA adapter; the names and meanings are PEFT's."""
+
+    __pydantic_config__ = _STRICT
+
+    r: Annotated[int, "Rank."] = 16
+    lora_alpha: Annotated[float, "Scale: the update is multiplied by lora_alpha / r."] = 16
+    target_modules: Annotated[
+        str | tuple[str, ...], "'all-linear', a list of module names, or a regular expression on full names."
+    ] = "all-linear"
+    target_parameters: Annotated[
+        tuple[str, ...] | None, "Experts' matrices with an adapter each, e.g. [mlp.experts.gate_up_proj]."
+    ] = None
+    lora_dropout: Annotated[float, "Dropout on the adapter's input."] = 0.0
+    use_rslora: Annotated[bool, "Scale by lora_alpha / sqrt(r) instead."] = False
+    use_dora: Annotated[bool, "Train a magnitude per output beside the direction (DoRA)."] = False
+    modules_to_save: Annotated[tuple[str, ...] | None, "Modules trained in full and saved, e.g. [lm_head]."] = None
+    rank_pattern: Annotated[dict[str, int] | None, "Ranks of single modules: name or pattern to r."] = None
+    alpha_pattern: Annotated[dict[str, float] | None, "Alphas of single modules: name or pattern to alpha."] = None
+    path: Annotated[str | None, "Start from this PEFT adapter folder, with the settings it holds."] = None
+
+    def __post_init__(self) -> None:
+        positive("adapter.r", self.r)
+        positive("adapter.lora_alpha", self.lora_alpha)
+        fraction("adapter.lora_dropout", self.lora_dropout, below_one=True)
+        require(
+            len(self.target_modules) > 0 or bool(self.target_parameters),
+            "adapter.target_modules",
+            self.target_modules,
+            "name at least one module",
+        )
+        for name, rank in (self.rank_pattern or {}).items():
+            positive(f"adapter.rank_pattern.{name}", rank)
+        for name, alpha in (self.alpha_pattern or {}).items():
+            positive(f"adapter.alpha_pattern.{name}", alpha)
+        if self.path is not None:
+            for setting in dataclasses.fields(self):
+                value = getattr(self, setting.name)
+                changed = setting.name != "path" and value != setting.default
+                require(
+                    not changed, f"adapter.{setting.name}", value, "adapter.path brings its own settings; remove it"
+                )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What get_peft_model takes: everything but the path."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

@@ -1,0 +1,490 @@
+"""The configuration of a run: its schema, defaults and help text in one place, as frozen dataclasses.
+
+Each class checks in `__post_init__` what types cannot say, so that a config built in Python is checked as one from YAML
+is. `jaxtune.train.config.file` reads and writes them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict
+
+from jaxtune.train.config.checks import (
+    LARGEST_INTEGER,
+    ConfigError,
+    fraction,
+    not_negative,
+    positive,
+    require,
+    require_usable_numbers,
+)
+from jaxtune.train.config.model import AdapterConfig, ModelConfig
+from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
+
+DEFAULT_OUTPUT = "runs/{recipe}"
+_STRICT = ConfigDict(extra="forbid")
+
+
+# What config.data says of how rows become tokens and packed rows.
+ROW_OPTIONS = (
+    "format",
+    "template",
+    "train_on",
+    "instruction_part",
+    "response_part",
+    "last_response_only",
+    "mask_spans",
+    "length",
+    "packing",
+    "overflow",
+    "on_bad_row",
+)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Rows, and how they become tokens."""
+
+    __pydantic_config__ = _STRICT
+
+    train: Annotated[str, "Training rows: a JSONL, JSON, Parquet or CSV file, or a `datasets` folder or name."]
+    eval: Annotated[str | None, "Held-out rows, in the same formats."] = None
+    eval_rows: Annotated[int, "Without data.eval: this many rows are taken out of data.train for evaluation."] = 0
+    format: Annotated[str, "Format of the rows; 'auto' reads it from their columns."] = "auto"
+    template: Annotated[str | None, "Name or file of a chat template; default: the tokenizer's own."] = None
+    train_on: Annotated[Literal["responses", "all"], "Tokens that count in the loss."] = "responses"
+    instruction_part: Annotated[str | None, "Text that opens a user turn: masks by markers, not by the template."] = (
+        None
+    )
+    response_part: Annotated[str | None, "Text that opens an assistant turn; goes with data.instruction_part."] = None
+    last_response_only: Annotated[bool, "Train on the last response of a conversation only."] = False
+    mask_spans: Annotated[
+        tuple[tuple[str, str], ...] | None,
+        "Spans of responses that are not trained on, as [opening, closing], e.g. [[<think>, </think>]].",
+    ] = None
+    length: Annotated[int, "Tokens in a row."] = 2048
+    packing: Annotated[
+        bool | Literal["step"],
+        "Fill rows with several whole documents; false: one padded document a row; step: a step has rows_per_step "
+        "documents (or pairs), which share rows.",
+    ] = True
+    overflow: Annotated[Literal["truncate", "split", "error"], "Documents longer than data.length."] = "truncate"
+    on_bad_row: Annotated[Literal["error", "skip"], "Rows that cannot be used; they are reported as file:line."] = (
+        "error"
+    )
+    max_rows: Annotated[int | None, "Read no more than this many rows."] = None
+    cache_dir: Annotated[str | None, "Folder of the token cache; default: in the user's cache folder."] = None
+    num_workers: Annotated[int | None, "Processes that tokenise; default: one for each CPU core."] = None
+
+    def __post_init__(self) -> None:
+        require(self.length >= 2, "data.length", self.length, "must be 2 or more")
+        not_negative("data.eval_rows", self.eval_rows)
+        positive("data.max_rows", self.max_rows)
+        positive("data.num_workers", self.num_workers)
+        if self.eval is not None:
+            require(
+                self.eval_rows == 0, "data.eval_rows", self.eval_rows, "takes rows out of data.train; unset data.eval"
+            )
+        for key, other in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
+            if getattr(self, key) is not None:
+                require(getattr(self, other) is not None, f"data.{other}", None, f"data.{key} needs it: set both")
+                require(getattr(self, key) != "", f"data.{key}", "", "must not be empty")
+                require(
+                    self.train_on == "responses", f"data.{key}", getattr(self, key), "needs data.train_on=responses"
+                )
+        for pair in self.mask_spans or ():
+            require(
+                all(part.strip() for part in pair), "data.mask_spans", self.mask_spans,
+                "an opening and a closing must not be empty, as in [[<think>, </think>]]",
+            )  # fmt: skip
+        if self.last_response_only:
+            require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer."""
+
+    __pydantic_config__ = _STRICT
+
+    name: Annotated[
+        Literal["adamw", "adamw_8bit", "adafactor", "sgd"],
+        "Optimizer; adamw_8bit stores its state in 2 bytes a parameter.",
+    ] = "adamw"
+    learning_rate: Annotated[float, "Peak learning rate."] = 2e-4
+    weight_decay: Annotated[float, "Decoupled weight decay; never on norms and biases."] = 0.0
+    beta1: Annotated[float, "Decay of the first moment (adamw, adamw_8bit)."] = 0.9
+    beta2: Annotated[float, "Decay of the second moment (adamw, adamw_8bit)."] = 0.999
+    eps: Annotated[float, "Added to the root of the second moment (adamw, adamw_8bit)."] = 1e-8
+    momentum: Annotated[float, "Momentum (sgd)."] = 0.9
+    weights: Annotated[
+        Literal["fp32", "bf16"] | None,
+        "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B parameters.",
+    ] = None
+
+    offload: Annotated[bool, "Keep the optimizer's states in host memory (adamw, adamw_8bit; full fine-tuning)."] = (
+        False
+    )
+
+    def __post_init__(self) -> None:
+        positive("optim.learning_rate", self.learning_rate)
+        not_negative("optim.weight_decay", self.weight_decay)
+        fraction("optim.beta1", self.beta1, below_one=True)
+        fraction("optim.beta2", self.beta2, below_one=True)
+        positive("optim.eps", self.eps)
+        fraction("optim.momentum", self.momentum, below_one=True)
+        require(
+            not self.offload or self.name in ("adamw", "adamw_8bit"), "optim.offload", True,
+            f"optim.name = {self.name} has no states worth it; use adamw or adamw_8bit, or unset it",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the steps of the run."""
+
+    __pydantic_config__ = _STRICT
+
+    name: Annotated[Literal["linear", "cosine", "cosine_with_restarts", "constant"], "Shape after the warm-up."] = (
+        "linear"
+    )
+    warmup_steps: Annotated[int, "Steps of linear warm-up."] = 0
+    warmup_ratio: Annotated[float | None, "The same as a share of all steps."] = None
+    zero_start: Annotated[
+        bool, "The first step of a warm-up has a rate of 0, as in transformers; else the peak / its steps."
+    ] = False
+    min_ratio: Annotated[float, "Lowest learning rate as a share of the peak (not of constant)."] = 0.0
+    cycles: Annotated[int, "Cosines from the peak down, one after the other (cosine_with_restarts)."] = 1
+
+    def __post_init__(self) -> None:
+        not_negative("schedule.warmup_steps", self.warmup_steps)
+        fraction("schedule.warmup_ratio", self.warmup_ratio, below_one=True)
+        fraction("schedule.min_ratio", self.min_ratio)
+        positive("schedule.cycles", self.cycles)
+        require(
+            self.cycles == 1 or self.name == "cosine_with_restarts", "schedule.cycles", self.cycles,
+            "needs schedule.name = cosine_with_restarts",
+        )  # fmt: skip
+        if self.warmup_ratio is not None:
+            require(
+                self.warmup_steps == 0, "schedule.warmup_steps", self.warmup_steps, "unset it or schedule.warmup_ratio"
+            )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The memory that a step may take, and what happens to residuals between forward and backward."""
+
+    __pydantic_config__ = _STRICT
+
+    budget_gb: Annotated[
+        float | None, "The run keeps to a card of this size, in GB as cards are sold; default: all there is."
+    ] = None
+    plan: Annotated[
+        str | None,
+        "Fixed placements of residuals: keep, recompute, fp8, or gate=offload, up=recompute; null: the fastest that "
+        "fits.",
+    ] = None
+
+    def __post_init__(self) -> None:
+        positive("memory.budget_gb", self.budget_gb)
+        require(self.plan != "", "memory.plan", self.plan, "must be a plan such as keep, or null")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What --plan plans for."""
+
+    __pydantic_config__ = _STRICT
+
+    device: Annotated[str | None, "A device that is not here, such as RTX 4090; default: this machine's."] = None
+    host_gb: Annotated[
+        float | None, "Memory of that device's machine, in GB, for each device; default: what is usual beside it."
+    ] = None
+    dollars_per_hour: Annotated[float | None, "Price of the device, for what a run will cost."] = None
+
+    def __post_init__(self) -> None:
+        require(self.host_gb is None or self.host_gb > 0, "plan.host_gb", self.host_gb, "must be over 0")
+        positive("plan.dollars_per_hour", self.dollars_per_hour)
+        require(
+            self.host_gb is None or self.device is not None, "plan.host_gb", self.host_gb,
+            "is of a device that is not here: set plan.device too",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QatConfig:
+    """Quantisation-aware training: the layers compute with weights rounded to a low-bit format."""
+
+    __pydantic_config__ = _STRICT
+
+    format: Annotated[Literal["int4"], "What the weights are rounded to."] = "int4"
+    group_size: Annotated[int, "Weights of a row that share a scale: 32, 64 or 128."] = 128
+    start: Annotated[int, "Steps to train without rounding first."] = 0
+
+    def __post_init__(self) -> None:
+        require(self.group_size in (32, 64, 128), "qat.group_size", self.group_size, "must be 32, 64 or 128")
+        not_negative("qat.start", self.start)
+
+
+# Sections that one of their keys may stand for: `qat: int4` sets qat.format.
+SHORTHANDS = {"qat": "format", "objective": "name"}
+
+
+def _by_name(section: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value)
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices by axis."""
+
+    __pydantic_config__ = _STRICT
+
+    data: Annotated[int, "Groups of devices that share the rows of a step; -1: what fsdp leaves of all there are."] = 1
+    fsdp: Annotated[int, "Devices of a group, which divide weights and optimizer states too; -1: what data leaves."] = 1
+
+    def __post_init__(self) -> None:
+        for key in ("data", "fsdp"):
+            value = getattr(self, key)
+            require(value > 0 or value == -1, f"mesh.{key}", value, "must be greater than 0, or -1 for all devices")
+        require(self.data > 0 or self.fsdp > 0, "mesh.fsdp", -1, "mesh.data is -1 too: only one can take what is left")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run saves to go on from."""
+
+    __pydantic_config__ = _STRICT
+
+    every_steps: Annotated[int | None, "Save every this many steps."] = None
+    every_minutes: Annotated[float | None, "Save when this much time has passed since the last one."] = 30.0
+    keep: Annotated[int, "Checkpoints kept; older ones are deleted."] = 2
+    resume: Annotated[Literal["auto", "never"], "Go on from the last checkpoint in the output folder, if any."] = "auto"
+
+    def __post_init__(self) -> None:
+        positive("checkpoint.every_steps", self.every_steps)
+        positive("checkpoint.every_minutes", self.every_minutes)
+        positive("checkpoint.keep", self.keep)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """When the held-out rows are evaluated, and how."""
+
+    __pydantic_config__ = _STRICT
+
+    every_steps: Annotated[int | None, "Evaluate every this many steps."] = None
+    at_start: Annotated[bool, "Evaluate before the first step."] = False
+    at_end: Annotated[bool, "Evaluate after the last step."] = True
+    exact_match_rows: Annotated[int, "Rows answered by greedy generation and compared word for word; 0: none."] = 0
+    max_new_tokens: Annotated[int, "Longest generated answer."] = 64
+    sample_rows: Annotated[int, "Answers shown as samples."] = 3
+
+    def __post_init__(self) -> None:
+        positive("evaluation.every_steps", self.every_steps)
+        not_negative("evaluation.exact_match_rows", self.exact_match_rows)
+        positive("evaluation.max_new_tokens", self.max_new_tokens)
+        not_negative("evaluation.sample_rows", self.sample_rows)
+
+    def after_last(self, step: int) -> bool:
+        """Whether an evaluation follows `step`, the last of its run."""
+        return self.at_end or self.between(step)
+
+    def between(self, step: int) -> bool:
+        """Whether an evaluation follows `step`, of whatever steps."""
+        return self.every_steps is not None and step % self.every_steps == 0
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """When a run stops by itself."""
+
+    __pydantic_config__ = _STRICT
+
+    max_nonfinite_in_row: Annotated[
+        int, "Stop after this many non-finite steps in a row; their updates are skipped."
+    ] = 5
+
+    def __post_init__(self) -> None:
+        positive("guards.max_nonfinite_in_row", self.max_nonfinite_in_row)
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Where the numbers go beside metrics.jsonl."""
+
+    __pydantic_config__ = _STRICT
+
+    tensorboard: Annotated[bool, "Write TensorBoard files (pip install tensorboardX)."] = False
+    wandb_project: Annotated[str | None, "Log to this Weights & Biases project (pip install wandb)."] = None
+    trackio_project: Annotated[str | None, "Log to this trackio project (pip install trackio)."] = None
+    log_every: Annotated[int, "Steps between two lines of metrics."] = 1
+
+    def __post_init__(self) -> None:
+        positive("metrics.log_every", self.log_every)
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of some steps."""
+
+    __pydantic_config__ = _STRICT
+
+    steps: Annotated[int, "Steps to trace; 0: none."] = 0
+    start: Annotated[int, "Steps before the first traced one, of those made since the start or a resume."] = 5
+
+    def __post_init__(self) -> None:
+        not_negative("profile.steps", self.steps)
+        positive("profile.start", self.start)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What the output folder holds at the end."""
+
+    __pydantic_config__ = _STRICT
+
+    merged: Annotated[bool, "The whole model, adapter merged in, as a Hugging Face folder."] = True
+    adapter: Annotated[bool, "The adapter, as a PEFT folder."] = True
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    __pydantic_config__ = _STRICT
+
+    model: ModelConfig
+    data: DataConfig
+    adapter: Annotated[AdapterConfig | None, "LoRA adapter; null trains all parameters."] = None
+    steps: Annotated[int | None, "Optimizer steps to run; this or epochs."] = None
+    epochs: Annotated[float | None, "Passes over the data; 1 when steps is not set either."] = None
+    rows_per_step: Annotated[
+        int, "Rows of data.length tokens in an optimizer step, over all devices; see data.packing: step."
+    ] = 8
+    micro_batches: Annotated[
+        int | None, "Parts that the rows of a step are computed in, one after the other; null: the fastest that fits."
+    ] = None
+    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
+    seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
+    deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
+    max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
+    neftune_noise_alpha: Annotated[
+        float | None, "Noise on the embeddings while training, of up to this / sqrt(a document's tokens x hidden size)."
+    ] = None
+    router_aux_loss_coef: Annotated[
+        float | None,
+        "Load-balancing loss of experts, times this; null: as config.json says (0 unless output_router_logits).",
+    ] = None
+    router_z_loss_coef: Annotated[float, "Mean square of the routers' log-sum-exp, times this."] = 0.0
+    objective: Annotated[
+        ObjectiveConfig, "What is trained for; `objective: dpo` sets objective.name.", _by_name("objective")
+    ] = DEFAULT_OBJECTIVE
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    qat: Annotated[
+        QatConfig | None, "Train for weights in a low-bit format; `qat: int4` sets qat.format.",
+        _by_name("qat"),
+    ] = None  # fmt: skip
+    memory: MemoryConfig = MemoryConfig()
+    plan: PlanConfig = PlanConfig()
+    mesh: Annotated[MeshConfig | None, "Which devices share the work; null: chosen by the planner."] = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    guards: GuardConfig = GuardConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
+    export: ExportConfig = ExportConfig()
+    output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
+
+    def require_rows_for(self, devices: int) -> None:
+        """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
+        rows = self.rows_per_step // (self.micro_batches or 1)
+        require(
+            rows % devices == 0, "mesh.data x mesh.fsdp" if self.mesh and self.mesh.fsdp != 1 else "mesh.data", devices,
+            f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
+        )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        require_usable_numbers(self, "")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "epochs", 1.0)
+        # A config built in Python has no recipe.
+        # And a shell leaves the ~ of output=~/runs as it is.
+        object.__setattr__(self, "output", os.path.expanduser(self.output.replace("{recipe}", "default")))
+        for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm", "neftune_noise_alpha"):
+            positive(key, getattr(self, key))
+        for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
+            not_negative(key, getattr(self, key))
+        require(self.output != "", "output", "", "must name a folder")
+
+        tokens = self.rows_per_step * self.data.length
+        require(
+            tokens <= LARGEST_INTEGER, "rows_per_step", self.rows_per_step,
+            f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {LARGEST_INTEGER:,}",
+        )  # fmt: skip
+        rows, parts = self.rows_per_step, self.micro_batches or 1
+        require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
+        if self.mesh is not None and self.mesh.data > 0 and self.mesh.fsdp > 0:
+            self.require_rows_for(self.mesh.data * self.mesh.fsdp)
+        if self.mesh is not None and self.mesh.fsdp != 1:
+            fsdp = self.mesh.fsdp
+            require(
+                not self.optim.offload, "optim.offload", True,
+                f"mesh.fsdp = {fsdp} divides the states over devices, which states in host memory are not yet; "
+                "unset one of them",
+            )  # fmt: skip
+            require(
+                not self.evaluation.exact_match_rows, "evaluation.exact_match_rows", self.evaluation.exact_match_rows,
+                f"generation does not run on weights that mesh.fsdp = {fsdp} divides; unset it, and generate from what "
+                "the run saves",
+            )  # fmt: skip
+
+        why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
+        require(
+            self.objective.name in ("sft", "kto") or not self.evaluation.exact_match_rows,
+            "evaluation.exact_match_rows", self.evaluation.exact_match_rows,
+            f"{why} (objective = {self.objective.name}); leave it out",
+        )  # fmt: skip
+        if self.model.from_config is not None and self.adapter is not None:
+            raise ConfigError(
+                "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
+            )
+        require(
+            self.model.load_in is None or self.adapter is not None, "model.load_in", self.model.load_in,
+            "quantised weights are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
+        )  # fmt: skip
+        require(
+            self.optim.weights != "bf16" or self.adapter is None, "optim.weights", "bf16",
+            "adapters are kept in fp32; unset it, or set adapter: null",
+        )  # fmt: skip
+        require(
+            not self.optim.offload or self.adapter is None, "optim.offload", True,
+            "the states of adapters are small; unset it, or set adapter: null",
+        )  # fmt: skip
+        require(
+            not self.optim.offload or self.max_grad_norm is not None, "max_grad_norm", None,
+            "optim.offload needs it: clipping bounds what an update can reach before it is made",
+        )  # fmt: skip
+        if self.qat is not None:
+            start, adapter = self.qat.start, self.adapter
+            require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
+            for key in ("use_dora", "lora_dropout"):
+                value = getattr(adapter, key, None)
+                require(
+                    not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it"
+                )
+        has_eval = self.data.eval is not None or self.data.eval_rows > 0
+        for key in ("every_steps", "at_start"):
+            value = getattr(self.evaluation, key)
+            require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
+        require(
+            self.data.eval is not None or not self.evaluation.exact_match_rows, "evaluation.exact_match_rows",
+            self.evaluation.exact_match_rows, "needs held-out rows to ask: set data.eval to a file of them",
+        )  # fmt: skip

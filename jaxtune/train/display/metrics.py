@@ -1,0 +1,453 @@
+"""What a run says about itself: metrics.jsonl and other loggers, the progress bar, the loss plot.
+
+Names of metrics: `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
+metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds). What the speeds in it count is said in
+monitor.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtune.system import processes, terminal
+from jaxtune.system.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
+JSONL = "metrics.jsonl"
+
+
+# ---- loggers
+
+
+class MetricsLogger:
+    """Appends to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio where asked.
+
+    The file is the source of truth: one JSON object a line, written through at each call. NaN and infinities are the
+    strings "nan", "inf" and "-inf", so that every line is JSON. A logger that fails while training runs (network,
+    disk) is reported once and training goes on: without it, or, if it is the file, trying it again at each line.
+    With several processes the first one records, and the others keep nothing.
+
+    Args:
+      tensorboard: event files in `folder`/tensorboard.
+      wandb_project, trackio_project: project names. A resumed run continues its own run there.
+      config: JSON-able mapping shown by both.
+      resumed_step: the step a resumed run goes on from; lines of later steps, and a torn last line, are dropped. None
+        for a new run.
+
+    Raises ValueError if an optional package is missing, or if a new run finds metrics of an old one.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        tensorboard: bool = False,
+        wandb_project: str | None = None,
+        trackio_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        resumed_step: int | None = None,
+    ):
+        self._sinks: dict[str, _Sink] = {}
+        self._reported: set[str] = set()
+        if not processes.first():
+            return
+        require_packages(tensorboard, wandb_project, trackio_project)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / JSONL
+        if resumed_step is not None:
+            _drop_after(self.path, resumed_step)
+        elif self.path.exists() and self.path.stat().st_size > 0:
+            raise ValueError(f"{self.path} is of another run: resume that one or choose another output folder")
+        makers: dict[str, Callable[[], _Sink]] = {JSONL: lambda: _JsonlSink(self.path)}
+        if tensorboard:
+            makers["TensorBoard"] = lambda: _TensorBoardSink(folder / "tensorboard", resumed_step)
+        if wandb_project is not None:
+            makers["Weights & Biases"] = lambda: _WandbSink(folder, wandb_project, config, resumed_step)
+        if trackio_project is not None:
+            makers["trackio"] = lambda: _TrackioSink(folder, trackio_project, config, resumed_step)
+        for name, make in makers.items():
+            with self._survived(name):
+                self._sinks[name] = make()
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records the values of one step: numbers (also 0-d arrays), strings, None, or lists and dicts of them."""
+        line = {"step": int(step), "time": round(time.time(), 3)} | {
+            key: _plain(value) for key, value in values.items()
+        }
+        for name, sink in list(self._sinks.items()):
+            with self._survived(name):
+                sink.log(line)
+
+    def close(self) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._survived(name):
+                sink.close()
+        self._sinks = {}
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _survived(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # any error of any logger: none of them is worth a run
+            if name not in self._reported:
+                logger.error("%s failed; training goes on without it: %s: %s", name, type(error).__name__, error)
+            self._reported.add(name)
+            if name != JSONL:
+                self._sinks.pop(name, None)
+
+
+class _Sink:
+    def log(self, line: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class _JsonlSink(_Sink):
+    def __init__(self, path: Path):
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._torn = False  # a full disk may take half a line
+
+    def log(self, line: dict[str, Any]) -> None:
+        data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._torn = True
+        if self._file.write(data) != len(data):
+            raise OSError(f"{self._file.name}: only a part of a line could be written")
+        self._torn = False
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoardSink(_Sink):
+    def __init__(self, folder: Path, resumed_step: int | None):
+        from tensorboardX import SummaryWriter
+
+        # purge_step hides what an earlier part of this run wrote past the resumed step.
+        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
+
+    def log(self, line: dict[str, Any]) -> None:
+        for key, value in _numbers(line).items():
+            self._writer.add_scalar(key, value, line["step"], walltime=line["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbSink(_Sink):
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+        import wandb
+
+        id_file = folder / "wandb_run_id"
+        run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
+        self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
+        # An axis of our own: wandb's own step may only grow, and it drops what a resumed run logs of steps that were
+        # made before it was killed.
+        self._run.define_metric("*", step_metric="step")
+        atomic_write(id_file, self._run.id)
+
+    def log(self, line: dict[str, Any]) -> None:
+        self._run.log({"step": line["step"], **_numbers(line)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TrackioSink(_Sink):
+    """trackio keeps runs by name in a folder of its own (TRACKIO_DIR); a name is the output folder's and a random end,
+    so that two folders of one name are two runs."""
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
+        import trackio
+
+        name_file = folder / "trackio_run_name"
+        known = resumed_step is not None and name_file.exists()
+        name = name_file.read_text().strip() if known else f"{folder.resolve().name}-{secrets.token_hex(3)}"
+        with contextlib.redirect_stdout(sys.stderr):  # where its own lines belong: stdout is for results
+            self._run = trackio.init(
+                project=project, name=name, config=dict(config or {}), resume="allow", embed=False,
+                auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+        atomic_write(name_file, name)
+
+    def log(self, line: dict[str, Any]) -> None:
+        self._run.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
+    """Imports what the loggers that are asked for need. Raises ValueError, with the key and how to install it."""
+    if tensorboard:
+        _require_package("tensorboardX", "metrics.tensorboard")
+    if wandb_project is not None:
+        _require_package("wandb", "metrics.wandb_project")
+    if trackio_project is not None:
+        _require_package("trackio", "metrics.trackio_project")
+
+
+def _require_package(package: str, key: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(f"{key} needs {package} ({error}): pip install {package}, or leave {key} out") from None
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value that keeps NaN and infinities as strings."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and JAX
+        return _plain(value.tolist())
+    raise ValueError(f"a metric must be a number, string, list or dict, not {type(value).__name__}")
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """What a plotting logger takes of a line."""
+    numbers = {}
+    for key, value in line.items():
+        if value in ("nan", "inf", "-inf"):
+            value = float(value)
+        if isinstance(value, int | float) and key not in ("step", "time"):
+            numbers[key] = value
+    return numbers
+
+
+ROWS = "eval_rows"  # of an evaluation: Documents.identity of its rows
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, NaN and infinities as floats again. A torn line, of a kill, is left out, and so is
+    anything else that no run writes: every line is an object with the number of a step."""
+    with open(path, "rb") as file:
+        return [line for text in file if (line := parsed(text)) is not None]
+
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """A line of a metrics.jsonl as read_metrics gives it; None of one that no run writes."""
+    with contextlib.suppress(ValueError, RecursionError):
+        line = json.loads(text.decode("utf-8", "replace"))
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in line.items()}
+    return None
+
+
+def evaluations(path: Path, rows: str) -> dict[int, float]:
+    """{step: evaluation loss} of a metrics.jsonl, if there is one, in its order; of these rows (Documents.identity)."""
+    lines = read_metrics(path) if path.exists() else []
+    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in read_metrics(path) if line["step"] <= last_step]
+    atomic_write(path, "".join(json.dumps(_plain(line)) + "\n" for line in kept))
+
+
+# ---- the progress bar
+
+
+def duration(seconds: float) -> str:
+    """1:05, or 2:03:04 from an hour on."""
+    minutes, seconds_left = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
+
+
+class Progress:
+    """A live bar on a terminal; elsewhere plain lines, at most one in `line_seconds` and always the last step.
+
+    Use as a context. Args: total_steps of the run, start_step (done before a resume), console (a rich Console; None
+    for stderr's).
+    """
+
+    def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
+        self.total_steps = total_steps
+        self.console = console if console is not None else terminal.console(stderr=True)
+        self._line_seconds = line_seconds
+        self._first: tuple[int, float] | None = None  # step and time from which the speed counts: after the compile
+        self._last_line_seconds = self._evaluating_since = -math.inf
+        self._live: Any = None
+        if self.console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("{task.fields[left]}"),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("step", total=total_steps, completed=start_step, left="")
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            self._live = Live(self._bar, console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """The phase in which the step is compiled; the time it takes is kept out of the time left.
+
+        How long it takes depends on what is cached, so nothing is promised: the bar shows the time so far.
+        """
+        started = time.monotonic()
+        if self._live is None:
+            self.print("compiling")
+        else:
+            self._bar.update(self._task, description="compiling")
+        try:
+            yield
+        finally:
+            self._first = None
+            if self._live is not None:
+                self._bar.update(self._task, description="step")
+        if self._live is None:
+            self.print(f"compiled in {time.monotonic() - started:.1f} s")
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+        grad_norm: float | None = None,
+        tokens_per_second: float | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """Shows the numbers of a finished step."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        parts = [
+            None if loss is None else f"loss {loss:.4f}",
+            None if learning_rate is None else f"lr {learning_rate:.2e}",
+            None if grad_norm is None else f"grad norm {grad_norm:.3f}",
+            None if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s",
+            None if memory_bytes is None else f"memory {memory_bytes / 1e9:.2f} GB",
+        ]
+        text = "  ".join(part for part in parts if part is not None)
+        seconds_left = self._seconds_left(step, now)
+        left = "" if seconds_left is None else f"{duration(seconds_left)} left"
+        if self._live is not None:
+            from rich.console import Group
+            from rich.text import Text
+
+            self._bar.update(self._task, completed=step, left=left)
+            self._live.update(Group(self._bar, Text(text)))
+        elif now - self._last_line_seconds >= self._line_seconds or step >= self.total_steps:
+            self._last_line_seconds = now
+            self.print(f"step {step}/{self.total_steps}  {text}  {left}".rstrip())
+
+    def evaluating(self, done: int, batches: int) -> None:
+        """Shows how far an evaluation is."""
+        if self._live is not None:
+            text = "step" if done == batches else f"evaluating {done}/{batches}"
+            self._bar.update(self._task, description=text)
+            return
+        now = time.monotonic()
+        if done == 1:
+            self._evaluating_since = now
+        if now - max(self._last_line_seconds, self._evaluating_since) >= self._line_seconds and done < batches:
+            self._last_line_seconds = now
+            self.print(f"evaluating: {done} of {batches} batches")
+
+    def print(self, text: str) -> None:
+        """A line of its own, above the bar on a terminal, which breaks it at spaces only; never cut or coloured."""
+        self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        first_step, first_seconds = self._first or (step, now)
+        if step <= first_step:
+            return None
+        return (now - first_seconds) / (step - first_step) * max(self.total_steps - step, 0)
+
+
+# ---- the plot
+
+
+def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
+    """Draws loss over step from a metrics.jsonl: every step, where there are many also a moving
+    average, and evaluations as points.
+
+    Non-finite losses are left out. Raises ValueError if there is no loss at all.
+    """
+    lines = read_metrics(jsonl_path)
+
+    def series(key: str) -> list[tuple[int, float]]:
+        found = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+    train, evaluation = series("loss"), series("eval_loss")
+    if not train and not evaluation:
+        raise ValueError(f"{jsonl_path} has no finite loss to plot")
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = zip(*train)
+        window = len(losses) // 25 // 2 * 2 + 1
+        smooth = window > 1
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25 if smooth else 1.0, linewidth=1, label="training loss")
+        if smooth:
+            axes.plot(steps, _moving_average(losses, window), color="tab:blue", label=f"mean of {window} steps")
+    if evaluation:
+        steps, losses = zip(*evaluation)
+        axes.plot(steps, losses, "o--", color="tab:red", markersize=5, linewidth=1, label="evaluation loss")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(png_path)
+
+
+def decorate(what: str, make: Callable[[], Any]) -> None:
+    """Makes what a run can do without, such as a plot; where that fails, it is said and the run goes on."""
+    try:
+        make()
+    except Exception as error:
+        logger.warning("%s was left out: %s: %s", what, type(error).__name__, error)
+
+
+def _moving_average(values: tuple[float, ...], window: int) -> list[float]:
+    """Mean of each value and its neighbours, `window` (odd) in all, fewer at the ends."""
+    half = window // 2
+    around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [sum(part) / len(part) for part in around]

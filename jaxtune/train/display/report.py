@@ -1,0 +1,309 @@
+"""What a run shows before it starts: the trained matrices, the data, the memory of the step."""
+
+from __future__ import annotations
+
+import collections
+import re
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.files.quant import not_quantized, parameters, qat_spec
+from jaxtune.models.residual_plan import Placement
+from jaxtune.system.terminal import fitted, printable
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data import Batches, TokenDataset
+from jaxtune.train.data.preview import MARKS, preview
+from jaxtune.train.display.metrics import duration
+from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.forecasts import EXPERT_SHARE, Forecast, state_seconds
+from jaxtune.train.planning.plan import residuals_text
+from jaxtune.train.program.loss import RouterLosses
+from jaxtune.train.program.step import trainable_names
+
+
+def parameter_counts(model: Decoder) -> tuple[int, int]:
+    """(trainable, all) parameters; adapters count in both, a quantised one as one."""
+    return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
+
+
+def trained_table(model: Decoder) -> Table:
+    """Which tensors train, the same one of every layer in one line."""
+    trainable = nnx.state(model, nnx.Param)
+    groups: dict[tuple, list] = collections.defaultdict(list)
+    for name, leaf in zip(trainable_names(trainable), jax.tree.leaves(trainable), strict=True):
+        match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+        place, rest = (int(match[1]), match[2]) if match else (None, name)
+        groups[(rest, tuple(leaf.shape))].append((place, leaf.size))
+    count, total = parameter_counts(model)
+    table = Table(
+        title=f"Trained: {count:,} of {total:,} parameters ({100 * count / total:.2f} %)",
+        title_justify="left",
+        box=None,
+    )
+    for column in ("tensor", "shape", "layers", "parameters"):
+        table.add_column(column, justify="right" if column == "parameters" else "left")
+    for (name, shape), members in groups.items():
+        places = [place for place, _ in members if place is not None]
+        where = _ranges(places) if places else "-"
+        table.add_row(name, " x ".join(map(str, shape)), where, f"{sum(size for _, size in members):,}")
+    return table
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0-3, 5, 7-8"""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def data_summary(
+    train: TokenDataset,
+    held_out: TokenDataset | None,
+    batches: Batches,
+    total_steps: int,
+    warmup_steps: int,
+    context_length: int,
+) -> str:
+    """What became of the rows, and what somebody should know of them before training. batches: of the run's steps;
+    warmup_steps: schedule.warmup_steps; context_length: positions that the model was made for."""
+    in_steps = train.packing == "step"
+    lines = [f"training rows: {train.report.of_documents if in_steps else train.report}"]
+    warnings = train.warnings()
+    if held_out is not None:
+        lines.append(f"evaluation rows: {held_out.report}")
+    warnings += held_out_warnings(train, held_out)
+    if batches.length > context_length:
+        warnings.append(
+            f"data.length = {batches.length:,} is more than the {context_length:,} positions that the model was made "
+            f"for: rows hold several documents, none of which may be longer than {context_length:,} tokens"
+        )
+    if warmup_steps > total_steps:
+        warnings.append(
+            f"schedule.warmup_steps = {warmup_steps:,}, of {total_steps:,} steps in all: the learning rate only rises, "
+            "and does not reach optim.learning_rate; lower it, or set schedule.warmup_ratio in its place"
+        )
+    per_epoch = batches.steps_per_epoch
+    what = f"{len(train.rows):,} rows"
+    if in_steps:
+        what += f", laid out anew in {batches.rows_per_step:,} rows of {batches.length:,} tokens for each step"
+    lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {what}")
+    return "\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)])
+
+
+def held_out_warnings(train: TokenDataset, held_out: TokenDataset | None) -> list[str]:
+    """What somebody should know of the rows of an evaluation, a sentence each."""
+    if held_out is None:
+        return []
+    # Rows taken out of the training file were counted with it, and are not in it.
+    known, documents = train.warnings(), held_out.documents
+    found = [line for line in held_out.warnings() if line not in known]
+    if documents.tokens is not train.documents.tokens and (same := documents.also_in(train.documents)):
+        found.append(f"{same:,} of {len(documents):,} documents are trained on, too: their loss says nothing of others")
+    return [f"evaluation rows: {line}" for line in found]
+
+
+def check(model: Decoder, summary: str, batches: Batches, tokenizer: Any, console: Console) -> None:
+    """The report of --check: what would be trained, and one packed row with its loss mask. summary: data_summary."""
+    colours = console.color_system is not None
+    how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
+    parts: list[RenderableType] = [
+        trained_table(model),
+        Text(),
+        Text(fitted(summary, console)),
+        Text(f"\nOne packed row: what is trained is {how}, the rest is only read.\n"),
+        preview(batches.batch_at(0), tokenizer, 0, marks=not colours),
+    ]
+    console.print(Group(*parts))
+
+
+def precision_notes(
+    config: TrainConfig,
+    storage: Mapping[str, str],
+    gradients: str,
+    routers: RouterLosses,
+    model: Decoder,
+    qat: FakeQuant | None,
+) -> list[str]:
+    """What a run says at its start of how weights are kept and rounded, and what they are held to.
+
+    Args:
+      storage: how "weights" and the state of the "optimizer" are kept. gradients: the dtype that they are summed in.
+      routers: what is added to the loss. model: as it was given. qat: how its linears are rounded.
+    """
+    rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
+    host = ", in host memory" if config.optim.offload else ""
+    notes = [
+        f"compute {config.precision}; trained weights {storage['weights']}{rounding}; gradients {gradients}; "
+        f"optimizer state {storage['optimizer']}{host}"
+    ]
+    if routers:
+        notes.append(
+            f"routers: load-balancing loss times {routers.aux_loss_coef:g}, z-loss times {routers.z_loss_coef:g}"
+        )
+    if qat is not None:
+        start = 0 if config.qat is None else config.qat.start
+        skipped = not_quantized(model, qat)
+        left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
+        notes.append(f"QAT: weights rounded to {qat.format}, groups of {qat.group_size}, from step {start}{left}")
+    before = qat_spec(model)
+    if before is not None and before != qat:
+        notes.append(
+            f"the adapter was trained with merged weights rounded to {before}, and this run "
+            f"{'does not round them: qat' if qat is None else 'rounds them otherwise: qat'} says how it does"
+        )
+    path = config.adapter and config.adapter.path
+    if path and config.objective.name in ("dpo", "kto"):
+        notes.append(
+            f"{config.objective.name}: the reference is the model with its adapter off, and not with adapter.path = "
+            f"{path!r} as it is now; for that merge it first (jaxtune export {path} FOLDER), set model.path=FOLDER, "
+            "adapter.path=null"
+        )
+    return notes
+
+
+def _last_parts(names: list[str]) -> str:
+    """q_proj (2), down_proj (2)"""
+    return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
+
+
+# ---- the plan
+
+# Placements in the order of the table, with what each costs.
+_PLACEMENTS: dict[Placement, str] = {
+    "keep": "kept",
+    "fp8": "kept in FP8",
+    "offload": "on the host",
+    "recompute": "computed again",
+}
+
+
+def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
+    """A plan in words: what becomes of each residual, what it costs, and what is predicted."""
+    plan = forecast.plan
+    rows = parts.rows // plan.micro_batches
+    split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
+    what = residuals_text(plan.residuals)
+    what += " (nothing is computed twice)" if what == "keep" else ""
+    lines = [f"plan: {what}; {split} {rows} x {parts.length:,} tokens"]
+    if device.name == "cpu":
+        return lines
+    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
+    for placement, words in _PLACEMENTS.items():
+        named = (name for layer in plan.residuals.layers for name in layer.named(placement, parts.known))
+        counts = collections.Counter(name for name in named if parts.residuals[name])
+        if not counts:
+            continue
+        size = sum(parts.residual_bytes(name, tokens) * count for name, count in counts.items())
+        cost = {
+            "keep": "",
+            "fp8": " before",
+            "offload": f", {forecast.wait_seconds:.2f} s a step of waiting for the link",
+            "recompute": f", {forecast.recompute_seconds:.2f} s a step",
+        }[placement]
+        names = ", ".join(
+            name if count == parts.num_layers else f"{name} ({count} layers)" for name, count in counts.items()
+        )
+        lines.append(f"  {words} ({size / 1e9:.2f} GB{cost}): {names}")
+    if parts.hosted_bytes:
+        seconds = state_seconds(parts, device)
+        lines.append(f"  optimizer states on the host: {parts.hosted_bytes / 1e9:.2f} GB, {seconds:.2f} s a step")
+    if parts.devices > 1:
+        seconds, lost = forecast.collective_seconds, forecast.exposed_seconds
+        lines.append(f"  between {parts.devices} devices: {seconds:.3f} s a step, of which {lost:.3f} s are lost")
+    peak = f"  predicted peak {forecast.peak_bytes / 1e9:.2f} GB"
+    peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
+    speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"
+    lines.append(f"{peak}; {speed} ({device.name}: {device.note})")
+    if budget_bytes is not None and forecast.peak_bytes > budget_bytes:
+        lines.append(
+            "  it is the smallest plan, over what is left when the allocator loses as much as it may: it may fit"
+        )
+    if parts.has_experts:
+        lines.append(
+            f"  experts are taken to run at {EXPERT_SHARE:.0%} of the speed of dense products, as measured on a H200"
+        )
+    return lines
+
+
+def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
+    """How long a run will take by its plan, and what that costs; without a number of steps, a million tokens.
+
+    Args:
+      steps: of the whole run. dollars_per_hour: of one device. devices: that the run uses.
+    """
+    if steps is None:
+        what, seconds = "a million tokens take", 1e6 / forecast.tokens_per_second
+    else:
+        what, seconds = f"{steps:,} steps take", steps * forecast.step_seconds
+    price = "" if dollars_per_hour is None else f", for {seconds / 3600 * dollars_per_hour * devices:,.2f} dollars"
+    return f"{what} {duration(seconds)}{price}, evaluations and saves not counted"
+
+
+def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
+    """Predicted beside measured, after the first steps; nothing on a CPU, whose rates are not known."""
+    if device.name == "cpu":
+        return []
+    seconds = statistics.median(step_seconds)
+    predicted, measured = forecast.peak_bytes / 1e9, peak_bytes / 1e9
+    return [
+        f"plan: peak {predicted:.2f} GB predicted, {measured:.2f} measured; {forecast.tokens_per_second:,.0f} tokens/s "
+        f"predicted, {forecast.tokens / seconds:,.0f} measured"
+    ]
+
+
+def memory_plan(
+    forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
+) -> dict[str, float]:
+    """The report of --plan on this machine, below the plan in words: what is predicted, and what the compiler says of
+    a step that fits.
+
+    Returns the figures in GB: predicted, compiled (the step's peak), and limit where there is one.
+    """
+    figures = {"predicted": forecast.peak_bytes / 1e9, "compiled": compiled_bytes / 1e9}
+    console.print(_parts_table(forecast))
+    console.print(f"the compiler says {figures['compiled']:.3f} GB (compiled in {compile_seconds:.1f} s)")
+    if budget_bytes is not None:
+        figures["limit"] = budget_bytes / 1e9
+        console.print(f"there are {figures['limit']:.1f} GB: the step fits")
+    return figures
+
+
+def _parts_table(forecast: Forecast) -> Table:
+    table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
+    table.add_column("part")
+    table.add_column("GB", justify="right")
+    for name, value in sorted(forecast.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, f"{value / 1e9:.3f}")
+    table.add_row("predicted peak", f"{forecast.peak_bytes / 1e9:.3f}")
+    return table
+
+
+def plan_elsewhere(
+    forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
+) -> None:
+    """The report of --plan for a device that is not here. longest: tokens of the longest single row that fits."""
+    lines = plan_lines(forecast, parts, device, budget_bytes)
+    if device.host_note:
+        lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
+    if device.usual_host_bytes is not None and forecast.host_bytes > device.usual_host_bytes:
+        lines.append(
+            f"warning: the plan pins {forecast.host_bytes / 1e9:.1f} GB of host memory; machines with this device "
+            f"usually let {device.usual_host_bytes / 1e9:.1f} GB be pinned"
+        )
+    row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
+    told = Text(fitted("\n".join(lines), console))
+    console.print(Group(told, Text(), _parts_table(forecast), Text(row)))

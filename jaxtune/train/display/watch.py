@@ -1,0 +1,92 @@
+"""Runs as they go, side by side on a page that only this machine sees: what `jaxtune report` shows, as it is now.
+
+The standard library's server answers on the loopback address alone, and only requests that were made to it by that
+name, so that no page of another site can read through the browser what it says.
+"""
+
+from __future__ import annotations
+
+import html
+import http.server
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtune.train.display import metrics as m
+from jaxtune.train.display.run_page import STYLE, Run
+
+HOST = "127.0.0.1"
+_NAMES = (HOST, "localhost")
+_SECONDS = 2
+_SCRIPT = """
+let shown = "";
+async function look() {
+  const note = document.querySelector("#note");
+  try {
+    const text = await (await fetch("runs")).text();
+    note.textContent = "";
+    if (text !== shown) document.querySelector("main").innerHTML = shown = text;
+  } catch { note.textContent = "jaxtune watch has ended: the figures stay as they were"; }
+}
+look();
+setInterval(look, SECONDS * 1000);
+""".replace("SECONDS", str(_SECONDS))
+_PAGE = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<link rel="icon" href="data:,"><title>jaxtune watch</title><style>{STYLE}
+main {{ max-width: none; display: grid; gap: 28px; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); }}
+main .grid {{ grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); }} section {{ min-width: 0; }}
+td {{ overflow-wrap: anywhere; }} #note {{ color: var(--second); padding: 0 20px; }}
+</style></head><body><p id="note"></p><main></main><script>{_SCRIPT}</script></body></html>
+"""
+
+
+def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:
+    """A server that is not yet running (serve_forever) of the page of these runs' folders; port 0: one that is free.
+
+    Raises:
+      ValueError: a port that cannot be had.
+    """
+
+    pages = [Run(run, f"run{i}-") for i, run in enumerate(runs)]
+    drawing = threading.Lock()  # of each request there is a thread
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
+                self.send_error(403)
+            elif self.path == "/":
+                self._answer(_PAGE)
+            elif self.path == "/runs":
+                with drawing:
+                    sections = [f"<section>{_of(page)}</section>" for page in pages]
+                self._answer("\n".join(sections))
+            else:
+                self.send_error(404)
+
+        def _answer(self, text: str) -> None:
+            data = text.encode("utf-8", "replace")
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format, *args):
+            pass  # the page asks every two seconds: a line for each would bury the address in the terminal
+
+    try:
+        return http.server.ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--port {port} cannot be had ({error}): name another, or 0 for one that is free") from None
+
+
+def _of(page: Run) -> str:
+    begin = f"<h1>{html.escape(page.folder.name)}</h1>"
+    if not (page.folder / m.JSONL).is_file():
+        return f'{begin}<p class="soft">This run has not begun: there is no {m.JSONL} yet.</p>'
+    try:
+        return page.body()
+    except Exception as error:  # of one run, whose files may hold anything: the others are shown all the same
+        return f'{begin}<p class="soft">It cannot be shown: {html.escape(f"{type(error).__name__}: {error}")}</p>'

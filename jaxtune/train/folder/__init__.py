@@ -1,0 +1,1 @@
+"""The folder of a run: its record, checkpoints, rows, results and lock."""

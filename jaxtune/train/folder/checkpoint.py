@@ -1,0 +1,500 @@
+"""Checkpoints: Orbax writes the arrays, this file makes a save atomic, checked and safe to resume from.
+
+    folder/
+      run.lock                who uses the folder: pid, host, start time
+      step_00000100/          complete: it got this name last
+        arrays/               Orbax (OCDBT, zarr, uncompressed)
+        meta.json             step, the caller's meta, shape and dtype of every array
+        manifest.json         bytes and CRC-32 of every file above: written last, the commit mark
+      .tmp_step_00000200/     a save under way, or what a dead run left; removed at the next start
+
+A save copies device arrays to the host, returns, and finishes in a thread. Every byte is read again, and its checksum
+compared, before a resume.
+
+With several processes each writes and reads the parts of its own devices. All else about files is done by the first:
+the lock, the commit, what is removed, and the choice of what is restored.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
+from jaxtune.system.files import atomic_write, fingerprints, sync
+from jaxtune.train.folder import array_files
+from jaxtune.train.folder.folder_lock import FolderLock
+
+logger = logging.getLogger(__name__)
+
+ARRAYS, META, MANIFEST = "arrays", "meta.json", "manifest.json"
+FORMAT = 1
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read; the message names the file, what was found and what to do."""
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint in a folder, which may be missing; ascending."""
+    if not folder.is_dir():
+        return []
+    found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run; holds the folder's lock until `close`.
+
+    Args:
+      folder: made if missing. Raises ValueError if it cannot be written or another run holds it.
+      keep: number of newest complete checkpoints that stay (at least 1), beside one that is not proven yet.
+    """
+
+    def __init__(self, folder: str | os.PathLike, keep: int = 2):
+        if keep < 1:
+            raise CheckpointError(f"keep={keep}: at least 1 checkpoint must be kept")
+        self.folder = Path(folder).absolute()
+        self.keep = keep
+        self._lock = FolderLock(self.folder) if processes.first() else None
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._damaged: set[int] = set()
+        self._unproven: int | None = None
+        self._orbax: Any = None  # made at the first save: importing Orbax takes half a second
+        if processes.first():
+            self._remove_leftovers()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    # ---- which checkpoints there are
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending. Whether a file was damaged since is found by `restore`."""
+        return saved_steps(self.folder)
+
+    def latest(self) -> int | None:
+        """The newest step of `steps`, None without any."""
+        return max(self.steps(), default=None)
+
+    # ---- writing
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
+        """Starts a save and returns once the device arrays are copied to the host; the caller may donate them then.
+
+        Args:
+          step: optimizer steps done.
+          state: pytree of jax.Array (any sharding; typed PRNG keys too) or numpy arrays.
+          meta: JSON-able mapping.
+          proven: whether the state is known to be good. If not, it does not count among those kept, and pushes none
+            out, until `confirm` says that it is.
+
+        Waits for the save before this one, and raises its error if it failed. Raises CheckpointError if the disk has
+        too little room or a leaf cannot be stored; nothing has been written then.
+        """
+        self.wait()
+        arrays, described = _describe(state)
+        record = {"format": FORMAT, "step": step, "meta": meta, "arrays": described}
+        try:
+            record_text = json.dumps(record, indent=1)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"meta of step {step} is not JSON-able: {error}") from None
+        need_bytes = sum(x.nbytes for x in arrays.values())
+        need_bytes += need_bytes // 20 + len(record_text) + 2**24  # chunk padding, Orbax's own metadata, our files
+        if processes.first() and (free_bytes := shutil.disk_usage(self.folder).free) < need_bytes:
+            raise CheckpointError(
+                f"no room to save step {step}: it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} "
+                "free; free some space or write to another disk"
+            )
+        temporary = self.folder / f".tmp_{_name(step)}"
+        try:
+            if processes.first():
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+            if self._orbax is not None and processes.count() > 1:
+                self._orbax.close()
+                self._orbax = None
+            if self._orbax is None:
+                self._orbax = array_files.saver()
+            import orbax.checkpoint as ocp
+
+            self._orbax.save(temporary / ARRAYS, args=ocp.args.PyTreeSave(arrays))
+        except Exception as error:
+            self._fail(step, temporary, error)
+            self.wait()
+        self._unproven = None if proven else step
+        self._thread = threading.Thread(target=self._finish, args=(step, temporary, record_text), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Blocks until the save under way is complete; raises the CheckpointError of a failed one, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def confirm(self) -> None:
+        """Says that the newest state saved or restored is good: older checkpoints make way for it.
+
+        Does nothing while its save is under way: call it again."""
+        if self._unproven is not None and (self._thread is None or not self._thread.is_alive()):
+            newest, self._unproven = self._unproven, None
+            self._purge(newest)
+
+    def reject(self) -> None:
+        """Says that the newest state saved or restored is no good: it is removed if there is an older checkpoint."""
+        self.wait()
+        older = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
+        if self._unproven in self.steps() and older:
+            path = self.folder / _name(self._unproven)
+            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, older[-1])
+            self._remove(path)
+            self._unproven = None
+
+    def close(self) -> None:
+        """Waits, then gives the folder free. Raises like `wait`."""
+        try:
+            self.wait()
+        finally:
+            if self._orbax is not None:
+                self._orbax.close()
+                self._orbax = None
+            if self._lock is not None:
+                self._lock.release()
+
+    def _finish(self, step: int, temporary: Path, record_text: str) -> None:
+        """Runs in the thread: all that follows the copy to the host."""
+        try:
+            self._orbax.wait_until_finished()  # in the first process: until all have written
+            if not processes.first():
+                return
+            atomic_write(temporary / META, record_text)
+            files = sorted(path for path in temporary.rglob("*") if path.is_file())
+            manifest = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
+            atomic_write(
+                temporary / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1)
+            )
+            self._commit(temporary, self.folder / _name(step))
+        except Exception as error:
+            self._fail(step, temporary, error)
+            return
+        self._purge(step)
+
+    def _commit(self, temporary: Path, final: Path) -> None:
+        sync(temporary)
+        old = self.folder / f".old_{final.name}"
+        if final.exists():  # of an abandoned or damaged run; put back by the next start if we die between the two
+            os.rename(final, old)
+        os.rename(temporary, final)
+        sync(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _fail(self, step: int, temporary: Path, error: Exception) -> None:
+        if processes.first():
+            shutil.rmtree(temporary, ignore_errors=True)
+        last = self.latest()
+        self._error = CheckpointError(
+            f"saving step {step} to {self.folder} failed: {error}; "
+            + ("there is no complete checkpoint" if last is None else f"the last complete checkpoint is step {last}")
+        )
+        self._error.__cause__ = error
+
+    def _purge(self, newest: int) -> None:
+        """Removes what is older than the kept ones, what is damaged, and later steps, which a rewound run abandoned."""
+        self._damaged.discard(newest)
+        steps = self.steps()
+        usable = [step for step in steps if step <= newest and step not in self._damaged]
+        proven = [step for step in usable if step != self._unproven]
+        kept = {*proven[-self.keep :], *(step for step in usable if step == self._unproven)}
+        for step in steps:
+            if step in kept:
+                continue
+            path = self.folder / _name(step)
+            if step > newest and processes.first():
+                logger.warning("removing %s: this run went back to before it", path)
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if not processes.first():
+            return
+        trash = self.folder / f".tmp_{path.name}"
+        try:
+            os.rename(path, trash)  # first, so that a kill leaves no half checkpoint under a good name
+            shutil.rmtree(trash)
+        except OSError as error:
+            logger.warning("old checkpoint %s could not be removed: %s", path, error)
+
+    def _remove_leftovers(self) -> None:
+        for path in self.folder.iterdir():
+            try:
+                if path.name.startswith(".old_step_") and not (final := self.folder / path.name[5:]).exists():
+                    os.rename(path, final)
+                elif path.name.startswith((".tmp_step_", ".old_step_")):
+                    logger.warning("removing %s, which a run that died left unfinished", path)
+                    shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("unfinished checkpoint %s could not be removed: %s", path, error)
+
+    # ---- reading
+
+    def restore(
+        self,
+        step: int | None = None,
+        like: Any = None,
+        check: Callable[[dict[str, Any]], None] | None = None,
+        partial: bool = False,
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """Reads the newest intact checkpoint, or exactly `step`.
+
+        Args:
+          step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in
+            the log and passed over. A given step is never replaced by another.
+          like: pytree of arrays or jax.ShapeDtypeStruct with the structure, shapes, dtypes and shardings wanted. A
+            leaf without a sharding (or an uncommitted array) comes back uncommitted, a numpy leaf as numpy. None
+            gives nested dicts of numpy arrays by name.
+          check: called with the meta before the arrays are read, to refuse them for a better reason than their shapes.
+          partial: `like` names some of the arrays only, such as the weights without the optimizer; no other is read.
+
+        Returns: (step, state, meta). Raises CheckpointError if nothing intact is there or `like` does not fit.
+        """
+        self.wait()
+        found = processes.of_first(lambda: self._intact(step))
+        path = self.folder / _name(found)
+        if check is not None:
+            check(_record(path)["meta"])
+        self._unproven = found
+        return found, *_read(path, like, partial)
+
+    def _intact(self, step: int | None) -> int:
+        """The step whose files are as they were written: the newest, or this one."""
+        candidates = self.steps()[::-1] if step is None else [step]
+        if not candidates:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}")
+        damaged = []
+        for candidate in candidates:
+            path = self.folder / _name(candidate)
+            problem = _find_damage(path)
+            if problem is None:
+                if damaged:
+                    logger.warning("resuming from step %d instead", candidate)
+                return candidate
+            logger.error("checkpoint %s is damaged and cannot be used: %s", path, problem)
+            damaged.append(f"{path.name}: {problem}")
+            self._damaged.add(candidate)
+        raise CheckpointError(f"no intact checkpoint in {self.folder}: " + "; ".join(damaged))
+
+
+# ---- the parts of a save
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _size(count_bytes: int) -> str:
+    return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by their path, joined with "/"."""
+    named = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
+        name = "/".join(parts)
+        if not parts or name in named or any("/" in part or not part for part in parts):
+            raise CheckpointError(f"state has no usable name for the leaf {parts}: names must be unique, without '/'")
+        named[name] = leaf
+    return named
+
+
+def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The arrays Orbax is to store, by name, and what meta.json says of each."""
+    import tensorstore
+
+    arrays, described = {}, {}
+    for name, x in _named_leaves(state).items():
+        if isinstance(x, np.generic):
+            x = np.asarray(x)
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise CheckpointError(f"state[{name}] is a {type(x).__name__}, not an array; plain values belong into meta")
+        described[name] = {"shape": list(x.shape), "dtype": str(x.dtype)}
+        if x.size == 0:
+            continue  # Orbax stores no empty array; the description is all there is to it
+        if _is_key(x):
+            described[name]["key_impl"] = str(jax.random.key_impl(x))
+            x = jax.random.key_data(x)
+        try:
+            tensorstore.dtype(x.dtype.name)
+        except (TypeError, ValueError):
+            raise CheckpointError(
+                f"state[{name}] has dtype {x.dtype}, which cannot be stored; pack it into uint8"
+            ) from None
+        arrays[name] = x if isinstance(x, jax.Array) else np.array(x)  # a copy: the caller may write into its own
+    if not arrays:
+        raise CheckpointError("state holds no array: there is nothing to save")
+    return arrays, described
+
+
+# ---- the parts of a restore
+
+
+def _find_damage(path: Path) -> str | None:
+    """What is wrong with the checkpoint folder, None if every file is as it was written."""
+    if not path.is_dir():
+        return "there is no such checkpoint"
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        expected: dict[str, dict[str, Any]] = manifest["files"]
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST}: expected format {FORMAT}, found {manifest['format']}"
+        sizes = {name: int(entry["bytes"]) for name, entry in expected.items()}
+        checksums = {name: str(entry["crc32"]) for name, entry in expected.items()}
+    except FileNotFoundError:
+        return f"{MANIFEST}: the file is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return f"{MANIFEST}: unreadable ({type(error).__name__}: {error})"
+    if META not in expected:
+        return f"{MANIFEST}: does not list {META}"
+    if strange := [name for name in expected if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]:
+        return f"{MANIFEST}: lists {strange[0]!r}, which is no file of a checkpoint"
+    for name, count in sizes.items():  # sizes first: they cost nothing
+        if not (path / name).is_file():
+            return f"{name}: the file is missing, expected {count:,} bytes"
+        if (found := (path / name).stat().st_size) != count:
+            return f"{name}: expected {count:,} bytes, found {found:,}"
+    try:
+        found_files = fingerprints([path / name for name in expected])
+    except OSError as error:
+        return f"unreadable ({error})"
+    for name, checksum in checksums.items():
+        if (found := found_files[path / name]["crc32"]) != checksum:
+            return f"{name}: expected CRC-32 {checksum}, found {found}"
+    return None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """meta.json: {"format", "step", "meta", "arrays": {name: {"shape", "dtype"}}}."""
+    try:
+        record = json.loads((path / META).read_text(encoding="utf-8"))
+        if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
+            raise ValueError(f"it is of format {record['format']!r} and step {record['step']!r}")
+        if not isinstance(record["meta"], dict):
+            raise ValueError("its meta is no mapping")
+        for entry in record["arrays"].values():
+            jnp.dtype(entry["dtype"]) if "key_impl" not in entry else str(entry["key_impl"])
+            if not all(type(size) is int and size >= 0 for size in entry["shape"]):
+                raise ValueError(f"a shape is {entry['shape']!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / META} is not a checkpoint's ({type(error).__name__}: {error})") from None
+    return record
+
+
+def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
+    import orbax.checkpoint as ocp
+
+    record = _record(path)
+    described = record["arrays"]
+    if like is None:
+        wanted = dict.fromkeys(described)
+    else:
+        wanted = _named_leaves(like)
+        _check_fits(path, described, wanted, partial)
+
+    item, restore_args, arrays = {}, {}, {}
+    for name, leaf in wanted.items():
+        if 0 in described[name]["shape"]:
+            arrays[name] = _empty(described[name], leaf)
+            continue
+        item[name] = jax.ShapeDtypeStruct((), jnp.float32)  # names only: shapes and dtypes are those on disk
+        sharding = None if "key_impl" in described[name] else _committed_sharding(leaf)
+        if sharding is None:
+            restore_args[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+        else:
+            restore_args[name] = ocp.ArrayRestoreArgs(sharding=sharding)
+    try:
+        largest = max((_bytes(described[name]) for name in item), default=0)
+        with array_files.reader(largest) as reader:
+            asked = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=partial)
+            arrays |= reader.restore(path / ARRAYS, args=asked)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / ARRAYS} cannot be read ({type(error).__name__}: {error})") from error
+    leaves = {name: _place(arrays[name], described[name], wanted[name], like is None) for name in wanted}
+
+    if like is not None:
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), leaves.values()), record["meta"]
+    nested: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split("/")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return nested, record["meta"]
+
+
+def _bytes(description: dict[str, Any]) -> int:
+    """Of an array, as meta.json describes it; of a key, of its data at least."""
+    size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
+    return math.prod(description["shape"]) * size
+
+
+def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
+    empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
+    sharding = _committed_sharding(leaf)
+    return empty if sharding is None else partition.put(empty, sharding)
+
+
+def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """The sharding a leaf of `like` asks for; None where it asks for none."""
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return getattr(leaf, "sharding", None)
+
+
+def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
+    """A restored array as its leaf of `like` asks for it."""
+    if impl := description.get("key_impl"):
+        key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
+        sharding = _committed_sharding(leaf)
+        return key if sharding is None else jax.device_put(key, sharding)
+    if as_numpy or isinstance(leaf, np.ndarray | np.generic) or isinstance(array, jax.Array):
+        return array
+    return jnp.asarray(array)
+
+
+def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
+    problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
+    if not partial:
+        problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]
+    for name in wanted.keys() & described.keys():
+        saved = (tuple(described[name]["shape"]), described[name]["dtype"])
+        asked = (tuple(wanted[name].shape), str(wanted[name].dtype))
+        if saved != asked:
+            problems.append(f"{name}: saved as {saved[1]}{list(saved[0])}, this run has {asked[1]}{list(asked[0])}")
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(f"{path} does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)

@@ -1,0 +1,341 @@
+"""What a run records, and by which it is known again: its checkpoints and results say it, and its config.yaml."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import types
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from jaxtune import __version__
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import computes_in_fp8, stored_in
+from jaxtune.models.lora import adapter_settings, gives_adapter
+from jaxtune.system import processes
+from jaxtune.system.files import atomic_write, fingerprints
+from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, TrainConfig
+from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.folder.checkpoint import CheckpointError
+from jaxtune.train.folder.run_folder import CONFIG
+
+# Keys of a record whose change makes it another run; everything else is only pointed out. Where model and rows lie may
+# change: their content is compared. So may where optimizer states lie.
+_INCOMPATIBLE = (
+    "trainable",
+    "storage",
+    "own",
+    "data",
+    "base_digest",
+    "base_fingerprint",
+    *(
+        f"config.{key}"
+        for key in (
+            "model.from_config",
+            "model.load_in",
+            "model.compute",
+            "adapter",
+            "rows_per_step",
+            "precision",
+            "seed",
+            "max_grad_norm",
+            "neftune_noise_alpha",
+            "objective",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+            "schedule",
+            "qat",
+            *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
+        )
+    ),
+    *(f"config.data.{key}" for key in (*ROW_OPTIONS, "max_rows", "eval_rows")),
+)
+# Keys that records of older versions lack, which are compared by what they hold. Their base_fingerprint is of a sample
+# of the weights, and of no config.json.
+_NOT_ALWAYS = ("base_digest",)
+# How long a run is; see _of_any_length.
+_LENGTH = ("config.steps", "config.epochs")
+# A change here leaves the run valid, but not bit for bit the same.
+_NUMERICS = "numerics"
+
+
+def record_of(
+    config: TrainConfig,
+    *,
+    trainable: Mapping[str, jax.Array],
+    storage: Mapping[str, str],
+    base: Decoder,
+    data: Mapping[str, Any],
+    total_steps: int,
+    own: Mapping[str, Any],
+    numerics: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a checkpoint records beside its arrays; JSON-able.
+
+    Args:
+      trainable: {name: array or shape}. storage: how "weights" and the "optimizer"'s state are kept. base: the model
+        as it was given. data: what the rows are known by. own: {part: what a part is known by that the user's
+        code gave} (own_parts.py). numerics: what leaves the run valid when it changes, but not bit for bit the same.
+    """
+    return {
+        "config": config_to_dict(config),
+        "trainable": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trainable.items()},
+        "storage": dict(storage),
+        "base_digest": base.base_digest,
+        "base_fingerprint": base.base_fingerprint,
+        "data": dict(data),
+        "total_steps": total_steps,
+        **({"own": dict(own)} if own else {}),
+        "numerics": {**numerics, "device": jax.devices()[0].device_kind, "jax": jax.__version__},
+    }
+
+
+def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
+    """What changed from one record to another without making it another run, in words.
+
+    Raises:
+      CheckpointError: it is another run; the message lists the differences.
+    """
+    keys = _INCOMPATIBLE if _of_any_length(current) else (*_INCOMPATIBLE, *_LENGTH)
+    adapted = current["config"]["adapter"] is not None
+    # A recipe with settings of an adapter has a section, which a path replaces whole.
+    result = f"'adapter={{path: {output / 'adapter'}}}'" if adapted else f"'model.path={output / 'merged'}'"
+    longer = (
+        "Only a run of constant rate (schedule.name = constant, no schedule.warmup_ratio) can be given other steps; "
+        "the rate of this one has its shape from their number. To train on, begin a new run from its result, with "
+        f"{result} and another output"
+    )
+    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, longer))
+    return [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless]
+
+
+def _numeric(difference: Difference) -> bool:
+    return difference.key.startswith(_NUMERICS)
+
+
+def _of_any_length(record: dict[str, Any]) -> bool:
+    """Whether each of the run's steps is the same, bit for bit, however many follow."""
+    schedule = record["config"]["schedule"]
+    return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
+
+
+def same_run(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that makes a run this one: what is left out may change within it."""
+    keys = {
+        key: value
+        for key, value in flat_keys(json.loads(json.dumps(record))).items()
+        if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *_LENGTH))
+    }
+    if _of_any_length(record):
+        keys = {key: value for key, value in keys.items() if key not in _LENGTH}
+    return keys
+
+
+def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
+    """Whether this, or an older version, wrote `found` as the digest of the run."""
+    return found in (digest(run), digest(by_what_it_holds({}, run)))
+
+
+def digest(run: dict[str, Any]) -> str:
+    """SHA-256, as hexadecimal digits, of what makes a run this one."""
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+# ---- several processes
+
+
+# Where things lie, which may be another place on each host. What lies there is compared: require_same_rows, and the
+# digest of the base; of _FILES, by what they hold.
+_PLACES = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.cache_dir", "output")
+_FILES = ("data.template", "adapter.path")
+
+
+def require_same_settings(config: TrainConfig) -> None:
+    """Raises ValueError where processes of a run have different configs or different versions of what computes."""
+    settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
+    settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    processes.require_same({"jaxtune": __version__, **versions}, "install the same version for all of them")
+    processes.require_same(settings, "start all of them with the same recipe and the same overrides")
+
+
+def _content(place: str) -> Any:
+    """What a file or an adapter's folder holds; a name that is neither, as it is."""
+    path = Path(place).expanduser()
+    files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
+    return list(fingerprints(files).values()) or place
+
+
+def in_first_words(config: TrainConfig) -> TrainConfig:
+    """The config that all processes record: with what the first one calls the files that it names."""
+    if processes.count() == 1:
+        return config
+    template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
+    adapter = config.adapter and dataclasses.replace(config.adapter, path=path)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, template=template), adapter=adapter)
+
+
+def require_same_rows(sets: Mapping[str, TokenDataset | None]) -> None:
+    """Raises ValueError where processes of a run have different rows of tokens. sets: by the keys that name them."""
+    if processes.count() == 1:
+        return  # to read every token takes time
+    found = {
+        key: None
+        if data is None
+        else f"{len(data.documents):,} documents, {int(data.documents.trained.sum()):,} trained tokens, CRC-32 of all "
+        f"tokens {data.documents.tokens_crc32:08x}"
+        for key, data in sets.items()
+    }
+    processes.require_same(found, "all of them need the same rows, the same tokenizer and the same template")
+
+
+# ---- comparing records
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One key whose value is not what the checkpoint holds; an absent key has the value "(absent)"."""
+
+    key: str
+    saved: Any
+    current: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
+
+
+def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """`current` without what the version that wrote `saved` did not record."""
+    return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
+
+
+def compare_meta(
+    saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
+) -> tuple[list[Difference], list[Difference]]:
+    """Differences of two metas, by dotted key: (those that forbid a resume, harmless ones). A key of a config that one
+    of them lacks stands at its default there: it is newer than the other.
+
+    Args:
+      incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
+    """
+    old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(by_what_it_holds(saved, current))))
+    forbidding = tuple(incompatible)
+    refused, harmless = [], []
+    defaults = _defaults()
+    in_both = {key.rpartition(".")[0] for key in old} & {key.rpartition(".")[0] for key in new}  # sections
+    for key in sorted(old.keys() | new.keys()):
+        lacking = (key in old) != (key in new) and key.rpartition(".")[0] in in_both
+        if lacking and key in defaults and (old | new)[key] == defaults[key]:
+            continue
+        difference = Difference(key, old.get(key, "(absent)"), new.get(key, "(absent)"))
+        if json.dumps(difference.saved) == json.dumps(difference.current) or difference.saved == difference.current:
+            continue
+        covered = any(key == prefix or key.startswith(prefix + ".") for prefix in forbidding)
+        (refused if covered else harmless).append(difference)
+    return refused, harmless
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """{"config." + key: its default} of keys whose default is null, true, false, a number or a list."""
+    found: dict[str, Any] = {}
+    for key in config_keys():
+        with contextlib.suppress(ValueError):
+            found[f"config.{key.name}"] = json.loads(key.default)
+    return found
+
+
+def require_compatible(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    incompatible: Iterable[str],
+    hints: Mapping[str, str] = types.MappingProxyType({}),
+) -> list[Difference]:
+    """The harmless differences; raises CheckpointError listing the others. Arguments as for `compare_meta`.
+
+    hints: what else can be done, by key; told where it alone stands in the way.
+    """
+    refused, harmless = compare_meta(saved, current, incompatible)
+    if refused:
+        keys = {difference.key for difference in refused}
+        hint = "\n" + hints[min(keys)] if keys <= hints.keys() else ""
+        more = f"\n  and {len(refused) - 8} more" if len(refused) > 8 else ""
+        lines = "\n".join(f"  {difference}" for difference in refused[:8]) + more
+        raise CheckpointError(
+            f"this run cannot continue that checkpoint; set these back or start a new run:\n{lines}{hint}"
+        )
+    return harmless
+
+
+# ---- config.yaml
+
+
+def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
+    """The config with `adapter`, `model.load_in` and `model.compute` as the model has them, for config.yaml and
+    checkpoints.
+
+    A setting that already describes the model stays as it was written ("all-linear" stays that); an adapter that came
+    from a folder stays named by it.
+
+    Args:
+      model: what trains; its arrays may be shapes.
+    Raises:
+      ValueError: adapters that no config can describe; a setting that cannot go with the model's adapters.
+    """
+    adapter, settings = config.adapter, adapter_settings(model)
+    if settings is None:
+        adapter = None
+    elif adapter is None or (adapter.path is None and not gives_adapter(model, adapter.settings)):
+        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+        adapter = AdapterConfig(**plain)
+    stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
+    load_in = config.model.load_in
+    if stored_in(model) is None:
+        load_in = None
+    elif load_in is None and not stored_so:
+        load_in = stored_in(model)
+    compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
+    kept = dataclasses.replace(config.model, load_in=load_in, compute=compute)
+    return dataclasses.replace(config, adapter=adapter, model=kept)
+
+
+def write_config(output: Path, config: TrainConfig) -> None:
+    if processes.first():
+        atomic_write(output / CONFIG, config_to_yaml(config))
+
+
+def require_same_config(output: Path, config: TrainConfig) -> bool:
+    """Whether the folder holds the config of this run; for a folder without a checkpoint.
+
+    A file that is empty, or a beginning of this run's, is what a full disk or a power cut left, and counts as none.
+
+    Raises:
+      ValueError: the folder holds another run.
+    """
+    try:
+        found, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
+    except FileNotFoundError:
+        return False
+    if found != ours and not ours.startswith(found.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
+        raise ValueError(
+            f"output = {str(output)!r} holds another run (its config.yaml differs): name another folder, or remove "
+            "that config.yaml if nothing of the run is worth keeping"
+        )
+    return found == ours
+
+
+def _reads_as(path: Path, config: TrainConfig) -> bool:
+    """Whether a file that an older version may have written, without keys that are newer, holds this config."""
+    try:
+        return load_config(str(path)) == config
+    except ConfigError:
+        return False

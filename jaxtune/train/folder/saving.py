@@ -1,0 +1,146 @@
+"""When a run's state is saved: as checkpoint.* says, at a signal, and never while updates are being skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxtune.system import processes
+from jaxtune.train.config import CheckpointConfig
+from jaxtune.train.display.monitor import Monitor, TrainingStopped
+from jaxtune.train.folder.checkpoint import Checkpointer
+from jaxtune.train.signals import StopSignal
+
+
+class TrainingInterrupted(RuntimeError):
+    """A signal ended the run after a finished step; the state is saved and `resume: auto` goes on from it."""
+
+
+@dataclasses.dataclass
+class SavePolicy:
+    """Says when a save is due: every so many steps, every so many minutes, or both (None or 0: never by that).
+
+    `now_seconds` is any clock that only goes forward (time.monotonic()); the first call starts it.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    _last_seconds: float | None = None
+
+    def should_save(self, step: int, now_seconds: float) -> bool:
+        """Asked once after each optimizer step; a True counts as the save."""
+        if self._last_seconds is None:
+            self._last_seconds = now_seconds
+        due = bool(self.every_steps) and step > 0 and step % self.every_steps == 0
+        due = due or self.time_is_up(now_seconds)
+        if due:
+            self._last_seconds = now_seconds
+        return due
+
+    def time_is_up(self, now_seconds: float) -> bool:
+        """Whether so many minutes have passed; asked between steps, where no step counts."""
+        if not self.every_minutes or self._last_seconds is None:
+            return False
+        return now_seconds - self._last_seconds >= 60 * self.every_minutes
+
+    def saved(self, now_seconds: float) -> None:
+        """A save was made, due or not."""
+        self._last_seconds = now_seconds
+
+
+class Saver:
+    """Saves the state of one run while it trains and evaluates; all processes of a run, at the same steps.
+
+    A state is known to be good when a later step, or an evaluation, of it gave finite numbers. Until then the
+    checkpoints before it stay (Checkpointer.confirm). While steps are not finite and their updates are skipped nothing
+    is saved: the weights may be ruined already.
+
+    Args:
+      start: optimizer steps done, of which there is a checkpoint unless it is 0.
+      meta: gives what a checkpoint records.
+      monitor: knows which updates were made.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: CheckpointConfig,
+        start: int,
+        meta: Callable[[], dict[str, Any]],
+        monitor: Monitor,
+        stop: StopSignal,
+    ):
+        self.checkpointer, self.meta, self.monitor, self.stop = checkpointer, meta, monitor, stop
+        self.enabled = bool(config.every_steps or config.every_minutes)
+        self.policy = SavePolicy(config.every_steps, config.every_minutes)
+        self.policy.should_save(start, time.monotonic())
+        self.saved = start
+        self._due = self._told = False
+
+    def after_step(self, done: int, state: Any, last: bool) -> None:
+        """Called after each step: saves if it is time, leaves if a signal came. `last`: what follows saves anyway."""
+        if self.monitor.applied > self.saved:
+            self.checkpointer.confirm()
+        self._due = self.policy.should_save(done, time.monotonic()) or self._due
+        if not last:
+            self.poll(done, state)
+
+    def poll(self, done: int, state: Any) -> None:
+        """Called whenever the state is whole and there is a moment, such as between two batches of an evaluation.
+
+        Raises:
+          TrainingInterrupted: a signal came; what could be saved is.
+        """
+        stop = self.stop
+        due = self._due or self.policy.time_is_up(time.monotonic())
+        signal_name, self._due = processes.agree(stop.signal_name if stop.requested else None, due)
+        if signal_name is not None:
+            self.save(done, state)
+            self.checkpointer.wait()
+            processes.all_of(None)  # the first one's wait is for all files
+            kept = "saved" if self.saved == done else f"step {self.saved} is the last one saved"
+            kept = kept if self.saved else "nothing is saved yet"
+            raise TrainingInterrupted(f"{signal_name} after step {done}; {kept} in {self.checkpointer.folder}")
+        if self._due:
+            self.save(done, state)
+
+    def save(self, done: int, state: Any) -> None:
+        """Saves unless this very state is saved, or updates are being skipped: then it stays due."""
+        self.monitor.flush()
+        if self.saved == done:
+            self._due = False
+            return
+        if self.monitor.skipped_in_row:
+            if not self._told:
+                kept = f"; step {self.saved} stays" if self.saved else ""
+                self.monitor.progress.print(f"step {done}: not saved while updates are being skipped{kept}")
+            self._told = True
+            return
+        with self.monitor.pause("save", done):
+            self.checkpointer.save(done, {"state": state}, self.meta(), proven=False)
+        for callback in self.monitor.run.callbacks:
+            callback.saved(done)
+        self.policy.saved(time.monotonic())
+        self.saved, self._due, self._told = done, False, False
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Where a guard ends the run, a checkpoint that led to nothing but skipped updates makes way for the one
+        before."""
+        try:
+            yield
+        except TrainingStopped:
+            if self.monitor.skipped_in_row and self.monitor.applied <= self.saved:
+                self.checkpointer.reject()
+            raise
+
+    def finish(self, good: bool) -> None:
+        """Waits for the last save; good: whether the last state is known to be good."""
+        if self.enabled or self.saved:
+            with self.monitor.pause("save", self.saved):
+                self.checkpointer.wait()
+        if good:
+            self.checkpointer.confirm()

@@ -1,0 +1,1 @@
+"""The optimizer: its updates, its learning rate, its state in 8 bits and in host memory."""

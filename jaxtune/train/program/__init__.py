@@ -1,0 +1,1 @@
+"""The compiled train step: its loss, its gradients, its update, and the cache of compiled programs."""

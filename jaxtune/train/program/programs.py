@@ -1,0 +1,411 @@
+"""The programs of a run: how they are compiled, once for all data, and again for other plans until one fits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxtune.models.placement import collectives, partition
+from jaxtune.models.placement.transfers import IN_FLIGHT
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.system import processes
+from jaxtune.train import host_memory
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.file import config_to_dict
+from jaxtune.train.data.batches import Batch, Batches, Rows
+from jaxtune.train.planning.forward import ForwardPlanner
+from jaxtune.train.planning.known import KnownFailures
+from jaxtune.train.planning.planner import Planner, out_of_memory
+from jaxtune.train.program.flops import document_lengths
+from jaxtune.train.program.step import StepProgram, Sums, TrainState
+
+_BLOCK_FOR_ROWS = 32 << 20  # bytes: the rows of two steps of 8 x 65,536 tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs of a run, and the seconds that it took to make them; `before_qat`: those of its steps
+    before qat.start."""
+
+    accumulate: Any
+    update: Any
+    evaluate: Any
+    seconds: float = 0.0
+    before_qat: Programs | None = None
+
+
+def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, Any]:
+    """XLA options of the step.
+
+    Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
+    8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made, not only where a
+    fusion ends, so that another plan of residuals gives the same bits; the programs have as many kernels either way.
+    Under `deterministic` the vendor libraries' first algorithm is taken instead of the fastest timed one, so that
+    another process makes the same choice. divides: tensors are divided over devices.
+    """
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if platform != "gpu":
+        return options
+    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}
+    if divides:
+        options |= collectives.compiler_options()
+    if deterministic:
+        options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    return options
+
+
+def _may_plan_again(error: Exception) -> bool:
+    """Of an error that one process may have alone; the others would wait in the collectives of the first plan."""
+    return out_of_memory(error) and processes.count() == 1
+
+
+def abstract(tree):
+    """Shapes, dtypes and shardings of arrays."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+@contextlib.contextmanager
+def _uncollected():
+    """Without searches for unreachable objects, a fifth of the time of tracing and lowering: these make few, of 20 MB
+    in a step of 48 layers, and hold many, which each search looks through."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Engine:
+    """What computes a run: its step's programs on a mesh, under the planner's plan.
+
+    Args:
+      program: the run's; what a plan and the config's noise decide of it is filled in here. before_qat: that of the
+        steps before qat.start.
+      batches: of the steps. held_out: rows of an evaluation, which is then compiled with the steps, or None.
+
+    Attributes: program, before_qat (both as the plan says), planner, mesh, batches; replicated (how arrays lie that
+    every device has); micro_index (int32 numbers of a step's micro-batches, on the mesh).
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        before_qat: StepProgram | None,
+        planner: Planner | ForwardPlanner,
+        mesh: jax.sharding.Mesh,
+        batches: Batches,
+        config: TrainConfig,
+        held_out: Rows | None,
+    ):
+        alpha = config.neftune_noise_alpha
+        self.program = dataclasses.replace(program, noise_alpha=alpha)
+        self.before_qat = None if before_qat is None else dataclasses.replace(before_qat, noise_alpha=alpha)
+        self.planner = planner
+        self.batches = batches
+        self._early_steps = 0 if config.qat is None else config.qat.start
+        self._deterministic, self._held_out = config.deterministic, held_out
+        self.use_mesh(mesh)
+        if isinstance(planner, Planner):
+            planner.remember(KnownFailures(self._facts(planner, config)))
+        self.follow_plan()
+
+    @property
+    def _search(self) -> Planner:
+        """The planner of a run that trains: it goes on to other plans where one does not fit."""
+        assert isinstance(self.planner, Planner)
+        return self.planner
+
+    def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
+        """Returns everything that the programs of this run depend on, except the plan, the device and the versions of
+        the compilers."""
+        asked = config_to_dict(config)
+        program, cost = self.program, planner.cost
+        sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
+        return [
+            {name: asked[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
+            [config.deterministic, config.max_grad_norm, config.neftune_noise_alpha, config.memory.plan],
+            [program.max_documents, program.full, program.weights, program.dropout, type(program.objective).__name__],
+            [dict(self.mesh.shape), str(planner.shape), sizes],
+        ]
+
+    def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
+        """Sets the devices of the programs that are compiled from here on."""
+        self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
+        self._by_rows = NamedSharding(mesh, partition.ROWS)
+        self.program = dataclasses.replace(self.program, mesh=mesh)
+        if self.before_qat is not None:
+            self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
+
+    def follow_plan(self) -> None:
+        """Takes up the planner's plan: programs compiled before are of another."""
+        plan = self.planner.plan
+        follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
+        self.program = dataclasses.replace(self.program, **follow)
+        if self.before_qat is not None:
+            self.before_qat = dataclasses.replace(self.before_qat, **follow)
+        self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """XLA's options for the programs."""
+        divides = self.mesh.shape.get(partition.FSDP, 1) > 1
+        return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
+
+    # ---- batches
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch, over all devices."""
+        return self.batches.rows_per_step // self.planner.plan.micro_batches
+
+    def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
+        """Micro-batch `part` of `parts`, its rows divided over the mesh."""
+        size = batch.tokens.shape[0] // parts
+        piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
+        return partition.put(piece, self._by_rows)
+
+    def load_step(self, step: int) -> tuple[list[Batch], dict[str, Any]]:
+        """Device micro-batches of a step, its token counts and the lengths of its documents."""
+        batch = self.batches.batch_at(step)
+        parts = self.planner.plan.micro_batches
+        counts = {
+            "tokens": int((batch.segment_ids > 0).sum()),
+            "trained_tokens": int(batch.weights.sum()),
+            "lengths": document_lengths(batch),
+        }
+        return [self.place(batch, part, parts) for part in range(parts)], counts
+
+    def zero_sums(self, state: TrainState) -> Sums:
+        """Sums to begin a step with."""
+        return self.program.zero_sums(state.trainable, self.replicated)
+
+    def first_sums(self, state: TrainState) -> Sums:
+        """Makes the sums that a run begins with, as zero_sums does. On a GPU it also leaves a small block of device
+        memory free below them.
+
+        The rows of the next step are put on the device while a step runs. Without a free block below the step's
+        temporary buffer, the allocator puts them above it. The next step then finds no room for its buffer, which must
+        be one block. A resumed 8B stopped so on a 12 GiB card that had enough bytes free.
+        """
+        blocks = []
+        for device in self.mesh.local_devices:
+            if device.platform == "gpu":
+                blocks.append(jax.device_put(np.zeros(_BLOCK_FOR_ROWS, np.uint8), device))
+        sums = jax.block_until_ready((blocks, self.zero_sums(state)))[1]
+        for block in blocks:
+            block.delete()
+        return sums
+
+    # ---- compiling
+
+    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
+        """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change.
+
+        Python lowers them one after the other, the one that takes longest to compile first. XLA, which needs no Python,
+        meanwhile compiles what is lowered: all of them side by side.
+        """
+        started = time.perf_counter()
+        shapes = abstract(state), abstract(sums), abstract(frozen)
+        programs = dispatch.built(functools.partial(self._compile_all, *shapes, first_step))
+        return dataclasses.replace(programs, seconds=time.perf_counter() - started)
+
+    def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
+        batch = self._abstract_batch(self.batches)
+        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
+        where, held_out = self.replicated, self._held_out
+        unsummed = self.program.sums_shardings(state.trainable, where)
+        before = self.before_qat if first_step < self._early_steps else None
+        steps = [self.program] if before is None else [self.program, before]
+        with ThreadPoolExecutor(2 * len(steps) + 1, "compile") as pool:
+            accumulates, evaluates = [], []
+            with _uncollected():
+                for program in steps:
+                    arguments = (sums, state, frozen, batch, index)
+                    lowered = self._lowered(program.accumulate, unsummed, arguments, donate_argnums=0)
+                    accumulates.append(pool.submit(self._compiled, lowered))
+                with jax.set_mesh(self.mesh):
+                    results = (self.program.shardings(state, where), unsummed, where)
+                    update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
+                    update = pool.submit(self._compile, update.lower(state, sums))
+                if held_out is not None:
+                    for program in steps:
+                        lowered = self._lowered_of_rows(program.evaluate, where, state.trainable, frozen, held_out)
+                        evaluates.append(pool.submit(self._compiled, lowered))
+            evaluates = [future.result() for future in evaluates] or [None] * len(steps)
+            pairs = list(zip([future.result() for future in accumulates], evaluates, strict=True))
+            programs, *early = (Programs(accumulate, update.result(), evaluate) for accumulate, evaluate in pairs)
+        return dataclasses.replace(programs, before_qat=early[0]) if early else programs
+
+    def compile_evaluate(self, program: StepProgram, trainable, frozen):
+        """Compiles the evaluation of one batch. trainable: the weights that train, or their shapes."""
+        assert self._held_out is not None
+        return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
+
+    def compile_of_rows(self, function, trainable, frozen, rows: Rows):
+        """Compiles StepProgram.of_rows of a function, for batches of these rows."""
+        program = functools.partial(self.program.of_rows, function)
+        return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
+
+    def _compiled_of_rows(self, *what):
+        return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
+
+    def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
+        return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
+
+    def _lowered(self, function, out, arguments: tuple, **options):
+        with partition.compiling(self.mesh):
+            return jax.jit(function, out_shardings=out, **options).lower(*arguments)
+
+    def _compiled(self, lowered):
+        """Of `_lowered`; by any thread."""
+        with partition.compiling(self.mesh):
+            return self._compile(lowered)
+
+    def _compile(self, lowered):
+        dispatch.begin_checks()  # that lowering it asked for
+        device = self.mesh.local_devices[0]
+        with ThreadPoolExecutor(8, "kernels") as pool:
+            if device.platform == "gpu":
+                gpu_kernel.compile_beside(lowered, device, pool)
+            return lowered.compile(compiler_options=self.options)
+
+    def _abstract_batch(self, rows: Rows | Batches) -> Batch:
+        """Shapes of a micro-batch of these rows; an evaluation's batches have as many."""
+        empty = rows.empty(self.rows)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
+
+    def fit(
+        self,
+        shapes: Callable[[], tuple[TrainState, Sums, Any]],
+        first_step: int,
+        print_line: Callable[[str], None],
+        begun: bool = False,
+    ) -> Programs:
+        """Compiles the plan in force; where the compiler's figure is over the budget, others until one fits.
+
+        Args:
+          shapes: gives those of (state, sums, frozen) under the plan in force. begun: the weights lie as it says, and
+            stay so.
+        Raises:
+          PlanError: the smallest plan was compiled, and is too large.
+        """
+        while True:
+            programs, need = self._compiled_and_need(shapes(), first_step)
+            host_memory.give_back()
+            if programs is not None and (need is None or self._search.fits(need)):
+                return programs
+            problem = "compiling it ran out of memory"
+            if need is not None:
+                problem = f"the compiled step needs {need / 1e9:.2f} GB"
+            self._search.replan(problem, need, print_line, begun)
+            self.follow_plan()
+
+    def _compiled_and_need(
+        self, shapes: tuple[TrainState, Sums, Any], first_step: int
+    ) -> tuple[Programs | None, float | None]:
+        """(the programs, None where memory ran out in any process; the most bytes that any process's take, None where
+        nothing limits them or that is not known)."""
+        programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
+        try:
+            programs = self.compile(*shapes, first_step)
+            if limited:
+                need = self._search.compiled_bytes(programs.accumulate, programs.update)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            programs = None
+        needs = processes.all_of(None if programs is None else float(need))
+        if None in needs:
+            return None, None
+        return programs, max(needs) if limited else None
+
+    # ---- running
+
+    def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
+        """Has the devices exchange something for the first time, which connects them; says how long that took, as
+        metrics' `collectives_seconds`. Nothing, where a run has one device."""
+        if self.mesh.size == 1:
+            return {}
+        program, number = collectives.first_exchange(self.mesh), partition.put(np.float32(0), self.replicated)
+        processes.all_of(None)  # nobody waits for others to compile
+        started = time.perf_counter()
+        jax.block_until_ready(program(number))
+        seconds = time.perf_counter() - started
+        print_line(f"collectives of {self.mesh.size} devices set up in {seconds:.1f} s")
+        return {"collectives_seconds": seconds}
+
+    def at(self, programs: Programs, step: int) -> Programs:
+        """The programs that a step runs."""
+        early = step < self._early_steps and programs.before_qat is not None
+        return programs.before_qat if early and programs.before_qat is not None else programs
+
+    def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
+        """The sums, with every micro-batch of a step added."""
+        for index, batch in zip(self.micro_index, parts, strict=True):
+            sums = programs.accumulate(sums, state, frozen, batch, index)
+        return sums
+
+    def first_step(
+        self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
+    ):
+        """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, again under smaller
+        plans, which are compiled in the context that `compiling` makes.
+
+        Nothing of a failed attempt is left: only the update donates the state.
+        """
+        while True:
+            try:
+                done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
+                return programs, jax.block_until_ready(done)
+            except jax.errors.JaxRuntimeError as error:
+                if not _may_plan_again(error):
+                    raise
+            rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
+            programs = sums = parts = None
+            self._search.replan("the first step ran out of memory", None, print_line, begun=True)
+            self.follow_plan()
+            with compiling():
+                programs = self.fit(lambda: (state, self.zero_sums(state), frozen), step, print_line, begun=True)
+            sums, count = self.zero_sums(state), self.planner.plan.micro_batches
+            parts = [self.place(rows, part, count) for part in range(count)]
+
+    def evaluate(
+        self,
+        evaluate,
+        trainable,
+        frozen,
+        batches: Batches,
+        shown: Callable[[int, int], None] = lambda done, count: None,
+        between: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """{"eval_" and name: number}: the mean loss over `batches`, of what it is a mean, and what the objective makes
+        of its sums.
+
+        Args:
+          evaluate: compiled by compile_evaluate. shown: is told of each batch. between: called after each batch.
+        """
+        objective = self.program.objective
+        totals, count = [], batches.steps_per_epoch
+        for index in range(count):
+            totals.append(evaluate(trainable, frozen, self.place(batches.batch_at(index))))
+            jax.block_until_ready(totals[max(0, index - 1)])  # a long queue would answer no signal
+            shown(index + 1, count)
+            between()
+        loss, number = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))
+        own = {name: sum(float(sums[name]) for _, _, sums in totals) for name in objective.sums}
+        values = {"loss": loss / max(number, 1.0), objective.unit: int(number)}
+        values |= objective.metrics({"loss": loss, "count": number, **own})
+        return {f"eval_{name}": value for name, value in values.items()}

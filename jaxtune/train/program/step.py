@@ -1,0 +1,460 @@
+"""The train step: two programs, whatever the data.
+
+`accumulate` adds one micro-batch's loss, count and gradients to donated sums; `update` divides once by the step's
+count, clips, updates, and gives zeroed sums back. Micro-batches are dispatched from Python, because a loop around the
+stack inside one program would keep transfers from overlapping. Nothing here waits for the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.lax import optimization_barrier
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.placement import partition
+from jaxtune.models.residual_plan import ResidualPlan
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.sft import SUPERVISED
+from jaxtune.train.optimizer import optimizer_offload
+from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, step_optimizer
+from jaxtune.train.optimizer.rounding import stochastic_round
+from jaxtune.train.program.loss import NO_ROUTER_LOSSES, Forward, RouterLosses
+
+# Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
+_GROWTH_STEPS = 2000
+_FIRST_SCALE = 2.0**16
+# Folded into the run's key for the seeds of stochastic rounding, and for noise on the embeddings; dropout folds in the
+# step, which never gets there.
+_ROUNDING, _NOISE = 0xFFFFFFFF, 0xFFFFFFFE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that an optimizer step changes; every leaf is an array.
+
+    trainable: nnx.State of weights, see StepProgram.weights. step: int32, optimizer steps tried. skipped: int32,
+    updates not made because the loss, the gradient or what they led to was not finite; skipped_in_row: the latest run.
+    loss_scale, good_steps: fp16 only, 1 and 0 otherwise. dropout_key: key data (uint32) of the run.
+    """
+
+    trainable: Any
+    opt_state: Any
+    step: jax.Array
+    skipped: jax.Array
+    skipped_in_row: jax.Array
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    dropout_key: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count. float32; where a
+    step is one micro-batch and nothing adds up, gradients have the dtype of their weights. routers: [2], the losses
+    on routers times the count, where they are asked for. own: the objective's own sums, by name.
+
+    On a mesh of several devices each array has an axis more, in front: every device adds up its own rows, and the
+    devices are added up once, by the update, or in each place alike by a step's only micro-batch, whose gradients then
+    need no second place. Gradients of divided tensors are added up over the mesh's axis `fsdp` by each micro-batch."""
+
+    gradients: Any
+    loss: jax.Array
+    count: jax.Array
+    routers: jax.Array | None = None
+    own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """The functions that a run jits, specialised on what is static in it.
+
+    Args:
+      graph: graph definition of the model. optimizer: an optax transformation, or an optim.StepOptimizer, over float32
+        trainables.
+      schedule: learning rate by count of updates made, for the metrics; None where it is not known.
+      objective: what the loss of a micro-batch is, and what is measured beside it.
+      plan, chunk_tokens, max_documents: as in Forward. dropout: whether any adapter has dropout. noise_alpha: of
+        NEFTune's noise on the embeddings, in the gradient steps; None for none.
+      full: a promise that every row of a micro-batch is one document without padding (PackedLayout.full).
+      max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
+      weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
+        update, the rest in float32. Updates are made in float32.
+      micro_batches: that a step adds up.
+      router_losses: added to the loss of a model with experts.
+      bound: of an update's elements, where it is known before the update is made (optim.update_bound). Without it an
+        update is made twice: what it leads to has to be known before old states make room for new ones.
+      by_tensor: tensors are updated one after the other. offload: the optimizer's large states lie on the host
+        (optimizer_offload.py); needs both.
+      mesh: divides rows and tensors (models/placement/partition.py); with None or one device, nothing is divided.
+        Functions take and give whole arrays, which are placed as `shardings` and `sums_shardings` say.
+    """
+
+    graph: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None
+    objective: Objective = SUPERVISED
+    plan: ResidualPlan | None = None
+    max_documents: int | None = None
+    max_grad_norm: float | None = 1.0
+    dropout: bool = False
+    scale_loss: bool = False
+    weights: Literal["fp32", "bf16"] = "fp32"
+    micro_batches: int = 1
+    chunk_tokens: int | None = None
+    router_losses: RouterLosses = NO_ROUTER_LOSSES
+    bound: UpdateBound | None = None
+    by_tensor: bool = False
+    offload: bool = False
+    full: bool = False
+    noise_alpha: float | None = None
+    mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
+        """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs.
+
+        device: where it will lie, which states on the host must know."""
+
+        def kept(a):
+            rounded = self.weights == "bf16" and a.ndim >= 2
+            return jnp.array(a, jnp.bfloat16 if rounded else jnp.float32, copy=True)
+
+        trainable = jax.tree.map(kept, trainable)
+        wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
+        if self.offload and device is not None:
+            states = optimizer_offload.first_states(self.optimizer, wide, device)
+        else:
+            states = self.optimizer.init(wide)
+
+        def zero():
+            return jnp.zeros((), jnp.int32)  # one buffer each: a donated one cannot be given twice
+
+        return TrainState(
+            trainable=trainable,
+            opt_state=states,
+            step=zero(),
+            skipped=zero(),
+            skipped_in_row=zero(),
+            loss_scale=jnp.asarray(_FIRST_SCALE if self.scale_loss else 1.0, jnp.float32),
+            good_steps=zero(),
+            dropout_key=jax.random.key_data(jax.random.key(seed)),
+        )
+
+    def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
+        """Where each array of a state, which may be abstract, lies. device: where an array is whole."""
+        where = jax.tree.map(lambda _: device, state)
+        if self.mesh is not None and self.devices > 1:
+            states = partition.states_shardings(state.opt_state, state.trainable, self.mesh)
+            where = dataclasses.replace(
+                where, trainable=partition.shardings(state.trainable, self.mesh), opt_state=states
+            )
+        if not self.offload:
+            return where
+        return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
+
+    def sums_shardings(self, trainable, device: jax.sharding.Sharding) -> Sums:
+        """Where each array of the sums for these trainable tensors lies; device: where an array is whole."""
+        sums = jax.eval_shape(self.zero_sums, trainable)
+        if self.mesh is None or self.devices == 1:
+            return jax.tree.map(lambda _: device, sums)
+        unsummed = partition.undivided(partition.unsummed_specs(self._divided(sums, trainable)))
+        return jax.tree.map(functools.partial(jax.sharding.NamedSharding, self.mesh), unsummed)
+
+    def _divided(self, sums: Sums, trainable) -> Sums:
+        """Sums whose gradients are Shards, where tensors are divided."""
+        tensors = partition.divide(trainable, self.mesh)
+        return dataclasses.replace(sums, gradients=partition.divide_like(tensors, sums.gradients))
+
+    def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
+        """Sums to begin with, for the trainable tensors of a TrainState. device: where an array would be whole; they
+        lie as they are to."""
+        places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
+        kept = jnp.float32 if self.micro_batches > 1 else None
+
+        def zeros(shape=(), dtype=jnp.float32, devices=self.devices):
+            in_front = () if self.devices == 1 else (devices,)
+            return jnp.zeros((*in_front, *shape), dtype, device=next(places, None))
+
+        def gradient(leaf):
+            if isinstance(leaf, partition.Shard):
+                array, devices = leaf.array, self.devices // leaf.count
+                return partition.Shard(zeros(array.shape, kept or array.dtype, devices), leaf.axis, leaf.count)
+            return zeros(leaf.shape, kept or leaf.dtype)
+
+        tensors = partition.divide(trainable, self.mesh)
+        gradients = jax.tree.map(gradient, tensors, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
+        loss, count, routers = zeros(), zeros(), zeros((2,)) if self.router_losses else None
+        own = {name: zeros() for name in sorted(self.objective.sums)}
+        return Sums(partition.undivided(gradients), loss, count, routers, own)
+
+    def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
+        """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
+        state = dataclasses.replace(state, opt_state=None)  # it may lie on the host, and serves nothing here
+        if self.devices == 1:
+            return self._accumulate(sums, state, frozen, batch, micro_batch)
+
+        def local(sums, *others):
+            sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
+            return jax.tree.map(lambda a: a[None], _of_all_devices(sums) if self.micro_batches == 1 else sums)
+
+        sums = self._divided(sums, state.trainable)
+        state = dataclasses.replace(state, trainable=partition.divide(state.trainable, self.mesh))
+        frozen, unsummed = partition.divide(frozen, self.mesh), partition.unsummed_specs(sums)
+        specs = (unsummed, partition.specs(state), partition.specs(frozen), partition.ROWS, partition.WHOLE)
+        run = partition.divided(local, self.mesh, specs, unsummed)
+        return partition.undivided(run(sums, state, frozen, batch, micro_batch))
+
+    def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
+        if self.full:
+            batch = dataclasses.replace(batch, segment_ids=None)
+        key = noise = None
+        if self.dropout:
+            key = jax.random.wrap_key_data(state.dropout_key)
+            key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
+        if self.noise_alpha is not None:
+            own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
+            noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
+
+        runs = 0
+
+        def scaled_loss(trainable, layer_sums):
+            nonlocal runs
+            forward = Forward(
+                max_documents=self.max_documents,
+                plan=self.plan,
+                chunk_tokens=self.chunk_tokens,
+                dropout_key=key,
+                gradient_sums=layer_sums,
+                routers=bool(self.router_losses),
+                noise=noise,
+            )
+            loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
+            total, routers, runs = loss, forward.routers, forward.runs
+            if routers is not None:
+                total = loss + partition.total(count) * self.router_losses.added(routers)
+                routers = count * routers
+            return total * state.loss_scale if self.scale_loss else total, (loss, count, routers, own)
+
+        # The layers' gradients are added to their sums one layer after the other, and exist for one layer at a time.
+        layer_sums = sums.gradients.get("layers")
+        (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, layer_sums)
+        with jax.named_scope("accumulate"):
+            total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
+            if layers is not None and runs:
+                # Only the first run of the model adds to sums; what others gave is among the tensors' gradients.
+                more = runs > 1
+                total.gradients["layers"] = jax.tree.map(jnp.add, layers, gradients["layers"]) if more else layers
+        return total
+
+    def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
+        """The objective's, its own sums checked to be those that it names."""
+        loss, count, own = self.objective.loss(model, batch, forward)
+        if set(own) != set(self.objective.sums):
+            raise ValueError(
+                f"{type(self.objective).__name__}.loss gave the sums {sorted(own)}, and names {self.objective.sums} in "
+                "its `sums`: they must be the same"
+            )
+        return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
+
+    def total(self, sums: Sums, trainable) -> Sums:
+        """The sums of all devices, without the axis in front; for jit, under the mesh. trainable: a TrainState's."""
+        if self.devices == 1:
+            return sums
+
+        def local(sums):
+            sums = jax.tree.map(lambda a: a[0], sums)
+            return sums if self.micro_batches == 1 else _of_all_devices(sums)
+
+        sums = self._divided(sums, trainable)
+        specs = partition.unsummed_specs(sums), partition.specs(sums)
+        return partition.undivided(partition.divided(local, self.mesh, specs[:1], specs[1])(sums))
+
+    def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
+        """One optimizer step from the sums; both arguments are donated.
+
+        Returns:
+          (state, zeroed sums, metrics): loss (the mean, without what the routers add: router_aux_loss and
+          router_z_loss, before their coefficients, where they are asked for), own (the objective's metrics), grad_norm
+          (before clipping), learning_rate, count, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms
+          float32[n], one a trainable tensor.
+        """
+        with jax.named_scope("optimizer"):
+            given, sums = sums, self.total(sums, state.trainable)
+            count = jnp.maximum(sums.count, 1.0)
+            scale = 1.0 / (count * state.loss_scale)
+
+            gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
+            squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
+            norm = jnp.sqrt(squares.sum())
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)  # a router's loss shows in the gradient
+            if self.max_grad_norm is not None:
+                scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
+            optimizer = step_optimizer(self.optimizer)
+
+            in_parts = partition.which_are_divided(state.trainable, self.mesh)
+
+            def moved(parameters, opt_state, gradients, finite, divided=in_parts, **own):
+                """(float32 weights after the update, the optimizer's new state, or its old one if not finite)"""
+                wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
+                updates, opt_state = optimizer.update(
+                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **own
+                )
+                return jax.tree.map(jnp.add, wide, updates), opt_state
+
+            # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities. It is
+            # known before anything moves, so that each tensor's new state takes the old one's place at once.
+            largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
+            tensors = (state.trainable, state.opt_state, sums.gradients)
+            if self.bound is not None:
+                assert self.schedule is not None  # the bound is of an optimizer that has its rate from it
+                rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
+                highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
+                reach = highest.astype(jnp.float32) * (1.0 + rate * self.bound.decay) + rate * self.bound.direction
+                finite &= reach <= largest
+            else:
+                wide, _ = moved(*tensors, finite=True)
+                finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
+                # Else XLA would keep what was made for this (43 GB of an 8B model).
+                tensors, finite = optimization_barrier((tensors, finite))
+
+            def guarded(new, old):
+                return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+            if self.by_tensor:
+                decayed = decayed_tensors(state.trainable)
+
+                def one(index, parameter, opt_state, gradient):
+                    own = slice(index, index + 1)
+                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[own], decayed=decayed[own])
+                    kept = self._kept(state, wide, [parameter], index)
+                    return guarded(kept[0], parameter), new
+
+                trainable, opt_state = optimizer_offload.update_by_tensor(one, *tensors, offload=self.offload)
+            else:
+                wide, opt_state = moved(*tensors, finite=finite)
+                trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
+
+            skip = (~finite).astype(jnp.int32)
+            loss_scale, good_steps = state.loss_scale, state.good_steps
+            if self.scale_loss:
+                grow = finite & (good_steps + 1 >= _GROWTH_STEPS)
+                loss_scale = jnp.where(finite, jnp.where(grow, loss_scale * 2, loss_scale), loss_scale / 2)
+                loss_scale = jnp.clip(loss_scale, 1.0, 2.0**24)
+                good_steps = jnp.where(finite & ~grow, good_steps + 1, 0)
+            new = TrainState(
+                trainable=trainable,
+                opt_state=opt_state,
+                step=state.step + 1,
+                skipped=state.skipped + skip,
+                skipped_in_row=(state.skipped_in_row + 1) * skip,
+                loss_scale=loss_scale,
+                good_steps=good_steps,
+                dropout_key=state.dropout_key,
+            )
+            metrics = {
+                "loss": sums.loss / count,
+                "grad_norm": norm,
+                "count": sums.count,
+                "own": self.objective.metrics({"loss": sums.loss, "count": sums.count} | sums.own),
+                "finite": finite,
+                "skipped": new.skipped,
+                "skipped_in_row": new.skipped_in_row,
+                "loss_scale": loss_scale,
+                "grad_norms": jnp.sqrt(squares),
+            }
+            if self.schedule is not None:
+                metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
+            if sums.routers is not None:
+                metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
+            return new, jax.tree.map(jnp.zeros_like, given), metrics
+
+    def _kept(self, state: TrainState, wide, old, stream: int = 0):
+        """The new float32 weights in the dtypes of the `old` ones, which are tensors `stream`, stream + 1, ... ."""
+        if self.weights == "fp32":
+            return wide
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
+        seed = jax.random.key_data(jax.random.fold_in(key, state.step))
+        leaves, structure = jax.tree.flatten(wide)
+        return jax.tree.unflatten(
+            structure,
+            [
+                stochastic_round(new, seed, index) if kept.dtype == jnp.bfloat16 else new
+                for index, (new, kept) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True), stream)
+            ],
+        )
+
+    def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(loss sum, count, the objective's own sums) of one batch, without dropout or gradients.
+
+        trainable: the weights alone, of a TrainState or as they were given: a forward pass needs no optimizer."""
+
+        def local(trainable, frozen, batch):
+            forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+            return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
+
+        tensors = partition.divide((trainable, frozen), self.mesh)
+        run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.WHOLE)
+        return run(*tensors, batch)
+
+    def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
+        """function(model, batch, forward) of one batch: [rows, ...], divided as the batch's rows are. trainable: as for
+        `evaluate`."""
+
+        def local(trainable, frozen, batch):
+            forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+            return function(nnx.merge(self.graph, trainable, frozen), batch, forward)
+
+        tensors = partition.divide((trainable, frozen), self.mesh)
+        run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.ROWS)
+        return run(*tensors, batch)
+
+
+def _of_all_devices(sums: Sums) -> Sums:
+    """Added up in float32, whatever the gradients are kept in."""
+    wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
+
+
+# Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.
+_STACKED_ELEMENTS = 1 << 20
+
+
+def _each(reduce, tensors: list[jax.Array]) -> jax.Array:
+    """[n]: `reduce` of each tensor, in order; reduce takes [k, ...] to [k].
+
+    Small tensors of one shape are reduced as one stack: adapters are hundreds of them, and on a GPU two launches for
+    each would be most of the optimizer's time.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.shape if tensor.size <= _STACKED_ELEMENTS else index, []).append(index)
+    order = [index for indices in groups.values() for index in indices]
+    values = [reduce(jnp.stack([tensors[i] for i in indices])) for indices in groups.values()]
+    return jnp.concatenate(values)[np.argsort(order)]
+
+
+def trainable_names(trainable) -> list[str]:
+    """Dotted names of the trainable tensors, in the order of metrics["grad_norms"]."""
+    paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
+    return [
+        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths
+    ]
+
+
+def _names_a_place(key) -> bool:
+    """nnx wraps each leaf in its Variable, whose own key says nothing."""
+    return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))

@@ -1,0 +1,193 @@
+"""The model of a run: as it was given, as it computes, and as it is handed back."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrounded
+from jaxtune.models.lora import has_adapter, matrices
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.program.programs import Engine
+from jaxtune.train.program.step import Sums, TrainState
+
+
+class TrainedModel:
+    """Holds the model that a run trains, which is never changed or donated.
+
+    Args: as Trainer's.
+
+    Attributes: given (the model, or its shapes while it is on its way), prepared (what computes: in the compute dtype,
+    and under QAT with rounded weights), graph (of it), plain_graph (without QAT), qat (how linears are rounded, or
+    None), trainable and frozen (nnx.States of what trains and of the rest), fresh (whether the run began with an
+    adapter that does nothing yet).
+    """
+
+    def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
+        self._config, self._keeps_model, self._weights = config, keeps_model, weights
+        self.fresh = False
+        self._hold(model)
+
+    def _hold(self, model: Decoder) -> None:
+        self.given, config = model, self._config
+        model = unrounded(model)  # config.qat alone says what rounds
+        model.dtype = COMPUTE_DTYPES[config.precision]
+        self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
+        if config.qat is not None:
+            model = prepare_qat(model, config.qat.format, config.qat.group_size)
+        self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
+        if self.qat is not None and not self.qat.held_by(self.given.dtype):
+            raise ValueError(
+                f"qat: precision = {config.precision} rounds weights in {self.qat.dtype}, which a model loaded in "
+                f"{self.given.dtype} does not hold: load it in {self.qat.dtype} or float32"
+            )
+
+    @property
+    def prepared(self) -> Decoder:
+        return nnx.merge(self.graph, self.trainable, self.frozen)
+
+    # ---- the start
+
+    @property
+    def coming(self) -> bool:
+        """Whether the weights are still on their way."""
+        return self._weights is not None and not self._weights.done()
+
+    def take_weights(self) -> None:
+        """Waits for weights that are on their way."""
+        if self._weights is not None:
+            self._hold(self._weights.result())
+            self._weights = None
+
+    def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
+        """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
+        step donates them. Waits for weights that are on their way."""
+        state, frozen = self._first(engine)
+        return state, engine.zero_sums(state), frozen
+
+    def _first(self, engine: Engine) -> tuple[TrainState, Any]:
+        """first_state, without sums."""
+        self.take_weights()
+        frozen = self.placed_frozen(engine)  # first: the blocks that it leaves go to what follows
+        program, where = engine.program, engine.replicated
+        if engine.mesh.size == 1 or program.offload:
+            state = program.init(self.trainable, self._config.seed, where)
+            state = partition.put(state, program.shardings(state, where))
+        else:  # no device ever has the whole of what is divided
+            shapes, _, _ = self.first_shapes(engine)
+            trainable = partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh))
+            init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
+            state = init(trainable, self._config.seed)
+        return state, frozen
+
+    def weights(self, engine: Engine) -> tuple[Any, Any]:
+        """(trainable, frozen) for a forward pass, on the mesh. The tensors that train are those that were given, in the
+        dtypes in which they were given: nothing is copied, and there is no optimizer. Waits for weights that are still
+        being loaded."""
+        self.take_weights()
+        frozen = self.placed_frozen(engine)
+        return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
+
+    def placed_frozen(self, engine: Engine) -> Any:
+        """What does not train, on the mesh, as the plan in force says.
+
+        Of a model that nobody else holds, an array that is moved is let go before the next one is: a device never has
+        both the parts that a plan declares whole and the whole arrays. All processes begin together: what is gathered
+        waits for all of them, and must not wait for one that loads."""
+        processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
+        declared = self._declared(engine)
+        where = partition.shardings(declared, engine.mesh)
+        if engine.mesh.shape[partition.FSDP] == 1:
+            return partition.put(declared, where)
+        if self._keeps_model:
+            return jax.tree.map(partition.moved, declared, where)
+        graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
+        arrays, structure = jax.tree.flatten(self.frozen)
+        as_declared = jax.tree.structure(declared)
+        del self.frozen, self.given, declared
+        try:
+            for index, sharding in enumerate(jax.tree.leaves(where)):
+                arrays[index] = jax.block_until_ready(partition.moved(arrays[index], sharding))
+        finally:
+            self.frozen = jax.tree.unflatten(structure, arrays)
+            self.given = nnx.merge(graph, trainable, self.frozen)
+        return jax.tree.unflatten(as_declared, arrays)
+
+    def _declared(self, engine: Engine) -> Any:
+        """What does not train, whole on each device or divided as the plan in force says."""
+        plan = engine.planner.plan.residuals
+        return partition.held_whole(self.frozen, plan.resident, len(plan.layers))
+
+    def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
+        """What first_state gives, as shapes with their shardings."""
+        program, state = engine.program, self.state_shapes(engine)
+        sums = jax.eval_shape(program.zero_sums, state.trainable)
+        sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
+        frozen = self._declared(engine)
+        return state, sums, _placed(frozen, partition.shardings(frozen, engine.mesh))
+
+    def state_shapes(self, engine: Engine) -> TrainState:
+        """The state of a run as shapes with their shardings, which is what a checkpoint is read into."""
+        program = engine.program
+        state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
+        return _placed(state, program.shardings(state, engine.replicated))
+
+    def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
+        """first_state, or that of a resumed run."""
+        if resumed is not None:
+            return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
+        self.take_weights()
+        factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
+        self.fresh = bool(factors) and not any(bool(partition.on_host(jnp.any(b != 0))) for b in factors)
+        state, frozen = self._first(engine)
+        # Before the sums are made: they fill the hole that the given tensors leave. Otherwise it stays one, and the
+        # step's temporary buffer, which is a single block, may find no room although enough bytes are free.
+        self.let_go()
+        return state, engine.first_sums(state), frozen
+
+    def let_go(self) -> None:
+        """Releases the given model, unless somebody else holds it anyway."""
+        if not self._keeps_model:
+            self.release()
+
+    def release(self) -> None:
+        """Lets the given model's trained tensors go, but for their shapes; first_state cannot be called again."""
+        graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
+        self.trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
+        self.given = nnx.merge(graph, self.trainable, frozen)
+
+    # ---- the result
+
+    def finished(self, trainable: Any) -> Decoder:
+        """The given model with these tensors of a TrainState, each in the dtype in which it was given. It lies on the
+        devices of the mesh; where each of several processes has all of it, on one device of each process.
+
+        After QAT: with adapters a prepared model, which merge_adapter converts; without, weights that lie on the grid.
+        """
+        _, _, frozen = nnx.split(self.given, nnx.Param, ...)
+        trained, frozen = partition.together(trainable, frozen)
+        model = nnx.merge(self.graph, trained, frozen)
+        if not has_adapter(model):
+            # Other weights: adapters of the old base do not belong to it.
+            model.base_digest = model.base_fingerprint = None
+            model.qat = None
+            if self.qat is not None:
+                model = convert_qat(model)  # of the masters: the dtype that they came in has fewer digits
+        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+        trainable = jax.tree.map(lambda new, old: new.astype(old.dtype), trainable, self.trainable)
+        model = nnx.merge(graph, trainable, frozen)
+        model.dtype = self.given.dtype
+        return model
+
+
+def _placed(tree, shardings):
+    """Shapes of a tree, with the shardings of another one of its structure."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
