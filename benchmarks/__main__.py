@@ -38,9 +38,19 @@ from benchmarks.record import RESULTS, write
 
 FLOORS = {"old": 0.995, "stored": 0.97}  # a stored record is of another day, and of another card of its kind
 _KEPT = (
-    "commit", "tokens_per_second", "step_seconds", "step_seconds_all", "peak_memory_gb", "compiled_peak_gb",
-    "compile_seconds_cold", "compile_seconds_cached", "residuals", "micro_batches", "losses", "failed",
-)  # fmt: skip
+    "commit",
+    "tokens_per_second",
+    "step_seconds",
+    "step_seconds_all",
+    "peak_memory_gb",
+    "compiled_peak_gb",
+    "compile_seconds_cold",
+    "compile_seconds_cached",
+    "residuals",
+    "micro_batches",
+    "losses",
+    "failed",
+)
 
 
 def worse(record: dict, stored: dict) -> list[str]:

@@ -55,9 +55,12 @@ class Side:
         variables |= {"PYTHONPATH": os.pathsep.join(paths), "JAXTUNE_COMMIT": self.commit}
         with log.open("a", encoding="utf-8") as file:
             return subprocess.Popen(
-                [sys.executable, script, *arguments], cwd=self.folder, env=os.environ | variables,
-                stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                [sys.executable, script, *arguments],
+                cwd=self.folder,
+                env=os.environ | variables,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
 
     def start(
         self, arguments: Iterable[str], output: Path, log: Path, variables: Mapping[str, str], cached: bool = True

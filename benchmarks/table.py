@@ -145,8 +145,9 @@ def memory_table(record: dict) -> list[str]:
     """What was to be shown of memory, and what has no result."""
     lines = ["| memory, case of `benchmarks/train/memory.py` | measured | floor | goal |", "|---|---|---|---|"]
     lines += rows_of(record["must_show"], with_kernel=False)
-    failed = [f"{name} ({case['failed'].split(' | ')[-1][:80]})" for name, case in record["cases"].items()
-              if "failed" in case]  # fmt: skip
+    failed = [
+        f"{name} ({case['failed'].split(' | ')[-1][:80]})" for name, case in record["cases"].items() if "failed" in case
+    ]
     commits = ", ".join(sorted({case["commit"][:7] for case in record["cases"].values() if "commit" in case}))
     where = _versions(record).rsplit(", commit", 1)[0]
     note = f"{where}, commits {commits}. `python benchmarks/train/memory.py --help`."
@@ -196,21 +197,24 @@ def headlines(records: dict[str, dict]) -> str:
     divided, longest = records["mesh_2"]["cases"]["70b_nf4_fsdp"][0], memory["longest"]
     peak = max(divided["peak_memory_gb_of_each"])
 
+    cold, cached = startup["cold"]["first_step"], startup["cached"]["first_step"]
+    each = divided["tokens_per_second_per_gpu"]
+
     def speed(record: dict) -> str:
         return f"{record['tokens_per_second']:,.0f} tokens/s in {record['peak_memory_gb']:.1f} GB"
+
+    def in_memory(record: dict) -> str:
+        return f"{record['length']:,} tokens in {record['peak_memory_gb']:.1f} GB"
 
     rows = {
         "Llama-3.1-8B, LoRA in 16 bits, packed rows": speed(steps["8b_packed"]),
         "Llama-3.1-8B, LoRA over [weights and products in FP8](docs/fp8.md)": speed(steps["8b_fp8"]),
         "Llama-3.1-8B, QLoRA within 16 GB": speed(memory["16gb"]),
         "gpt-oss-20b, QLoRA on attention and experts": speed(steps["gpt_oss_nf4"]),
-        "Llama-3.3-70B, QLoRA over two H200s, each":
-            f"{divided['tokens_per_second_per_gpu']:,.0f} tokens/s in {peak:.1f} GB",
-        "longest single document, Llama-3.1-8B, QLoRA":
-            f"{longest['length']:,} tokens in {longest['peak_memory_gb']:.1f} GB",
-        "from the command to the first step done, 8B":
-            f"{startup['cached']['first_step']:.0f} s; {startup['cold']['first_step']:.0f} s the first time",
-    }  # fmt: skip
+        "Llama-3.3-70B, QLoRA over two H200s, each": f"{each:,.0f} tokens/s in {peak:.1f} GB",
+        "longest single document, Llama-3.1-8B, QLoRA": in_memory(longest),
+        "from the command to the first step done, 8B": f"{cached:.0f} s; {cold:.0f} s the first time",
+    }
     lines = [f"| {what} | {value} |" for what, value in rows.items()]
     return "\n".join(["| on one H200 | measured |", "|---|---|", *lines])
 

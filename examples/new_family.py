@@ -29,10 +29,18 @@ def to_hf(config):
 FAMILIES["half_local"] = types.SimpleNamespace(NORMS=common.LLAMA_NORMS, from_hf=from_hf, to_hf=to_hf)
 
 shape = {
-    "model_type": "half_local", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "half_local",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
 model = model_from_config(shape, jax.random.key(0))
 jaxtune.save_pretrained(model, "half_local")
 again, _ = jaxtune.from_pretrained("half_local", dtype="float32")

@@ -38,9 +38,10 @@ def compat_tables() -> str:
 
     def parameters(function: Any) -> list[str]:
         return [
-            name for name, found in inspect.signature(function).parameters.items()
+            name
+            for name, found in inspect.signature(function).parameters.items()
             if found.kind not in (found.VAR_KEYWORD, found.VAR_POSITIONAL) and name != "self"
-        ]  # fmt: skip
+        ]
 
     def fields(kind: Any) -> list[str]:
         return [field.name for field in dataclasses.fields(kind)]

@@ -36,9 +36,13 @@ atexit.register(shutil.rmtree, os.environ["JAXTUNE_CACHE"], ignore_errors=True)
 # The same examples on every run: a test that fails here fails everywhere.
 # No limit of time: a busy machine is no finding.
 hypothesis.settings.register_profile(
-    "jaxtune", derandomize=True, database=None, deadline=None, max_examples=30,
+    "jaxtune",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=30,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)  # fmt: skip
+)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=3000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "jaxtune"))
 

@@ -71,9 +71,14 @@ def test_readme_and_tables_show_the_stored_records():
 
 
 SMALL = SHAPES["qwen3-32b"] | dict(
-    vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
 
 
 @pytest.mark.parametrize("load_in", [None, "nf4"])
@@ -174,8 +179,13 @@ def test_what_is_worse_than_its_floor_or_than_the_stored_record_is_named(tmp_pat
     """By the command, over a part that writes a record; one that fails takes no other with it."""
     script = tmp_path / "part.py"
     script.write_text("import pathlib, sys; pathlib.Path(sys.argv[3]).write_text(sys.argv[1])")
-    rows = [("fine", 0.9, 0.8, False), ("slow", 0.7, 0.8, False), ("slower than before", 0.9, None, False),
-            ("big", 1.1, 1.0, True), ("bigger than before", 1.1, None, True)]  # fmt: skip
+    rows = [
+        ("fine", 0.9, 0.8, False),
+        ("slow", 0.7, 0.8, False),
+        ("slower than before", 0.9, None, False),
+        ("big", 1.1, 1.0, True),
+        ("bigger than before", 1.1, None, True),
+    ]
     record = [dict(what=what, value=value, floor=floor, at_most=most) for what, value, floor, most in rows]
     stored = [dict(row, value=1.0 if "before" in row["what"] else row["value"]) for row in record]
     monkeypatch.setattr(command, "RESULTS", tmp_path / "stored")

@@ -277,9 +277,18 @@ def tiny_model():
     from jaxtune.models.decoder import Decoder
 
     config = DecoderConfig(
-        family="llama", vocab_size=40, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
-        layers=(LayerSpec(),) * 2, max_position_embeddings=64, attention_scale=8**-0.5, initializer_range=0.2,
-    )  # fmt: skip
+        family="llama",
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        layers=(LayerSpec(),) * 2,
+        max_position_embeddings=64,
+        attention_scale=8**-0.5,
+        initializer_range=0.2,
+    )
     return Decoder(config, jax.random.key(0), "float32")
 
 

@@ -44,9 +44,13 @@ def folder(tmp_path_factory):
     """A model folder with a tokenizer, as a script would name it."""
     tokenizer = make_tokenizer()
     config = tiny_config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, head_dim=16, num_kv_heads=2,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        head_dim=16,
+        num_kv_heads=2,
         max_position_embeddings=256,
-    )  # fmt: skip
+    )
     path = tmp_path_factory.mktemp("compat") / "model"
     save_pretrained(Decoder(config, jax.random.key(0), "bfloat16"), path, tokenizer=tokenizer)
     return str(path)
@@ -122,12 +126,32 @@ def test_four_bits_are_the_default(folder, tmp_path, capsys):
 
 def test_arguments_become_a_train_config(folder, tmp_path):
     config = trainer_of(
-        folder, tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_steps=7, learning_rate=1e-3,
-        weight_decay=0.02, optim="sgd", adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-7, max_grad_norm=0.5,
-        lr_scheduler_type="cosine", warmup_steps=3, logging_steps=5, seed=11, fp16=True,
-        report_to=["tensorboard", "trackio"], neftune_noise_alpha=5, max_length=48, packing=True,
-        save_strategy="steps", save_steps=20, save_total_limit=3, dataset_num_proc=1,
-    ).config()  # fmt: skip
+        folder,
+        tmp_path,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=4,
+        max_steps=7,
+        learning_rate=1e-3,
+        weight_decay=0.02,
+        optim="sgd",
+        adam_beta1=0.8,
+        adam_beta2=0.95,
+        adam_epsilon=1e-7,
+        max_grad_norm=0.5,
+        lr_scheduler_type="cosine",
+        warmup_steps=3,
+        logging_steps=5,
+        seed=11,
+        fp16=True,
+        report_to=["tensorboard", "trackio"],
+        neftune_noise_alpha=5,
+        max_length=48,
+        packing=True,
+        save_strategy="steps",
+        save_steps=20,
+        save_total_limit=3,
+        dataset_num_proc=1,
+    ).config()
     assert (config.rows_per_step, config.micro_batches, config.steps, config.epochs) == (12, 4, 7, None)
     assert (config.precision, config.seed, config.max_grad_norm) == ("fp16", 11, 0.5)
     assert config.neftune_noise_alpha == 5
@@ -270,9 +294,16 @@ def test_formatting_func(folder, tmp_path):
 def test_full_finetuning_and_evaluation(folder, tmp_path):
     model, _ = load(folder, peft=False, full_finetuning=True, dtype="float32")
     args = SFTConfig(
-        output_dir=str(tmp_path / "run"), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=1,
-        learning_rate=1e-2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "run"),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=1,
+        learning_rate=1e-2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+    )
     trainer = SFTTrainer(model, args=args, train_dataset=rows(8), eval_dataset=rows(3))
     before = model.module
     first = trainer.evaluate()["eval_loss"]
@@ -447,19 +478,29 @@ LABELLED = [
 @pytest.mark.parametrize(
     ("trainer", "config", "options", "objective"),
     [
-        (DPOTrainer, DPOConfig, dict(loss_type=["ipo"], precompute_ref_log_probs=True),
-         ObjectiveConfig("dpo", 0.2, "ipo", precompute_ref_log_probs=True)),
+        (
+            DPOTrainer,
+            DPOConfig,
+            dict(loss_type=["ipo"], precompute_ref_log_probs=True),
+            ObjectiveConfig("dpo", 0.2, "ipo", precompute_ref_log_probs=True),
+        ),
         (ORPOTrainer, ORPOConfig, dict(), ObjectiveConfig("orpo", 0.2)),
         (KTOTrainer, KTOConfig, dict(undesirable_weight=1.5), ObjectiveConfig("kto", 0.2, undesirable_weight=1.5)),
     ],
-)  # fmt: skip
+)
 def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, options, objective):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     model, _ = load(folder)
     args = config(
-        output_dir=str(tmp_path / "run"), save_strategy="no", max_steps=6, learning_rate=1e-2, beta=0.2,
-        eval_strategy="steps", eval_steps=6, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "run"),
+        save_strategy="no",
+        max_steps=6,
+        learning_rate=1e-2,
+        beta=0.2,
+        eval_strategy="steps",
+        eval_steps=6,
+        **options,
+    )
     rows = LABELLED if trainer is KTOTrainer else PREFERENCES
     made = trainer(model, args=args, train_dataset=rows, eval_dataset=rows[:4], ref_model=None)
     assert made.config().objective == objective
@@ -490,9 +531,15 @@ def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):
 def test_reward_trainer(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     args = RewardConfig(
-        output_dir=str(tmp_path / "run"), save_strategy="no", max_steps=6, learning_rate=1e-2,
-        center_rewards_coefficient=0.01, eval_strategy="steps", eval_steps=6, max_length=128,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "run"),
+        save_strategy="no",
+        max_steps=6,
+        learning_rate=1e-2,
+        center_rewards_coefficient=0.01,
+        eval_strategy="steps",
+        eval_steps=6,
+        max_length=128,
+    )
     made = RewardTrainer(
         str(folder), args=args, train_dataset=PREFERENCES, eval_dataset=PREFERENCES[:4], peft_config=LoraConfig(r=2)
     )
@@ -534,6 +581,6 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
             lambda: make(KTOTrainer, KTOConfig(**settings), LABELLED, model=trained),
             "KTOTrainer: the adapter has been trained before, and TRL takes the model with it as the reference",
         ),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             call()

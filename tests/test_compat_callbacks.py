@@ -47,14 +47,28 @@ for event in EVENTS:
 
 
 def trainer_of(folder, tmp_path, callbacks=(), **settings):  # noqa: F811
-    parts = {name: settings.pop(name) for name in ("compute_metrics", "preprocess_logits_for_metrics")
-             if name in settings}  # fmt: skip
-    args = dict(output_dir=str(tmp_path / "run"), max_steps=6, save_strategy="no", learning_rate=1e-2,
-                per_device_train_batch_size=1, gradient_accumulation_steps=1) | settings  # fmt: skip
+    parts = {
+        name: settings.pop(name) for name in ("compute_metrics", "preprocess_logits_for_metrics") if name in settings
+    }
+    args = (
+        dict(
+            output_dir=str(tmp_path / "run"),
+            max_steps=6,
+            save_strategy="no",
+            learning_rate=1e-2,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=1,
+        )
+        | settings
+    )
     return SFTTrainer(
-        load(folder)[0], args=SFTConfig(**args), train_dataset=rows(6), eval_dataset=rows(3), callbacks=list(callbacks),
+        load(folder)[0],
+        args=SFTConfig(**args),
+        train_dataset=rows(6),
+        eval_dataset=rows(3),
+        callbacks=list(callbacks),
         **parts,
-    )  # fmt: skip
+    )
 
 
 def test_events_come_in_transformers_order_and_what_is_asked_for_is_done(folder, tmp_path):  # noqa: F811
@@ -87,9 +101,17 @@ def test_early_stopping_and_the_best_model(folder, tmp_path):  # noqa: F811
     """The loss falls, then a rate that is far too high makes it rise: the run ends, and the best weights are back."""
     patient = EarlyStoppingCallback(early_stopping_patience=2)
     trainer = trainer_of(
-        folder, tmp_path, [patient], max_steps=40, eval_strategy="steps", eval_steps=1, learning_rate=0.5,
-        lr_scheduler_type="constant", load_best_model_at_end=True, save_total_limit=1,
-    )  # fmt: skip
+        folder,
+        tmp_path,
+        [patient],
+        max_steps=40,
+        eval_strategy="steps",
+        eval_steps=1,
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        load_best_model_at_end=True,
+        save_total_limit=1,
+    )
     trainer.train()
     losses = {line["step"]: line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line}
     best = min(losses, key=losses.get)
@@ -100,8 +122,13 @@ def test_early_stopping_and_the_best_model(folder, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize(("when", "greater"), [(3, False), (6, False), (6, True)])
 def test_the_best_model_after_an_evaluation_that_was_interrupted(
-    folder, tmp_path, monkeypatch, capsys, when, greater  # noqa: F811
-):  # fmt: skip
+    folder,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    capsys,
+    when,
+    greater,
+):
     """The call that goes on evaluates the weights of the checkpoint, not those that it was given, as the first. Where
     the best weights (here those of the greatest loss) were an earlier call's, that is said."""
     real = Engine.evaluate
@@ -112,9 +139,14 @@ def test_the_best_model_after_an_evaluation_that_was_interrupted(
         return real(self, program, trainable, frozen, batches, shown, between)
 
     trainer = trainer_of(
-        folder, tmp_path, [noting := Noting()], eval_strategy="steps", eval_steps=3, load_best_model_at_end=True,
+        folder,
+        tmp_path,
+        [noting := Noting()],
+        eval_strategy="steps",
+        eval_steps=3,
+        load_best_model_at_end=True,
         greater_is_better=greater,
-    )  # fmt: skip
+    )
     untrained = trainer.evaluate()["eval_loss"]
     with monkeypatch.context() as patch, pytest.raises(TrainingInterrupted):
         patch.setattr(Engine, "evaluate", interrupted)
@@ -196,9 +228,17 @@ def test_transformers_own_callbacks_are_taken(folder, tmp_path, capsys):  # noqa
     from transformers.trainer_callback import PrinterCallback
 
     trainer = trainer_of(
-        folder, tmp_path, [PrinterCallback, Theirs(1)], max_steps=20, eval_strategy="steps", eval_steps=1,
-        learning_rate=0.5, lr_scheduler_type="constant", metric_for_best_model="eval_loss", greater_is_better=False,
-    )  # fmt: skip
+        folder,
+        tmp_path,
+        [PrinterCallback, Theirs(1)],
+        max_steps=20,
+        eval_strategy="steps",
+        eval_steps=1,
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+    )
     trainer.train()
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert len(losses) < 20 and losses[-1] >= min(losses[:-1])

@@ -63,8 +63,9 @@ def test_a_gpu_that_jax_does_not_use_is_wrong(monkeypatch, tmp_path, capsys):
 
 
 def test_slow_cards_and_old_ones_are_named(monkeypatch):
-    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 100e9},
-                             compute_capability="9.0")  # fmt: skip
+    device = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 100e9}, compute_capability="9.0"
+    )
     monkeypatch.setattr(jax, "devices", lambda: [device])
     rates = SimpleNamespace(gemm_bf16_tflops=680.0, copy_tbps=4.2, to_device_gbps=12.0, to_host_gbps=55.0)
     monkeypatch.setattr("jaxtune.profile.ceilings", lambda: rates)
@@ -83,10 +84,11 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
     whole = package.attention
     monkeypatch.setattr(
-        package, "attention",
+        package,
+        "attention",
         lambda q, k, v, layout, *, scale, implementation=None: whole(
             q, k, v, layout, scale=scale * (1.5 if implementation is None else 1.0), implementation=implementation
         ),
-    )  # fmt: skip
+    )
     finding = doctor._attention()
     assert finding.state == "wrong" and "jaxtune info --kernels" in finding.fix

@@ -64,8 +64,12 @@ def test_cpu_install_has_no_cuda_triton_or_torch(installed):
 def test_constraints_pin_the_whole_tree(installed):
     assert not installed - {canonicalize_name(name) for name in PINS}
     assert {name: PINS[name] for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")} == {
-        "jax": "0.11.2", "jaxlib": "0.11.2", "flax": "0.12.10", "optax": "0.2.8", "orbax-checkpoint": "0.12.4",
-    }  # fmt: skip
+        "jax": "0.11.2",
+        "jaxlib": "0.11.2",
+        "flax": "0.12.10",
+        "optax": "0.2.8",
+        "orbax-checkpoint": "0.12.4",
+    }
     for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]:
         requirement = Requirement(text)
         pins = {canonicalize_name(name): version for name, version in PINS.items()}
@@ -188,10 +192,13 @@ def real(output: str) -> Path:
 @pytest.mark.parametrize(
     "place",
     [
-        "bin/python3", "bin/python3.13", "home/.pyenv/versions/3.12.9/bin/python",
-        "home/.pyenv/versions/3.15.0/bin/python", "home/.local/share/uv/python/cpython-3.13.1-linux/bin/python3",
+        "bin/python3",
+        "bin/python3.13",
+        "home/.pyenv/versions/3.12.9/bin/python",
+        "home/.pyenv/versions/3.15.0/bin/python",
+        "home/.local/share/uv/python/cpython-3.13.1-linux/bin/python3",
     ],
-)  # fmt: skip
+)
 def test_a_python_is_found_where_it_may_hide(tmp_path, place):
     broken(tmp_path / "bin/python3.12")
     broken(tmp_path / "home/.pyenv/versions/3.9.18/bin/python")

@@ -30,9 +30,13 @@ def test_a_test_of_a_family_reads_that_family_and_what_all_share(parity_path):
     families = {file.name for file in files if file.parent == FAMILIES}
     assert families == {"__init__.py", "common.py", "gemma2.py"}
     for name in (
-        "jaxtune/models/stack.py", "jaxtune/pallas/attention/api.py", "tests/parity/reference.py",
-        "tests/models/tiny.py", "tests/conftest.py", "tests/goldens/gemma2.npz",
-    ):  # fmt: skip
+        "jaxtune/models/stack.py",
+        "jaxtune/pallas/attention/api.py",
+        "tests/parity/reference.py",
+        "tests/models/tiny.py",
+        "tests/conftest.py",
+        "tests/goldens/gemma2.npz",
+    ):
         assert ROOT / name in files, name
     assert ROOT / "jaxtune/cli.py" not in files and ROOT / "tests/test_cli.py" not in files
 

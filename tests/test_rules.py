@@ -31,9 +31,17 @@ MAY_IMPORT = {
 }
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.
 NOT_IN_PALLAS = {
-    "transformers", "tokenizers", "datasets", "huggingface_hub", "safetensors", "flax", "optax", "orbax", "pydantic",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "huggingface_hub",
+    "safetensors",
+    "flax",
+    "optax",
+    "orbax",
+    "pydantic",
     "torch",
-}  # fmt: skip
+}
 FAMILIES = "jaxtune.models.families"  # its common.py is what families share
 # Slow or optional: imported inside the functions that use them.
 NOT_AT_TOP = {"transformers", "datasets", "gguf", "torch", "trackio", "wandb", "tensorboardX", "matplotlib"}
@@ -118,7 +126,7 @@ def test_imports_go_one_way():
         ("jaxtune.models.hf", "try:\n    import transformers\nexcept ImportError:\n    pass", "at module level"),
         ("jaxtune.train.display.metrics", "class A:\n    from matplotlib import pyplot", "at module level"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_import_is_found(module, source, message):
     assert [text for text in violations(source, module) if message in text]
 

@@ -64,6 +64,10 @@ def test_sentences_are_broken_at_spaces_on_a_terminal_only():
     text = "plan: keep, of 8 x 128 tokens\n\n  kept: gate, /a/path/that/is/longer/than/the/line, up"
     assert fitted(text, console(file=io.StringIO(), width=20)) == text
     assert fitted(text, console(file=io.StringIO(), width=20, force_terminal=True)).split("\n") == [
-        "plan: keep, of 8 x", "  128 tokens", "",
-        "  kept: gate,", "    /a/path/that/is/longer/than/the/line,", "    up",
-    ]  # fmt: skip
+        "plan: keep, of 8 x",
+        "  128 tokens",
+        "",
+        "  kept: gate,",
+        "    /a/path/that/is/longer/than/the/line,",
+        "    up",
+    ]

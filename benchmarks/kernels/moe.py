@@ -111,8 +111,9 @@ def products(shape: Shape, name: str, zipf: bool, tokens: int) -> dict:
     pairs = tokens * shape.k
     result: dict = {"rows": groups.rows, "pairs": pairs, "tiles_in_use": int(groups.count)}
     for direction, left, contract in (
-        ("forward", x, 1 if shape.gpt_oss else 2), ("dx", dout, 2 if shape.gpt_oss else 1)
-    ):  # fmt: skip
+        ("forward", x, 1 if shape.gpt_oss else 2),
+        ("dx", dout, 2 if shape.gpt_oss else 1),
+    ):
         ways = {
             "dense": functools.partial(_queued, _dense, left[:pairs], weight[0], contract),
             "ours": functools.partial(_queued, _product, left, weight, groups, contract),
@@ -181,11 +182,14 @@ def _mxfp4(shape) -> MXFP4:
 
 # (kind, way, in words, (floor, goal))
 EXPERTS = (
-    ("nf4", "ahead", "NF4", (0.85, 0.95)), ("nf4", "decoded", "NF4 decoded before", ()),
-    ("mxfp4", "ahead", "MXFP4", (0.85, 0.95)), ("mxfp4", "decoded", "MXFP4 decoded before", ()),
-    ("fp8", "rows", "FP8 by rows", ()), ("fp8", "blocks", "FP8 of 128 x 128", ()),
+    ("nf4", "ahead", "NF4", (0.85, 0.95)),
+    ("nf4", "decoded", "NF4 decoded before", ()),
+    ("mxfp4", "ahead", "MXFP4", (0.85, 0.95)),
+    ("mxfp4", "decoded", "MXFP4 decoded before", ()),
+    ("fp8", "rows", "FP8 by rows", ()),
+    ("fp8", "blocks", "FP8 of 128 x 128", ()),
     ("fp8", "decoded", "FP8 decoded before", ()),
-)  # fmt: skip
+)
 
 
 def must_show(record: dict) -> Iterator[dict]:

@@ -133,9 +133,15 @@ def tune_lines(rows: int, columns: int, tokens: int, table: Path) -> dict:
     tiles = [{}, *map(dataclasses.asdict, line_matmul.tiles(rows, columns, tokens))]
     say = functools.partial(print, end="", flush=True)
     return tuning.measure(
-        "small_matmul", mosaic.small_bucket(packed[0], tokens), x.dtype, tiles, prepare,
-        wrong=tuning.as_the_first(), say=say, path=table,
-    )  # fmt: skip
+        "small_matmul",
+        mosaic.small_bucket(packed[0], tokens),
+        x.dtype,
+        tiles,
+        prepare,
+        wrong=tuning.as_the_first(),
+        say=say,
+        path=table,
+    )
 
 
 def many_tokens(rows: int, columns: int, tokens: int, encode: Callable, with_lora: bool) -> dict:
@@ -185,10 +191,14 @@ IN_FP8: dict[str, Callable] = {
 }
 # Parts: floor and goal of the geometric mean over the shapes.
 BOUNDS = {
-    "1 tokens": (2.5, 3.3), "16 tokens": (2.0, 3.0), "4096 tokens, without LoRA": (0.88, 0.95),
-    "4096 tokens, with LoRA": (0.85, 0.95), "16384 tokens, without LoRA": (0.95, 0.98),
-    "16384 tokens, with LoRA": (0.92, 0.98), **{f"16384 tokens, {kind}": () for kind in IN_FP8},
-}  # fmt: skip
+    "1 tokens": (2.5, 3.3),
+    "16 tokens": (2.0, 3.0),
+    "4096 tokens, without LoRA": (0.88, 0.95),
+    "4096 tokens, with LoRA": (0.85, 0.95),
+    "16384 tokens, without LoRA": (0.95, 0.98),
+    "16384 tokens, with LoRA": (0.92, 0.98),
+    **{f"16384 tokens, {kind}": () for kind in IN_FP8},
+}
 
 
 def must_show(record: dict) -> Iterator[dict]:

@@ -131,18 +131,29 @@ class Ahead:
             found, smallest = self.next(card, failed)
             need = self.compiled_bytes(found)
             fits = room.fits(need, smallest)
-            tried.append({
-                "residuals": residuals_text(found.plan.residuals), "micro_batches": found.plan.micro_batches,
-                "predicted_gb": found.peak_bytes / 1e9, "compiled_gb": need / 1e9, "ratio": need / found.peak_bytes,
-                "fits": fits, "seconds": time.monotonic() - begun,
-            })  # fmt: skip
+            tried.append(
+                {
+                    "residuals": residuals_text(found.plan.residuals),
+                    "micro_batches": found.plan.micro_batches,
+                    "predicted_gb": found.peak_bytes / 1e9,
+                    "compiled_gb": need / 1e9,
+                    "ratio": need / found.peak_bytes,
+                    "fits": fits,
+                    "seconds": time.monotonic() - begun,
+                }
+            )
             if fits or (smallest and failed):
                 break
             failed.append(Failed(found.plan, found.peak_bytes, need))
         return {
-            "budget_gb": card, "room_gb": room.budget_bytes / 1e9, "layers": self.layers, "compilations": len(tried),
-            "trains": fits, "tokens_per_second": found.tokens_per_second, "tried": tried,
-        }  # fmt: skip
+            "budget_gb": card,
+            "room_gb": room.budget_bytes / 1e9,
+            "layers": self.layers,
+            "compilations": len(tried),
+            "trains": fits,
+            "tokens_per_second": found.tokens_per_second,
+            "tried": tried,
+        }
 
     def forecasts(self) -> dict[str, float]:
         """{budget: tokens per second} of the plan that would be compiled first."""

@@ -302,9 +302,14 @@ def main() -> int:
     stored = json.loads(options.output.read_text(encoding="utf-8"))["lives"] if options.output.is_file() else {}
     before = stored.get(options.life, {})
     record = {
-        **before, "name": options.life, **dataclasses.asdict(life), "cap_bytes": cap, "device": gpu.stdout.strip(),
-        "steps": STEPS, "phases": before.get("phases", {}),
-    }  # fmt: skip
+        **before,
+        "name": options.life,
+        **dataclasses.asdict(life),
+        "cap_bytes": cap,
+        "device": gpu.stdout.strip(),
+        "steps": STEPS,
+        "phases": before.get("phases", {}),
+    }
     call = Call(life, work, options.material.resolve(), end, record, options.output, commit_here())
     if not (work / "model").is_dir():
         begun = time.time()

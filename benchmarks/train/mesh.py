@@ -79,11 +79,25 @@ CASES = {  # what matters most, first
 }
 ENVIRONMENT = ("device", "versions")
 KEPT = (
-    *ENVIRONMENT, "commit", "time",
-    "tokens_per_second_per_gpu", "step_seconds", "step_seconds_all", "peak_memory_gb_of_each", "residuals",
-    "micro_batches", "mfu", "init_seconds", "compile_seconds_cold", "compile_seconds_cached", "predicted_peak_gb",
-    "predicted_tokens_per_second", "losses", "parts", "failed",
-)  # fmt: skip
+    *ENVIRONMENT,
+    "commit",
+    "time",
+    "tokens_per_second_per_gpu",
+    "step_seconds",
+    "step_seconds_all",
+    "peak_memory_gb_of_each",
+    "residuals",
+    "micro_batches",
+    "mfu",
+    "init_seconds",
+    "compile_seconds_cold",
+    "compile_seconds_cached",
+    "predicted_peak_gb",
+    "predicted_tokens_per_second",
+    "losses",
+    "parts",
+    "failed",
+)
 
 
 def run(name: str, devices: int, side: Side, folder: Path, seconds: float) -> list[dict]:

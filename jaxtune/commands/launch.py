@@ -60,11 +60,17 @@ class _Processes:
         address = f"127.0.0.1:{self._port.getsockname()[1]}"
         self._commands = [
             [
-                sys.executable, "-m", "jaxtune.cli", "train", *arguments, f"--coordinator={address}",
-                f"--processes={count}", f"--process={index}",
+                sys.executable,
+                "-m",
+                "jaxtune.cli",
+                "train",
+                *arguments,
+                f"--coordinator={address}",
+                f"--processes={count}",
+                f"--process={index}",
             ]
             for index in range(count)
-        ]  # fmt: skip
+        ]
         self._environments = [
             dict(os.environ) if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index]}
             for index in range(count)

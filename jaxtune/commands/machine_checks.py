@@ -73,9 +73,10 @@ def _nvidia_smi() -> dict[str, str] | None:
 def _driver(card: dict[str, str] | None) -> Finding:
     if card is None:
         return Finding(
-            "note", "driver: there is no nvidia-smi, so no NVIDIA driver",
+            "note",
+            "driver: there is no nvidia-smi, so no NVIDIA driver",
             "a CPU is enough for the quickstart and for --plan plan.device=NAME; a GPU needs NVIDIA's driver",
-        )  # fmt: skip
+        )
     if "error" in card:
         return Finding("wrong", f"driver: nvidia-smi fails: {card['error']}", "install NVIDIA's driver anew, or reboot")
     version = card["driver_version"]

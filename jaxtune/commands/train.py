@@ -57,13 +57,17 @@ def _print_help() -> None:
         "usage: jaxtune train RECIPE [key.sub=value ...] [--check | --plan]\n\n"
         "RECIPE is a YAML file or the name of a packaged recipe. Overrides win over it; their values are YAML.\n"
     )
-    common.print_columns([
-        ("--check", "read config, tokenizer and data, show what would be trained and one packed row, then stop"),
-        ("--plan", "show the plan: memory and speed, here or on the device plan.device names, then stop"),
-        ("--coordinator=HOST:PORT --processes=N --process=I",
-         "one of several processes that SLURM and Open MPI did not start; 'jaxtune launch' gives them itself"),
-        ("--help", "show this"),
-    ])  # fmt: skip
+    common.print_columns(
+        [
+            ("--check", "read config, tokenizer and data, show what would be trained and one packed row, then stop"),
+            ("--plan", "show the plan: memory and speed, here or on the device plan.device names, then stop"),
+            (
+                "--coordinator=HOST:PORT --processes=N --process=I",
+                "one of several processes that SLURM and Open MPI did not start; 'jaxtune launch' gives them itself",
+            ),
+            ("--help", "show this"),
+        ]
+    )
     say("\npackaged recipes\n")
     common.print_columns([(name, recipe_summary(path)) for name, path in packaged_recipes().items()])
     say("\nkeys (type, default)\n")

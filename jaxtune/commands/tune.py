@@ -56,9 +56,16 @@ def run(arguments: Sequence[str]) -> None:
     documents = "log-normal" if options.documents == "packed" else None
     for dim in options.head_dim:
         case = Case(
-            "tune", options.rows, options.length, options.heads, options.kv_heads, dim, documents, options.window,
+            "tune",
+            options.rows,
+            options.length,
+            options.heads,
+            options.kv_heads,
+            dim,
+            documents,
+            options.window,
             options.soft_cap,
-        )  # fmt: skip
+        )
         found = measure(case, options.kernels or KERNELS, options.dtype, tell, options.output)
         for kernel, entry in found.items():
             fastest(f"attention {kernel}, head dim {dim}", entry)

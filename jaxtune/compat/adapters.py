@@ -47,11 +47,20 @@ class LoraConfig:
     ):
         settle("LoraConfig", others, PEFT, LoraConfig.__init__)
         self.settings: dict[str, Any] = dict(
-            r=r, lora_alpha=lora_alpha, target_modules=target_modules, lora_dropout=lora_dropout,
-            use_rslora=use_rslora, use_dora=use_dora, modules_to_save=modules_to_save, rank_pattern=rank_pattern,
-            alpha_pattern=alpha_pattern, target_parameters=target_parameters, layers_to_transform=layers_to_transform,
-            init_lora_weights=init_lora_weights, bias=bias,
-        )  # fmt: skip
+            r=r,
+            lora_alpha=lora_alpha,
+            target_modules=target_modules,
+            lora_dropout=lora_dropout,
+            use_rslora=use_rslora,
+            use_dora=use_dora,
+            modules_to_save=modules_to_save,
+            rank_pattern=rank_pattern,
+            alpha_pattern=alpha_pattern,
+            target_parameters=target_parameters,
+            layers_to_transform=layers_to_transform,
+            init_lora_weights=init_lora_weights,
+            bias=bias,
+        )
 
 
 def lora_settings(config: Any) -> dict[str, Any]:

@@ -171,11 +171,17 @@ class Events(Callback):
     """
 
     def __init__(
-        self, args: Any, state: TrainerState, control: Any, model: CompatModel, processing_class: Any,
-        callbacks: Sequence[Any], measure: Callable[[], dict[str, float]],
+        self,
+        args: Any,
+        state: TrainerState,
+        control: Any,
+        model: CompatModel,
+        processing_class: Any,
+        callbacks: Sequence[Any],
+        measure: Callable[[], dict[str, float]],
         handed_back: Callable[[Decoder], Decoder] = lambda module: module,
         leave: Callable[[int], Any] = lambda step: None,
-    ):  # fmt: skip
+    ):
         self._handed_back, self._leave, self._asked = handed_back, leave, -1
         self.args, self.state, self.control, self.model, self.measure = args, state, control, model, measure
         self.best: Any = None  # trained arrays on the host
@@ -190,10 +196,18 @@ class Events(Callback):
             if method is None:
                 continue
             answer = method(
-                self.args, self.state, self.control, model=self.model, processing_class=self._processing_class,
-                tokenizer=self._processing_class, optimizer=None, lr_scheduler=None, train_dataloader=None,
-                eval_dataloader=None, **more,
-            )  # fmt: skip
+                self.args,
+                self.state,
+                self.control,
+                model=self.model,
+                processing_class=self._processing_class,
+                tokenizer=self._processing_class,
+                optimizer=None,
+                lr_scheduler=None,
+                train_dataloader=None,
+                eval_dataloader=None,
+                **more,
+            )
             self.control = self.control if answer is None else answer
         if self.control.should_epoch_stop:
             raise ValueError(

@@ -158,10 +158,15 @@ class CompatModel:
         if streamer is not None:
             streamer.put(ids[0])
         new = jaxtune.generate(
-            self.module, prompts, max_new_tokens, seed=self.random_state, eos_token_ids=eos_token_id,
-            repetition_penalty=penalty, streamer=None if streamer is None else lambda _, t: streamer.put(np.array(t)),
+            self.module,
+            prompts,
+            max_new_tokens,
+            seed=self.random_state,
+            eos_token_ids=eos_token_id,
+            repetition_penalty=penalty,
+            streamer=None if streamer is None else lambda _, t: streamer.put(np.array(t)),
             **limits,
-        )  # fmt: skip
+        )
         if streamer is not None:
             streamer.end()
         pads = (pad_token_id, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
@@ -193,9 +198,12 @@ class CompatModel:
         save_weights(merged if load_in is None else merged.quantized(load_in), save_directory, tokenizer)
 
     def save_pretrained_gguf(
-        self, save_directory: str | os.PathLike, tokenizer: Any = None,
-        quantization_method: str | Sequence[str] = "fast_quantized", **others: Any,
-    ) -> None:  # fmt: skip
+        self,
+        save_directory: str | os.PathLike,
+        tokenizer: Any = None,
+        quantization_method: str | Sequence[str] = "fast_quantized",
+        **others: Any,
+    ) -> None:
         """A GGUF file for llama.cpp in each of the ways named: f32, f16, bf16, q8_0 or q4_0, each in a folder of its
         own below save_directory."""
         where = "save_pretrained_gguf"
@@ -219,9 +227,14 @@ class CompatModel:
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
     def push_to_hub_merged(
-        self, repository: str, tokenizer: Any = None, save_method: str = "merged_16bit", token: str | None = None,
-        private: bool | None = None, **others: Any,
-    ) -> None:  # fmt: skip
+        self,
+        repository: str,
+        tokenizer: Any = None,
+        save_method: str = "merged_16bit",
+        token: str | None = None,
+        private: bool | None = None,
+        **others: Any,
+    ) -> None:
         """As save_pretrained_merged, into a repository of the hub, which is made where there is none."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
@@ -229,9 +242,14 @@ class CompatModel:
         )
 
     def push_to_hub_gguf(
-        self, repository: str, tokenizer: Any = None, quantization_method: str | Sequence[str] = "fast_quantized",
-        token: str | None = None, private: bool | None = None, **others: Any,
-    ) -> None:  # fmt: skip
+        self,
+        repository: str,
+        tokenizer: Any = None,
+        quantization_method: str | Sequence[str] = "fast_quantized",
+        token: str | None = None,
+        private: bool | None = None,
+        **others: Any,
+    ) -> None:
         """As save_pretrained_gguf, into a repository of the hub, which is made where there is none."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
@@ -304,9 +322,15 @@ class FastLanguageModel:
         if tokenizer is None:
             raise ValueError(f"{where}: {model_name} has no tokenizer files: put them into the model's folder")
         model = CompatModel(
-            module, without_torch(tokenizer), max_seq_length, residuals, adapter=adapter,
-            full_finetuning=full_finetuning, random_state=random_state, packing=packing,
-        )  # fmt: skip
+            module,
+            without_torch(tokenizer),
+            max_seq_length,
+            residuals,
+            adapter=adapter,
+            full_finetuning=full_finetuning,
+            random_state=random_state,
+            packing=packing,
+        )
         return model, tokenizer
 
     @staticmethod
@@ -342,16 +366,33 @@ class FastLanguageModel:
             raise ValueError(f"{where}: max_seq_length = {max_seq_length} belongs to from_pretrained; set it there")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         module, adapter = adapted(
-            model.module, where, random_state, r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
-            use_rslora=use_rslora, use_dora=use_dora, target_modules=target_modules,
-            target_parameters=target_parameters, modules_to_save=modules_to_save, rank_pattern=rank_pattern,
-            alpha_pattern=alpha_pattern, init_lora_weights=init_lora_weights, bias=bias, experts_too=True,
+            model.module,
+            where,
+            random_state,
+            r=r,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            use_rslora=use_rslora,
+            use_dora=use_dora,
+            target_modules=target_modules,
+            target_parameters=target_parameters,
+            modules_to_save=modules_to_save,
+            rank_pattern=rank_pattern,
+            alpha_pattern=alpha_pattern,
+            init_lora_weights=init_lora_weights,
+            bias=bias,
+            experts_too=True,
             layers_to_transform=last_layers(where, finetune_last_n_layers, layers_to_transform, model.module),
-        )  # fmt: skip
+        )
         return CompatModel(
-            module, model.tokenizer, model.max_seq_length, residuals, adapter=adapter, random_state=random_state,
+            module,
+            model.tokenizer,
+            model.max_seq_length,
+            residuals,
+            adapter=adapter,
+            random_state=random_state,
             packing=model.packing,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def for_inference(model: CompatModel) -> CompatModel:

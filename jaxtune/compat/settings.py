@@ -82,16 +82,26 @@ class SFTConfig:
 
 # transformers' defaults where they are not those of SFTConfig.
 _TRANSFORMERS = dict(
-    per_device_train_batch_size=8, gradient_accumulation_steps=1, weight_decay=0.0, optim="adamw_torch",
-    warmup_ratio=0.0, logging_steps=500, seed=42,
-)  # fmt: skip
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=1,
+    weight_decay=0.0,
+    optim="adamw_torch",
+    warmup_ratio=0.0,
+    logging_steps=500,
+    seed=42,
+)
 # What the model was loaded with stands where an object of their classes leaves these at a default, or at False.
 _MODELS = ("packing", "gradient_checkpointing", "max_length")
 # What their classes fill in by themselves asks for nothing.
 _FILLED = (
-    "accelerator_config", "activation_checkpointing", "dataloader_pin_memory", "debug", "disable_tqdm", "hub_strategy",
+    "accelerator_config",
+    "activation_checkpointing",
+    "dataloader_pin_memory",
+    "debug",
+    "disable_tqdm",
+    "hub_strategy",
     "logging_dir",
-)  # fmt: skip
+)
 
 
 class TrainingArguments(SFTConfig):

@@ -38,20 +38,34 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Checkpointing asks for memory: the planner then recomputes or carries what does not fit, and no more.
 RESIDUALS = {True: None, "unsloth": None, "true": None, False: "keep", "false": "keep"}
 OPTIMIZERS = {
-    "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "paged_adamw_32bit": "adamw",
-    "adafactor": "adafactor", "sgd": "sgd",
-}  # fmt: skip
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
 SCHEDULES = {
-    "linear": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_with_restarts", "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_restarts": "cosine_with_restarts",
+    "constant": "constant",
     "constant_with_warmup": "constant",
-}  # fmt: skip
+}
 # The order of an epoch's rows by train_sampling_strategy; see jaxtune.train.data.batches.
 ORDERS = {"random": "torch", "sequential": "given"}
 # Unsloth's names of GGUF's types; its own quantised ones (q4_k_m, ...) are llama.cpp's to make.
 GGUF = {
-    "fast_quantized": "q8_0", "q8_0": "q8_0", "q4_0": "q4_0", "not_quantized": "f16", "f16": "f16", "bf16": "bf16",
+    "fast_quantized": "q8_0",
+    "q8_0": "q8_0",
+    "q4_0": "q4_0",
+    "not_quantized": "f16",
+    "f16": "f16",
+    "bf16": "bf16",
     "f32": "f32",
-}  # fmt: skip
+}
 # Types that llama.cpp makes of an f16 file; "quantized" is Unsloth's name of q4_k_m.
 LLAMA_CPPS = re.compile(r"quantized|i?q\d_\w+")

@@ -17,19 +17,36 @@ from jaxtune.train.data.templates import resolve_template
 # Unsloth's names of templates: (the packaged one, or None; what the tokenizer's own must hold to be the one named).
 _LLAMA, _QWEN, _TURN = "<|start_header_id|>", "<|im_start|>", "<start_of_turn>"
 _FAMILIES = {
-    "chatml": ("chatml", _QWEN), "alpaca": ("alpaca", "### Instruction:"),
-    "llama-3": ("llama-3", _LLAMA), "llama3": ("llama-3", _LLAMA), "llama-31": ("llama-3.1", _LLAMA),
-    "llama-3.1": ("llama-3.1", _LLAMA), "llama-3.2": ("llama-3.1", _LLAMA), "llama-3.3": ("llama-3.1", _LLAMA),
-    "mistral": ("mistral", "[INST]"), "llama": (None, "[INST]"),
-    "gemma": ("gemma", _TURN), "gemma2": ("gemma", _TURN), "gemma-2": ("gemma", _TURN),
-    "gemma-3": ("gemma-3", _TURN), "gemma3": ("gemma-3", _TURN),
-    "phi-3": ("phi-3", "<|assistant|>"), "phi-3.5": ("phi-3", "<|assistant|>"), "phi-35": ("phi-3", "<|assistant|>"),
+    "chatml": ("chatml", _QWEN),
+    "alpaca": ("alpaca", "### Instruction:"),
+    "llama-3": ("llama-3", _LLAMA),
+    "llama3": ("llama-3", _LLAMA),
+    "llama-31": ("llama-3.1", _LLAMA),
+    "llama-3.1": ("llama-3.1", _LLAMA),
+    "llama-3.2": ("llama-3.1", _LLAMA),
+    "llama-3.3": ("llama-3.1", _LLAMA),
+    "mistral": ("mistral", "[INST]"),
+    "llama": (None, "[INST]"),
+    "gemma": ("gemma", _TURN),
+    "gemma2": ("gemma", _TURN),
+    "gemma-2": ("gemma", _TURN),
+    "gemma-3": ("gemma-3", _TURN),
+    "gemma3": ("gemma-3", _TURN),
+    "phi-3": ("phi-3", "<|assistant|>"),
+    "phi-3.5": ("phi-3", "<|assistant|>"),
+    "phi-35": ("phi-3", "<|assistant|>"),
     "phi-4": ("phi-4", "<|im_sep|>"),
-    "qwen-2.5": ("qwen-2.5", _QWEN), "qwen2.5": ("qwen-2.5", _QWEN), "qwen-25": ("qwen-2.5", _QWEN),
-    "qwen25": ("qwen-2.5", _QWEN), "qwen-3": ("qwen-3", _QWEN), "qwen3": ("qwen-3", _QWEN),
-    "qwen3-thinking": (None, _QWEN), "qwen3-instruct": ("qwen-3-instruct", _QWEN),
-    "gpt-oss": (None, "<|channel|>"), "gptoss": (None, "<|channel|>"),
-}  # fmt: skip
+    "qwen-2.5": ("qwen-2.5", _QWEN),
+    "qwen2.5": ("qwen-2.5", _QWEN),
+    "qwen-25": ("qwen-2.5", _QWEN),
+    "qwen25": ("qwen-2.5", _QWEN),
+    "qwen-3": ("qwen-3", _QWEN),
+    "qwen3": ("qwen-3", _QWEN),
+    "qwen3-thinking": (None, _QWEN),
+    "qwen3-instruct": ("qwen-3-instruct", _QWEN),
+    "gpt-oss": (None, "<|channel|>"),
+    "gptoss": (None, "<|channel|>"),
+}
 
 
 class NumpyTensor(np.ndarray):

@@ -197,9 +197,16 @@ class SFTTrainer(Reports):
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
         return Events(
-            self.args, self.state, self.control, self.model, self.tokenizer, self.callbacks, self._measure,
-            self._handing_back(), leave,
-        )  # fmt: skip
+            self.args,
+            self.state,
+            self.control,
+            self.model,
+            self.tokenizer,
+            self.callbacks,
+            self._measure,
+            self._handing_back(),
+            leave,
+        )
 
     def _measure(self) -> dict[str, float]:
         """What compute_metrics says of the model as it is."""
@@ -409,8 +416,13 @@ class SFTTrainer(Reports):
 
 
 # Collators that pad rows of one batch to one length, and do nothing else.
-_PADDING_COLLATORS = ("DataCollatorForLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorWithPadding",
-                      "DefaultDataCollator", "DataCollatorWithFlattening")  # fmt: skip
+_PADDING_COLLATORS = (
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorWithPadding",
+    "DefaultDataCollator",
+    "DataCollatorWithFlattening",
+)
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
@@ -419,18 +431,28 @@ def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
     dtype = given.pop("dtype", given.pop("torch_dtype", None))
     length = args.max_length or args.max_seq_length or 1024
     model, _ = FastLanguageModel.from_pretrained(
-        name, length, None if dtype == "auto" else dtype, load_in_4bit=False, full_finetuning=full,
-        random_state=args.seed, **given,
-    )  # fmt: skip
+        name,
+        length,
+        None if dtype == "auto" else dtype,
+        load_in_4bit=False,
+        full_finetuning=full,
+        random_state=args.seed,
+        **given,
+    )
     return model
 
 
 def _with_adapter(model: CompatModel, peft_config: Any, seed: int) -> CompatModel:
     module, adapter = adapted(model.module, "LoraConfig", seed, experts_too=False, **lora_settings(peft_config))
     return CompatModel(
-        module, model.tokenizer, model.max_seq_length, model.residuals, adapter=adapter,
-        random_state=model.random_state, packing=model.packing,
-    )  # fmt: skip
+        module,
+        model.tokenizer,
+        model.max_seq_length,
+        model.residuals,
+        adapter=adapter,
+        random_state=model.random_state,
+        packing=model.packing,
+    )
 
 
 def train_on_responses_only(

@@ -62,9 +62,12 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
     quantization = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": [
-            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
         ],
-    }  # fmt: skip
+    }
     says = {"quantization_config": quantization}
     return write_planned(weights, folder, tokenizer, max_shard_bytes, planned, says)
 

@@ -72,9 +72,17 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
 def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
     """What config.json says. ignored: modules that stay in 16 bits."""
     weights = {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group, "dynamic": False,
-        "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
-    }  # fmt: skip
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

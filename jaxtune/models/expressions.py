@@ -48,8 +48,12 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _SCRIPT],
-            input=work, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True,
-        )  # fmt: skip
+            input=work,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=True,
+        )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         raise ValueError(
             f"{key}: the regular expression {pattern[:80]!r} takes over {LIMIT_SECONDS:g} s on the model's names "

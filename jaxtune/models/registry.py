@@ -85,9 +85,14 @@ def text_config(hf: dict) -> dict:
     if not isinstance(text, dict):
         raise ValueError(f"config.json of a {hf['model_type']!r} model lacks 'text_config', which holds its sizes")
     outer = (
-        "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
+        "quantization_config",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "dtype",
+        "torch_dtype",
         "tie_word_embeddings",
-    )  # fmt: skip
+    )
     first, *others = TEXT_PARTS[hf["model_type"]]
     said = text.get("model_type", first) if others else first
     if said not in (first, *others):

@@ -261,8 +261,10 @@ def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
     """Shards of trainable tensors, each with the gradient of its whole tensor."""
     pairs = jax.tree.map(
         lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
-        trainable, gradients, is_leaf=lambda leaf: isinstance(leaf, Shard),
-    )  # fmt: skip
+        trainable,
+        gradients,
+        is_leaf=lambda leaf: isinstance(leaf, Shard),
+    )
     return jax.tree.leaves(pairs, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
@@ -324,8 +326,10 @@ def _stack_bwd(static: _Static, residuals, gradient):
         places = iter(parts)
         gradients[index] = jax.tree.map(
             lambda shard, gradient: next(places) if isinstance(shard, Shard) else gradient,
-            trainables[index], gradients[index], is_leaf=lambda leaf: isinstance(leaf, Shard),
-        )  # fmt: skip
+            trainables[index],
+            gradients[index],
+            is_leaf=lambda leaf: isinstance(leaf, Shard),
+        )
         if sums is not None:
             with jax.named_scope("accumulate"):
                 gradients[index] = jax.tree.map(jnp.add, sums[index], gradients[index])

@@ -90,9 +90,16 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} has {len(value)} entries; it must have {wanted}: {of}")
 
     def number(
-        self, name: str, value: Any, *, whole: bool = False, least: float | None = None, above: float | None = None,
-        below: float | None = None, optional: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        value: Any,
+        *,
+        whole: bool = False,
+        least: float | None = None,
+        above: float | None = None,
+        below: float | None = None,
+        optional: bool = False,
+    ) -> None:
         """Checks a finite number that is known while tracing.
 
         Args:

@@ -171,9 +171,18 @@ def _shuffled_entries(lane_entry, word):
 
 
 def table_values(
-    codes, scales, table: bytes, table_ref, codes_layout, scales_layout, out_layout, dtype, *, low_first: bool,
+    codes,
+    scales,
+    table: bytes,
+    table_ref,
+    codes_layout,
+    scales_layout,
+    out_layout,
+    dtype,
+    *,
+    low_first: bool,
     beside_products: bool,
-):  # fmt: skip
+):
     """`dtype`[2 x codes]: entries of the table, float32[16], times scales. codes: uint8, four a register; scales: one a
     register of codes.
 

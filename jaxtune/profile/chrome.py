@@ -184,8 +184,16 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
             if lasts > 0:
                 number = len(rows)
                 calls[number] = call
-                rows.append({"ts": start, "dur": lasts, "name": call.name, "cat": "kernel", "tid": thread,
-                             "args": {"correlation": number}})  # fmt: skip
+                rows.append(
+                    {
+                        "ts": start,
+                        "dur": lasts,
+                        "name": call.name,
+                        "cat": "kernel",
+                        "tid": thread,
+                        "args": {"correlation": number},
+                    }
+                )
     return rows, calls
 
 

@@ -236,8 +236,10 @@ def _sentences(comparison: Comparison) -> list[str]:
         out = [f"No change of the step beyond noise: {step.a_ms:.2f} and {step.b_ms:.2f} ms (± {step.noise_ms:.2f})."]
     else:
         ratio = step.a_ms / step.b_ms if step.diff_ms < 0 else step.b_ms / step.a_ms
-        out = [f"B's step is {abs(step.diff_ms):.2f} ms {step.verdict}: {step.a_ms:.2f} to {step.b_ms:.2f} ms, "
-               f"{ratio:.2f} times."]  # fmt: skip
+        out = [
+            f"B's step is {abs(step.diff_ms):.2f} ms {step.verdict}: {step.a_ms:.2f} to {step.b_ms:.2f} ms, "
+            f"{ratio:.2f} times."
+        ]
         if a.tokens_per_step and b.tokens_per_step:
             each = [1e3 * report.step_ms / report.tokens_per_step for report in (a, b) if report.tokens_per_step]
             out[0] += f" A token takes {each[0]:.2f} us in A, {each[1]:.2f} us in B."

@@ -45,8 +45,22 @@ def _data_sheets() -> dict[str, DataSheet]:
 DATA_SHEETS = _data_sheets()
 
 # Compute capability 6.x and 7.x.
-_TOO_OLD = ("T4", "V100", "T4G", "TITAN V", "TITAN RTX", "RTX 2060", "RTX 2070", "RTX 2080", "RTX 2080 Ti",
-            "Quadro RTX 5000", "Quadro RTX 6000", "Quadro RTX 8000", "P100", "P40")  # fmt: skip
+_TOO_OLD = (
+    "T4",
+    "V100",
+    "T4G",
+    "TITAN V",
+    "TITAN RTX",
+    "RTX 2060",
+    "RTX 2070",
+    "RTX 2080",
+    "RTX 2080 Ti",
+    "Quadro RTX 5000",
+    "Quadro RTX 6000",
+    "Quadro RTX 8000",
+    "P100",
+    "P40",
+)
 
 
 def data_sheet(device: str) -> DataSheet | None:

@@ -16,19 +16,58 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 # xla_data.proto, PrimitiveType: (name, bits)
 _TYPES = {
-    1: ("pred", 8), 2: ("s8", 8), 3: ("s16", 16), 4: ("s32", 32), 5: ("s64", 64),
-    6: ("u8", 8), 7: ("u16", 16), 8: ("u32", 32), 9: ("u64", 64),
-    10: ("f16", 16), 11: ("f32", 32), 12: ("f64", 64), 15: ("c64", 64), 16: ("bf16", 16), 18: ("c128", 128),
-    19: ("f8e5m2", 8), 20: ("f8e4m3fn", 8), 21: ("s4", 4), 22: ("u4", 4), 23: ("f8e4m3b11fnuz", 8),
-    24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8), 26: ("s2", 2), 27: ("u2", 2), 28: ("f8e4m3", 8), 29: ("f8e3m4", 8),
-    32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8),
-}  # fmt: skip
+    1: ("pred", 8),
+    2: ("s8", 8),
+    3: ("s16", 16),
+    4: ("s32", 32),
+    5: ("s64", 64),
+    6: ("u8", 8),
+    7: ("u16", 16),
+    8: ("u32", 32),
+    9: ("u64", 64),
+    10: ("f16", 16),
+    11: ("f32", 32),
+    12: ("f64", 64),
+    15: ("c64", 64),
+    16: ("bf16", 16),
+    18: ("c128", 128),
+    19: ("f8e5m2", 8),
+    20: ("f8e4m3fn", 8),
+    21: ("s4", 4),
+    22: ("u4", 4),
+    23: ("f8e4m3b11fnuz", 8),
+    24: ("f8e5m2fnuz", 8),
+    25: ("f8e4m3fnuz", 8),
+    26: ("s2", 2),
+    27: ("u2", 2),
+    28: ("f8e4m3", 8),
+    29: ("f8e3m4", 8),
+    32: ("f4e2m1fn", 4),
+    33: ("f8e8m0fnu", 8),
+}
 # Opcodes that launch nothing on the device.
-SILENT = frozenset((
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
-    "replica-id", "add-dependency", "domain", "copy-done", "async-done", "async-update", "all-reduce-done",
-    "all-gather-done", "reduce-scatter-done", "collective-permute-done",
-))  # fmt: skip
+SILENT = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "opt-barrier",
+        "partition-id",
+        "replica-id",
+        "add-dependency",
+        "domain",
+        "copy-done",
+        "async-done",
+        "async-update",
+        "all-reduce-done",
+        "all-gather-done",
+        "reduce-scatter-done",
+        "collective-permute-done",
+    )
+)
 _LAST_COMPILED = 63  # of HloInstructionProto: fields with a larger number change no kernel
 
 

@@ -35,11 +35,20 @@ def report_page(report: Report) -> str:
             _column("ceiling", "% of ceiling", 1),
         ],
         "rows": [
-            [r.name, r.category, f"{r.scope} {r.phase}".strip(), r.shape, round(r.count, 2), round(r.ms, 5),
-             round(r.tflops, 2), round(r.tbps, 3), round(100 * r.of_ceiling, 1)]
+            [
+                r.name,
+                r.category,
+                f"{r.scope} {r.phase}".strip(),
+                r.shape,
+                round(r.count, 2),
+                round(r.ms, 5),
+                round(r.tflops, 2),
+                round(r.tbps, 3),
+                round(100 * r.of_ceiling, 1),
+            ]
             for r in report.kernels
         ],
-    }  # fmt: skip
+    }
     body = [
         _words("The three largest losses against the roofline", losses, ordered=True),
         _bars(),
@@ -49,7 +58,7 @@ def report_page(report: Report) -> str:
         _shares("By scope", report.scopes, "scopes"),
         _transfers(report),
         _memory(report),
-    ]  # fmt: skip
+    ]
     return _page("Where the time of a step goes", [("", report)], report.notes, body, kernels)
 
 
@@ -71,7 +80,7 @@ def comparison_page(comparison: Comparison) -> str:
             [r.name, r.phase, r.detail, *(round(x, 5) for x in (r.a_ms, r.b_ms, r.diff_ms, r.noise_ms)), r.verdict]
             for r in comparison.kernels
         ],
-    }  # fmt: skip
+    }
     body = [
         _words("What changed from A to B", comparison.sentences),
         _bars(),
@@ -209,8 +218,17 @@ def _transfers(report: Report) -> str:
         return f"<h2>Waits</h2>\n{text}\n"
     rows = []
     for row in report.transfers:
-        rows.append((row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(row.hidden), f"{row.exposed_ms:.2f}",
-                     f"{row.gb_per_s:.1f}" if row.gb else "", row.longest_wait))  # fmt: skip
+        rows.append(
+            (
+                row.name,
+                f"{row.count:g}",
+                f"{row.ms:.2f}",
+                percent(row.hidden),
+                f"{row.exposed_ms:.2f}",
+                f"{row.gb_per_s:.1f}" if row.gb else "",
+                row.longest_wait,
+            )
+        )
     head = ("", "count", "ms/step", "under compute", "exposed ms", "GB/s", "longest wait")
     return _table("Transfers and waits", head, rows, "transfers") + text
 

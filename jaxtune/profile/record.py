@@ -121,6 +121,11 @@ def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())
     analysis = program.memory_analysis()
-    keys = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes",
-            "host_temp_size_in_bytes")  # fmt: skip
+    keys = (
+        "argument_size_in_bytes",
+        "output_size_in_bytes",
+        "temp_size_in_bytes",
+        "alias_size_in_bytes",
+        "host_temp_size_in_bytes",
+    )
     return {key.replace("_size_in_", "_"): int(getattr(analysis, key, 0) or 0) for key in keys}

@@ -258,10 +258,16 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
         scale = _MS / num_steps
         rows.append(
             Transfer(
-                name, len(members) / num_steps, whole * scale, (whole - exposed) * scale, exposed * scale,
-                moved / num_steps / 1e9, moved / whole if whole else 0.0, waits,
+                name,
+                len(members) / num_steps,
+                whole * scale,
+                (whole - exposed) * scale,
+                exposed * scale,
+                moved / num_steps / 1e9,
+                moved / whole if whole else 0.0,
+                waits,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -279,12 +285,14 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
             else:
                 long += done - begun
                 before, after = ends.get(begun), starts.get(done)
-                waits.append({
-                    "ms": (done - begun) * _MS,
-                    "step": index,
-                    "after": "" if before is None else before.op or readable(before.name),
-                    "before": "" if after is None else after.op or readable(after.name),
-                })  # fmt: skip
+                waits.append(
+                    {
+                        "ms": (done - begun) * _MS,
+                        "step": index,
+                        "after": "" if before is None else before.op or readable(before.name),
+                        "before": "" if after is None else after.op or readable(after.name),
+                    }
+                )
     waits.sort(key=lambda w: -w["ms"])
     scale = _MS / len(steps)
     return Idle((short + long) * scale, count / len(steps), short * scale, long * scale, waits[:5])

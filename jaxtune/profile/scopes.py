@@ -26,8 +26,15 @@ CATEGORIES = (
 
 _WRAPPER = re.compile(r"^([a-z_]+)\((.*)\)$")
 _CONTROL = ("while", "body", "cond", "scan", "branch_0_fun", "branch_1_fun", "pjit", "core_call", "shard_map")
-_TRANSFORMS = ("closed_call", "eval_jaxpr", "checkpoint", "remat", "rematted_computation", "custom_vjp_call",
-               "custom_jvp_call")  # fmt: skip
+_TRANSFORMS = (
+    "closed_call",
+    "eval_jaxpr",
+    "checkpoint",
+    "remat",
+    "rematted_computation",
+    "custom_vjp_call",
+    "custom_jvp_call",
+)
 _PHASES = ("forward", "backward", "recompute")
 _SILENT = frozenset((*_CONTROL, *_TRANSFORMS, *_PHASES))
 
@@ -108,9 +115,12 @@ _OPTIMIZER = re.compile(
     r"(^|[/_.])(optimizer|optim|adamw?|adafactor|lion|muon|clip_grad\w*|apply_updates)([/_.]|$)", re.IGNORECASE
 )
 _OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply|FusedAdam|adam|LpNormFunctor|kOptimizer", re.I)
-_DEVICE_COPY = re.compile(r"^(copy|transpose|loop_copy|wrapped_copy|wrapped_transpose|input_transpose|wrapped_bitcast|"
-                          r"loop_transpose|loop_slice|loop_dynamic_update_slice|loop_dynamic_slice|"
-                          r"loop_pad|loop_broadcast|wrapped_broadcast)", re.I)  # fmt: skip
+_DEVICE_COPY = re.compile(
+    r"^(copy|transpose|loop_copy|wrapped_copy|wrapped_transpose|input_transpose|wrapped_bitcast|"
+    r"loop_transpose|loop_slice|loop_dynamic_update_slice|loop_dynamic_slice|"
+    r"loop_pad|loop_broadcast|wrapped_broadcast)",
+    re.I,
+)
 
 
 def is_collective(name: str) -> bool:

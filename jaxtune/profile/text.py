@@ -28,8 +28,12 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
     for column in columns:
         name = column.lstrip("<")
-        table.add_column(name, justify="left" if column.startswith("<") else "right", overflow="fold",
-                         no_wrap=not column.startswith("<"))  # fmt: skip
+        table.add_column(
+            name,
+            justify="left" if column.startswith("<") else "right",
+            overflow="fold",
+            no_wrap=not column.startswith("<"),
+        )
     return table
 
 
@@ -121,9 +125,16 @@ def report_text(report: Report, width: int) -> str:
             "\nTransfers", "<", "count", "ms/step", "under compute", "exposed ms", "GB", "GB/s", "<longest wait"
         )
         for row in report.transfers:
-            table.add_row(row.name, f"{row.count:g}", f"{row.ms:.2f}", percent(row.hidden), f"{row.exposed_ms:.2f}",
-                          f"{row.gb:.3f}" if row.gb else "", f"{row.gb_per_s:.1f}" if row.gb else "",
-                          row.longest_wait)  # fmt: skip
+            table.add_row(
+                row.name,
+                f"{row.count:g}",
+                f"{row.ms:.2f}",
+                percent(row.hidden),
+                f"{row.exposed_ms:.2f}",
+                f"{row.gb:.3f}" if row.gb else "",
+                f"{row.gb_per_s:.1f}" if row.gb else "",
+                row.longest_wait,
+            )
         console.print(table)
 
     idle = report.idle

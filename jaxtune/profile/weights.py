@@ -11,10 +11,22 @@ import re
 from jaxtune.profile.hlo import Instruction
 
 # What XLA does to a weight on its way into a product.
-_PASSING = frozenset((
-    "bitcast", "bitcast-convert", "convert", "copy", "transpose", "reshape", "slice", "concatenate", "copy-done",
-    "copy-start", "get-tuple-element", "fusion",
-))  # fmt: skip
+_PASSING = frozenset(
+    (
+        "bitcast",
+        "bitcast-convert",
+        "convert",
+        "copy",
+        "transpose",
+        "reshape",
+        "slice",
+        "concatenate",
+        "copy-done",
+        "copy-start",
+        "get-tuple-element",
+        "fusion",
+    )
+)
 _KEY = re.compile(r"\['?([A-Za-z_]\w*)'?\]|\.([A-Za-z_]\w*)")
 # Keys below the linear itself.
 _LEAVES = frozenset(

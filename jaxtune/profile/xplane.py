@@ -218,9 +218,8 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
     for index, item in enumerate(raw):
         launch = joined.get(index)
         event = Event(
-            item.start_ns - origin, item.end_ns - origin, item.name, item.stream, _kind(item),
-            module=programs[index],
-        )  # fmt: skip
+            item.start_ns - origin, item.end_ns - origin, item.name, item.stream, _kind(item), module=programs[index]
+        )
         instruction = None if launch is None else launch.instruction
         if launch is not None:
             event.op = launch.hlo_op if instruction is None else instruction.name
@@ -240,9 +239,12 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
         if instruction is not None and not instruction.is_mosaic:
             is_gemm = bool(work.of(instruction)[0]) or instruction.is_gemm
         event.category = categorise(
-            event.kind, item.name, event.scope, is_gemm=is_gemm,
+            event.kind,
+            item.name,
+            event.scope,
+            is_gemm=is_gemm,
             target="" if instruction is None else instruction.target,
-        )  # fmt: skip
+        )
         if event.kind in (TO_HOST, TO_DEVICE):
             event.scope = event.scope or "host link"
         if event.kind in (COPY, TO_HOST, TO_DEVICE):

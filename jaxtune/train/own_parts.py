@@ -49,6 +49,39 @@ def require_own_objective(config: TrainConfig) -> None:
     _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
 
 
+def require_nothing_beside(
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation | None,
+    schedule: optax.Schedule | None,
+    objective: Objective | None,
+) -> None:
+    """Refuses settings of config that the parts given in Python would leave without effect."""
+    if optimizer is not None:
+        require_own_optimizer(config)
+    if schedule is not None:
+        require_own_schedule(config)
+    if objective is not None:
+        require_own_objective(config)
+
+
+def identities(
+    trainable: Any,
+    total_steps: int,
+    optimizer: optax.GradientTransformation | None,
+    schedule: optax.Schedule | None,
+    objective: Objective | None,
+) -> dict[str, Any]:
+    """What each part that was given is known by; nothing for the others."""
+    known: dict[str, Any] = {}
+    if objective is not None:
+        known["objective"] = objective_identity(objective)
+    if schedule is not None:
+        known["schedule"] = schedule_identity(schedule, total_steps)
+    if optimizer is not None:
+        known["optimizer"] = optimizer_identity(optimizer, trainable)
+    return known
+
+
 def _require_defaults(section: str, given: Any, default: Any, part: str, kept: tuple[str, ...] = ()) -> None:
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)

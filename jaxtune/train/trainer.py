@@ -13,12 +13,12 @@ import jax
 import optax
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import has_adapter, matrices
+from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
 from jaxtune.system.files import remove_unfinished
 from jaxtune.system.terminal import outliving, say
-from jaxtune.train import own_parts
+from jaxtune.train import own_parts, setup
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
@@ -42,22 +42,19 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
-from jaxtune.train.folder.run_rows import most_documents, prepared_rows
+from jaxtune.train.folder.run_rows import prepared_rows
 from jaxtune.train.folder.saving import Saver
 from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.optimizer.optim import make_optimizer, update_bound, weight_storage
-from jaxtune.train.optimizer.schedule import learning_rate_schedule, total_steps
+from jaxtune.train.optimizer.schedule import total_steps
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
-from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.flops import flop_counter
-from jaxtune.train.program.loss import router_losses
 from jaxtune.train.program.programs import Engine, Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.program.trained_model import TrainedModel
@@ -119,16 +116,12 @@ class Trainer:
         self.model = TrainedModel(model, config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
-        if optimizer is not None:
-            own_parts.require_own_optimizer(config)
-        if schedule is not None:
-            own_parts.require_own_schedule(config)
-        if objective is not None:
-            own_parts.require_own_objective(config)
+        own_parts.require_nothing_beside(config, optimizer, schedule, objective)
         self.config = config = recorded_config(config, self.model.prepared)
         self.objective = objective or objective_of(config)
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
+
         self.train_data, self.eval_data = prepared_rows(
             self.objective, self.tokenizer, config.data, self.model.given.config, train_rows, eval_rows, not trains
         )
@@ -137,63 +130,24 @@ class Trainer:
         self.total_steps = total_steps(config, self.batches.steps_per_epoch)
         if self.train_data.packing == "step":
             self.batches, self.eval_data = laid_out(self.train_data, self.eval_data, config, self.total_steps)
-        if self.profile_steps and config.profile.start >= self.total_steps:
-            raise ValueError(f"profile.start = {config.profile.start}: the run has only {self.total_steps} steps")
-        if config.qat is not None and config.qat.start >= self.total_steps:
-            raise ValueError(f"qat.start = {config.qat.start}: the run has only {self.total_steps} steps")
+        self._require_starts_within_the_run()
 
-        self.own: dict[str, Any] = {}  # what is recorded of the parts that were given
-        if objective is not None:
-            self.own["objective"] = own_parts.objective_identity(objective)
-        if schedule is not None:
-            self.own["schedule"] = own_parts.schedule_identity(schedule, self.total_steps)
-        elif optimizer is None:
-            schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, self.total_steps)
-        bound = None
-        if optimizer is not None:
-            self.own["optimizer"] = own_parts.optimizer_identity(optimizer, self.model.trainable)
-        else:
-            assert schedule is not None
-            bound, optimizer = update_bound(config.optim, config.max_grad_norm), make_optimizer(config.optim, schedule)
-        rates = [matrix.lora.rate for _, matrix in matrices(self.model.prepared) if matrix.lora is not None]
-        size = sum(leaf.size for leaf in jax.tree.leaves(self.model.trainable))
-        program = StepProgram(
-            graph=self.model.graph,
-            optimizer=optimizer,
-            schedule=schedule,
-            objective=self.objective,
-            # None under `deterministic`: a promise would let in cuDNN's attention, whose sums have any order.
-            max_documents=None if config.deterministic else most_documents(self.batches, self.eval_data),
-            max_grad_norm=config.max_grad_norm,
-            dropout=any(rate > 0 for rate in rates),
-            scale_loss=config.precision == "fp16",
-            weights=weight_storage(config.optim.weights, config.precision, size),
-            router_losses=router_losses(config, self.model.prepared),
-            bound=bound,
-            # Not adapters, whose many small tensors are better updated at once.
-            by_tensor=bound is not None and not self.adapted,
-            offload=config.optim.offload,
-            full=self.batches.full,
-        )
-        early = config.qat is not None and config.qat.start > 0
-        before_qat = dataclasses.replace(program, graph=self.model.plain_graph) if early else None
+        # `own` is what is recorded of the parts that were given.
+        self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
+        rule = setup.update_rule(config, self.total_steps, optimizer, schedule)
+        programs = setup.step_programs(config, self.model, self.objective, rule, self.batches, self.eval_data)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        of_step: dict[str, Any] = dict(
-            length=self.batches.length, keeps_model=keeps_model, reference_runs=self.objective.reference_runs,
-            optimizer=optimizer if "optimizer" in self.own else None,
-        )  # fmt: skip
-        config = dataclasses.replace(config, rows_per_step=self.batches.rows_per_step)
-        chosen, why = mesh_of(config, lambda: self.model.prepared, **of_step)
-        mesh = partition.make_mesh(chosen.data, chosen.fsdp)
-        config = dataclasses.replace(config, mesh=chosen)
-        config.require_rows_for(mesh.size)
-        if trains:
-            planner = Planner(self.model.prepared, config, device=mesh.local_devices[0], note=why, **of_step)
-        else:
-            planner = ForwardPlanner(self.model.prepared, config, self.batches.length, mesh.local_devices[0])
+        config, mesh, planner = setup.planned(config, self.model, self.objective, self.batches, optimizer, trains)
         rows = self.eval_data and self.eval_data.rows
-        self.engine = Engine(program, before_qat, planner, mesh, self.batches, config, rows)
+        self.engine = Engine(*programs, planner, mesh, self.batches, config, rows)
+
+    def _require_starts_within_the_run(self) -> None:
+        config, steps = self.config, self.total_steps
+        if self.profile_steps and config.profile.start >= steps:
+            raise ValueError(f"profile.start = {config.profile.start}: the run has only {steps} steps")
+        if config.qat is not None and config.qat.start >= steps:
+            raise ValueError(f"qat.start = {config.qat.start}: the run has only {steps} steps")
 
     @property
     def planner(self) -> Planner:
@@ -296,9 +250,16 @@ class Trainer:
         profile = Profile(self.profile_folder, traced, config.profile.start, self._traced)
         owed = is_owed(config.evaluation, start, self.total_steps, self.output, self.eval_data)
         run = Run(
-            self.engine, monitor, saver, self.total_steps, config.evaluation, owed, lambda: self.eval_batches, profile,
+            self.engine,
+            monitor,
+            saver,
+            self.total_steps,
+            config.evaluation,
+            owed,
+            lambda: self.eval_batches,
+            profile,
             self.model.finished,
-        )  # fmt: skip
+        )
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)

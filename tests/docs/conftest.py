@@ -21,9 +21,13 @@ from jaxtune.models.registry import FAMILIES
 
 QUICKSTART = Path(jaxtune.__file__).parent / "quickstart"
 HUB_NAMES = (
-    "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct",
-    "unsloth/gemma-3-4B-it", "unsloth/Phi-3.5-mini-instruct", "Qwen/Qwen2.5-0.5B",
-)  # fmt: skip
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "unsloth/gemma-3-4B-it",
+    "unsloth/Phi-3.5-mini-instruct",
+    "Qwen/Qwen2.5-0.5B",
+)
 
 
 @pytest.fixture(scope="session")
@@ -93,9 +97,15 @@ def workplace(desk, tmp_path, monkeypatch) -> Path:
 
 # What a training command gets here beyond what the page says, so that it takes seconds.
 SHORTER = {
-    "steps": "2", "epochs": "null", "rows_per_step": "2", "micro_batches": "null", "data.length": "64",
-    "data.num_workers": "1", "evaluation.exact_match_rows": "0", "evaluation.at_start": "false",
-}  # fmt: skip
+    "steps": "2",
+    "epochs": "null",
+    "rows_per_step": "2",
+    "micro_batches": "null",
+    "data.length": "64",
+    "data.num_workers": "1",
+    "evaluation.exact_match_rows": "0",
+    "evaluation.at_start": "false",
+}
 
 
 def run_command(line: str) -> int:

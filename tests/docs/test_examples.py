@@ -41,8 +41,9 @@ def test_an_example_runs(name, workplace):
     made = run_text(text, name)
     assert len(text.splitlines()) <= 60, "short enough to be read at once"
     if name == "own_loop.py":
-        assert Path("own_loop_adapter/adapter_model.safetensors") in {p for f in set(Path().iterdir()) - before
-                                                                      for p in f.rglob("*")}  # fmt: skip
+        assert Path("own_loop_adapter/adapter_model.safetensors") in {
+            p for f in set(Path().iterdir()) - before for p in f.rglob("*")
+        }
         assert made["loss"] > 0
     if name == "own_loss.py":
         batch = made["trainer"].batches.batch_at(1)

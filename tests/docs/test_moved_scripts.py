@@ -80,8 +80,9 @@ def test_an_unsloth_notebook(from_the_hub, capsys):
     assert trainer.state.global_step == 2
     assert made["outputs"].shape == (1, made["inputs"]["input_ids"].shape[1] + 4)
     assert {path.name for path in from_the_hub.glob("*_model/*.safetensors")} == {
-        "adapter_model.safetensors", "model.safetensors",
-    }  # fmt: skip
+        "adapter_model.safetensors",
+        "model.safetensors",
+    }
 
 
 def test_trls_quick_start(from_the_hub, monkeypatch):
@@ -258,8 +259,9 @@ def test_gguf_is_written_by_unsloths_names(workplace, monkeypatch):
     monkeypatch.setattr("jaxtune.compat.model.export_model", lambda *a, **options: calls.append((a[1:], options)))
     model, tokenizer = load()
     model.save_pretrained_gguf("gguf", tokenizer, quantization_method=["fast_quantized", "q8_0", "f16"])
-    assert calls == [((workplace.__class__("gguf") / t,), dict(to="gguf", tokenizer=tokenizer, outtype=t))
-                     for t in ("q8_0", "f16")]  # fmt: skip
+    assert calls == [
+        ((workplace.__class__("gguf") / t,), dict(to="gguf", tokenizer=tokenizer, outtype=t)) for t in ("q8_0", "f16")
+    ]
 
 
 def test_objects_of_peft_and_transformers_are_taken(workplace):
@@ -282,8 +284,17 @@ def test_objects_of_peft_and_transformers_are_taken(workplace):
 
     Theirs = type("LoraConfig", (), {})
     config = Theirs()
-    vars(config).update(r=3, target_modules={"v_proj", "q_proj"}, lora_alpha=6, init_lora_weights=True, bias="none",
-                        fan_in_fan_out=False, layers_pattern=None, task_type="CAUSAL_LM", loftq_config={})  # fmt: skip
+    vars(config).update(
+        r=3,
+        target_modules={"v_proj", "q_proj"},
+        lora_alpha=6,
+        init_lora_weights=True,
+        bias="none",
+        fan_in_fan_out=False,
+        layers_pattern=None,
+        task_type="CAUSAL_LM",
+        loftq_config={},
+    )
 
     def trainer(args, peft_config=config):
         return compat.SFTTrainer("base", args, train_dataset=[{"text": "x"}], peft_config=peft_config)

@@ -43,31 +43,46 @@ def dequantised(reader) -> dict[str, np.ndarray]:
 
 # llama.cpp's names -> ours, written down once more.
 LAYER = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_qkv": "self_attn.qkv_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "attn_sinks": "self_attn.sinks", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
-}  # fmt: skip
+}
 OTHERS = {
     "gemma2": {
-        "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "qwen2_moe": {
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     },
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "glm4": {
-        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
-}  # fmt: skip
+}
 OTHERS["gemma3"] = OTHERS["gemma2"]
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -82,8 +97,12 @@ def expected_tensors(name, model) -> dict[str, np.ndarray]:
         rotates = re.search(r"\.([qk])_proj", key)
         if rotates and name in ("llama", "llama_yarn", "mistral", "mixtral", "smollm3", "granite"):
             heads = config.num_heads if rotates[1] == "q" else config.num_kv_heads
-            order = [h * config.head_dim + i + half for h in range(heads) for i in range(config.head_dim // 2)
-                     for half in (0, config.head_dim // 2)]  # fmt: skip
+            order = [
+                h * config.head_dim + i + half
+                for h in range(heads)
+                for i in range(config.head_dim // 2)
+                for half in (0, config.head_dim // 2)
+            ]
             value = value[order]
         if ".experts." in key:
             if config.moe.transposed and not key.endswith("_bias"):
@@ -142,8 +161,9 @@ def test_every_tensor_and_every_key(name, tmp_path):
     assert keys[f"{arch}.attention.{epsilon}"] == np.float32(config.norm_eps)
     assert keys[f"{arch}.attention.key_length"] == config.head_dim
     assert set(factors) == {
-        "llama": {"rope_freqs.weight"}, "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"},
-    }.get(name, set())  # fmt: skip
+        "llama": {"rope_freqs.weight"},
+        "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"},
+    }.get(name, set())
     if name == "gemma2":
         assert keys["gemma2.attn_logit_softcapping"] == 2.0 and keys["gemma2.final_logit_softcapping"] == 5.0
         assert keys["gemma2.attention.sliding_window"] == 8
@@ -198,7 +218,7 @@ def test_neighbours_of_interleaved_rows_rotate_as_halves_do():
         ("qwen2_moe", dict(norm_topk_prob=True), "norm_topk_prob = true"),
         ("cohere2", dict(layer_types=CONFIGS["cohere2"]["layer_types"] * 2), "layer_types of layer 0: llama.cpp has"),
     ],
-)  # fmt: skip
+)
 def test_what_llama_cpp_would_compute_otherwise_is_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
         architecture(made(name, **changes).config)
@@ -306,9 +326,12 @@ def test_name_by_which_line_breaks_after_marks_are_dropped(tmp_path, tokenizer):
     assert as_phi3("<|end|>\nthe")["input_ids"] == as_phi3("<|end|>the")["input_ids"]
     lacking = changed(tokenizer, lambda parts: stripping(parts, 3))
     for path, which, name in (
-        ("mine", as_phi3, "mine (Phi-3)"), ("Phi-3-mine", as_phi3, "Phi-3-mine"), ("plain", tokenizer, "plain"),
-        ("no-phi3", tokenizer, "no-phi_3"), ("My-Phi-3", lacking, "My-Phi_3"),
-    ):  # fmt: skip
+        ("mine", as_phi3, "mine (Phi-3)"),
+        ("Phi-3-mine", as_phi3, "Phi-3-mine"),
+        ("plain", tokenizer, "plain"),
+        ("no-phi3", tokenizer, "no-phi_3"),
+        ("My-Phi-3", lacking, "My-Phi_3"),
+    ):
         keys, notes = exported(made("phi3"), tmp_path / path, which)
         assert keys["general.name"] == name
         assert any("general.name" in note for note in notes) == (name != path)
@@ -323,9 +346,11 @@ def test_a_flipped_bit_is_noticed_and_nothing_is_left(where, tmp_path, monkeypat
         stored = real(file, *rest)
         data = bytearray(file.read_bytes())
         at = {
-            "tensor": len(data) - 200, "key": data.index(b"qwen2.block_count") + 22,
-            "type": data.index(b"blk.0.attn_q.weight") + 24, "magic": 0,
-        }[where]  # fmt: skip
+            "tensor": len(data) - 200,
+            "key": data.index(b"qwen2.block_count") + 22,
+            "type": data.index(b"blk.0.attn_q.weight") + 24,
+            "magic": 0,
+        }[where]
         data[at] ^= 1
         file.write_bytes(data)
         return stored

@@ -12,9 +12,14 @@ from jaxtune.models.files.model_folder import load_tokenizer
 
 # How the real tokenizers cut text, by llama.cpp's names; None: by SentencePiece's characters.
 REAL = {
-    "gpt-oss": "gpt-4o", "llama-3.2": "llama-bpe", "phi-4": "dbrx", "qwen2.5": "qwen2", "qwen3": "qwen2",
-    "llama-2": None, "mistral-7b-v0.3": None,
-}  # fmt: skip
+    "gpt-oss": "gpt-4o",
+    "llama-3.2": "llama-bpe",
+    "phi-4": "dbrx",
+    "qwen2.5": "qwen2",
+    "qwen3": "qwen2",
+    "llama-2": None,
+    "mistral-7b-v0.3": None,
+}
 TEXTS = ["Hello, world!", "two  spaces and 1234", "Grüße aus Köln\n\n中文 🙂", "don't\tTAB"]
 
 

@@ -71,10 +71,14 @@ CASES: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "adapter": (exact("llama"), "merged", {}),
     "dora": (exact("llama", adapter=dict(r=2, lora_alpha=2, use_dora=True)), "merged", {}),
     "modules_to_save": (
-        exact("qwen3", adapter=dict(r=2, lora_alpha=2, modules_to_save=["embed_tokens", "lm_head"])), "merged", {},
+        exact("qwen3", adapter=dict(r=2, lora_alpha=2, modules_to_save=["embed_tokens", "lm_head"])),
+        "merged",
+        {},
     ),
     "tied": (
-        exact("olmo2", adapter=dict(r=2, lora_alpha=2, modules_to_save=["embed_tokens"])), "merged", {},
+        exact("olmo2", adapter=dict(r=2, lora_alpha=2, modules_to_save=["embed_tokens"])),
+        "merged",
+        {},
     ),
     "over nf4": (exact("llama", base=quantize), "merged", dict(max_shard_bytes=30_000)),
     "experts in pieces": (exact("qwen3_moe", adapter=EXPERTS), "merged", dict(max_shard_bytes=20_000)),
@@ -87,14 +91,16 @@ CASES: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "fp8 of experts": (exact("qwen3_moe", adapter=EXPERTS), "fp8", {}),
     "w4a16": (exact("qwen2", **WIDE), "w4a16", {}),
     "w4a16 of experts": (
-        exact("qwen3_moe", adapter=EXPERTS, hidden_size=128, moe_intermediate_size=64), "w4a16", {},
+        exact("qwen3_moe", adapter=EXPERTS, hidden_size=128, moe_intermediate_size=64),
+        "w4a16",
+        {},
     ),
     "mxfp4": (exact("gpt_oss", adapter=EXPERTS, hidden_size=64, intermediate_size=64), "mxfp4", {}),
     **{f"gguf {kind}": (exact("llama"), "gguf", dict(outtype=kind)) for kind in ("f32", "bf16", "q8_0", "q4_0")},
     "gguf q8_0 over nf4": (exact("llama", base=quantize), "gguf", dict(outtype="q8_0")),
     "gguf of experts": (exact("qwen3_moe", adapter=EXPERTS), "gguf", dict(outtype="q8_0")),
     "gguf of gpt_oss": (exact("gpt_oss", adapter=EXPERTS), "gguf", dict(outtype="f16")),
-}  # fmt: skip
+}
 
 
 def _content(file: Path) -> Iterator[bytes]:

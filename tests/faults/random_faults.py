@@ -37,9 +37,16 @@ PATIENCE_SECONDS = 300
 SAVED = 75
 KINDS = {"train": 8, "dpo": 5, "export": 5, "launch": 3}  # how often each is drawn
 FAULTS = {
-    "KILL": 4, "TERM": 2, "INT": 2, "HUP": 2, "TERM HUP": 1, "INT of all": 1, "dead reader": 2, "dead reader INT": 2,
+    "KILL": 4,
+    "TERM": 2,
+    "INT": 2,
+    "HUP": 2,
+    "TERM HUP": 1,
+    "INT of all": 1,
+    "dead reader": 2,
+    "dead reader INT": 2,
     "full disk": 5,
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass
@@ -275,9 +282,17 @@ def main() -> int:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "xla"))
     prepare(folder)
     # What the forked commands share: each would take seconds to import it.
-    for module in ("jaxtune.export.api", "jaxtune.train.app", "jaxtune.train.folder.array_files", "orbax.checkpoint",
-                   "transformers.models.auto.tokenization_auto", "matplotlib.figure",
-                   "matplotlib.backends.backend_agg", "rich.table", "rich.progress"):  # fmt: skip
+    for module in (
+        "jaxtune.export.api",
+        "jaxtune.train.app",
+        "jaxtune.train.folder.array_files",
+        "orbax.checkpoint",
+        "transformers.models.auto.tokenization_auto",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+        "rich.table",
+        "rich.progress",
+    ):
         importlib.import_module(module)
 
     straight = {}

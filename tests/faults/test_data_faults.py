@@ -173,9 +173,10 @@ def test_a_line_longer_than_a_row_may_be_costs_that_row(tmp_path, monkeypatch, s
     monkeypatch.setattr(reading, "MAX_ROW_SIZE", 1000)
     path = tmp_path / f"rows{suffix}"
     texts = ["It is 4.", "x" * 2500, "I am a bot."]
-    path.write_text("text\n" * (suffix == ".csv") + "".join(
-        (json.dumps({"text": text}) if suffix == ".jsonl" else text) + "\n" for text in texts
-    ))  # fmt: skip
+    path.write_text(
+        "text\n" * (suffix == ".csv")
+        + "".join((json.dumps({"text": text}) if suffix == ".jsonl" else text) + "\n" for text in texts)
+    )
     rows = list(read_rows(open_sources(path)))
     assert [row.value and row.value["text"] for row in rows] == [texts[0], None, texts[2]]
     assert "the most that one row may have; divide it" in rows[1].error
@@ -364,10 +365,18 @@ def test_a_folder_that_another_user_keeps_is_built_beside_it(write, tmp_path, to
 @pytest.mark.parametrize(
     "lie",
     [
-        {"max_token": 1}, {"max_token": 10**6}, {"documents": 4}, {"trained_tokens": 1}, {"tokens": 0},
-        {"ended": 10**9}, {"bad_rows": 3}, {"rows": "many"}, {"offenders": [5]}, {"rows": None},
+        {"max_token": 1},
+        {"max_token": 10**6},
+        {"documents": 4},
+        {"trained_tokens": 1},
+        {"tokens": 0},
+        {"ended": 10**9},
+        {"bad_rows": 3},
+        {"rows": "many"},
+        {"offenders": [5]},
+        {"rows": None},
     ],
-)  # fmt: skip
+)
 def test_what_a_cache_says_of_its_tokens_is_counted_again(write, tmp_path, tokenizer, lie):
     first = cached(write, tmp_path, tokenizer)
     (folder,) = (tmp_path / "cache").iterdir()

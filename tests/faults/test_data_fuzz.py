@@ -77,8 +77,10 @@ TURN = st.fixed_dictionaries(
 )
 TYPED_TURN = st.builds(
     lambda role, content, more: {"role": role, "content": content, **more},
-    st.sampled_from(["user", "assistant", "system", "tool"]), TEXT, st.dictionaries(KEYS | TEXT, VALUE, max_size=2),
-)  # fmt: skip
+    st.sampled_from(["user", "assistant", "system", "tool"]),
+    TEXT,
+    st.dictionaries(KEYS | TEXT, VALUE, max_size=2),
+)
 SHARE = st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "function_call", "x"]), "value": VALUE | TEXT})
 ROW = st.one_of(
     st.fixed_dictionaries({"messages": st.lists(TYPED_TURN | TURN | VALUE, max_size=4)}, optional={"tools": VALUE}),

@@ -86,10 +86,16 @@ def test_launch_listens_to_its_own_host_alone_and_saves_at_a_hang_up(tmp_path):
 @pytest.mark.parametrize(
     ("coordinator", "own_host_alone"),
     [
-        ("127.0.0.1:80", True), ("127.5.0.1:80", True), ("localhost:80", True), ("[::1]:80", True),
-        ("node1:80", False), ("10.0.0.1:80", False), ("[fe80::1]:80", False), ("localhost.example:80", False),
+        ("127.0.0.1:80", True),
+        ("127.5.0.1:80", True),
+        ("localhost:80", True),
+        ("[::1]:80", True),
+        ("node1:80", False),
+        ("10.0.0.1:80", False),
+        ("[fe80::1]:80", False),
+        ("localhost.example:80", False),
     ],
-)  # fmt: skip
+)
 def test_where_the_first_process_listens(coordinator, own_host_alone):
     assert processes._is_loopback(coordinator) == own_host_alone
 
@@ -101,8 +107,14 @@ def test_where_the_first_process_listens(coordinator, own_host_alone):
 def test_tasks_of_one_host_meet_on_its_loopback_address(hosts, given, coordinator, monkeypatch):
     """One host is known by how many tasks run on it; an address that somebody gives is taken as it is."""
     for name, value in dict(
-        SLURM_JOB_ID="7", SLURM_STEP_NODELIST="node3", SLURM_NTASKS="2", SLURM_STEP_NUM_TASKS="2",
-        SLURM_STEP_TASKS_PER_NODE=hosts, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0",
-    ).items():  # fmt: skip
+        SLURM_JOB_ID="7",
+        SLURM_STEP_NODELIST="node3",
+        SLURM_NTASKS="2",
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_TASKS_PER_NODE=hosts,
+        SLURM_NODEID="0",
+        SLURM_PROCID="0",
+        SLURM_LOCALID="0",
+    ).items():
         monkeypatch.setenv(name, value)
     assert processes._place(given, None, None).coordinator.rpartition(":")[0] == coordinator

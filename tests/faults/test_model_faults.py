@@ -168,12 +168,19 @@ def test_impossible_values_of_config_json(family, key, value, message):
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
-        ("llama", "factor", 0), ("llama", "factor", -2.0), ("llama", "factor", NAN), ("llama", "factor", "4"),
-        ("llama", "low_freq_factor", 4.0), ("llama_yarn", "beta_fast", NAN), ("llama_yarn", "factor", INF),
-        ("llama_yarn", "rope_theta", 1.0), ("phi3", "long_factor", [1.0, 2.0, 3.0, 0, 7.0, 9.0]),
-        ("phi3", "short_factor", ["1"] * 6), ("llama", "original_max_position_embeddings", 16.5),
+        ("llama", "factor", 0),
+        ("llama", "factor", -2.0),
+        ("llama", "factor", NAN),
+        ("llama", "factor", "4"),
+        ("llama", "low_freq_factor", 4.0),
+        ("llama_yarn", "beta_fast", NAN),
+        ("llama_yarn", "factor", INF),
+        ("llama_yarn", "rope_theta", 1.0),
+        ("phi3", "long_factor", [1.0, 2.0, 3.0, 0, 7.0, 9.0]),
+        ("phi3", "short_factor", ["1"] * 6),
+        ("llama", "original_max_position_embeddings", 16.5),
     ],
-)  # fmt: skip
+)
 def test_impossible_values_of_rope(kind, key, value):
     hf = CONFIGS[kind]
     name = "rope_parameters" if "rope_parameters" in hf else "rope_scaling"
@@ -292,8 +299,9 @@ def test_an_expression_as_unsloth_writes_them():
     want = [name for name in names if name.endswith(("k_proj", "v_proj"))]
     assert expressions.matching("target_modules", pattern, names) == want
     assert adapter_settings(get_peft_model(tiny_model(), r=2, target_modules=pattern))["target_modules"] == [
-        "k_proj", "v_proj",
-    ]  # fmt: skip
+        "k_proj",
+        "v_proj",
+    ]
 
 
 def test_an_adapter_s_weights_of_another_dtype(adapter):

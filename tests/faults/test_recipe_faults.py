@@ -79,10 +79,16 @@ def test_any_bytes(tmp_path_factory, content):
 
 KEYS = [key.name for key in config_keys()]
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-(10**60), 10**60), st.floats(), st.text(max_size=8),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(10**60), 10**60),
+    st.floats(),
+    st.text(max_size=8),
     st.sampled_from(["{recipe}", "int4", "nf4", "-0", "1e999", "[", "*a", "\ud800", "\0"]),
-    st.lists(st.integers() | st.text(max_size=3), max_size=3), st.dictionaries(st.text(max_size=3), st.integers()),
-)  # fmt: skip
+    st.lists(st.integers() | st.text(max_size=3), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers()),
+)
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5))

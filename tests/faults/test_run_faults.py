@@ -270,10 +270,20 @@ def test_a_torn_config_is_recognised(tmp_path):
 
 
 STRANGE = [
-    b'{"step": 1, "loss": 2.0}', b'{"step": "1"}', b'{"step": null}', b"{}", b"[1]", b"\0\0\0", b'{"step": 1e400}',
+    b'{"step": 1, "loss": 2.0}',
+    b'{"step": "1"}',
+    b'{"step": null}',
+    b"{}",
+    b"[1]",
+    b"\0\0\0",
+    b'{"step": 1e400}',
     b"7",
-    b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}", b"\xff\xfe", b'{"step": true}', b'{"step": 1, "loss": [[]]}',
-]  # fmt: skip
+    b"[" * 100_000,
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b"\xff\xfe",
+    b'{"step": true}',
+    b'{"step": 1, "loss": [[]]}',
+]
 
 
 def test_strange_lines_of_metrics_are_left_out(tmp_path):

@@ -114,9 +114,7 @@ def test_a_closed_terminal_saves(recipe, tmp_path, wish):
     output = tmp_path / "run"
     master, slave = pty.openpty()
     shim = (sys.executable, "-c", ON_A_TERMINAL)
-    train = start(
-        *endless(recipe, output), by=shim, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-    )  # fmt: skip
+    train = start(*endless(recipe, output), by=shim, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
     os.close(slave)
     try:
         os.set_blocking(master, False)

@@ -85,7 +85,7 @@ def _model(folder: Path):
         (_tokens, ".bin"),
     ],
     ids=["file", "tensors", "gguf", "tokenizer", "model", "token cache"],
-)  # fmt: skip
+)
 def test_a_full_disk_names_the_file_and_the_bytes(write, file, tmp_path):
     """A limit on the size of files fails as a full disk does, in the middle of a file."""
     with pytest.raises((OSError, ValueError), match=r"(too large|written), with [\d,]{3,} bytes to write") as caught:
@@ -290,12 +290,17 @@ def test_a_thinned_line_keeps_its_ends_and_extremes():
 
 
 STRANGE = [
-    "[" * 100_000, "7", "[]", "{}", "\0", '{"before": 7, "after": []}',
+    "[" * 100_000,
+    "7",
+    "[]",
+    "{}",
+    "\0",
+    '{"before": 7, "after": []}',
     '{"after": {"exact_match": true, "samples": 3}}',
     '{"after": {"exact_match": 1, "samples": [7, {}, {"question": [], "expected": {}, "given": null}]}}',
-    '{"after": {"exact_match": 1' + "0" * 400 + '}}',
+    '{"after": {"exact_match": 1' + "0" * 400 + "}}",
     '{"before": {"exact_match": 0, "samples": [{}]}, "after": {"exact_match": 1, "samples": [{"question": "q"}]}}',
-]  # fmt: skip
+]
 
 
 def test_watch_survives_strange_files_of_one_run(tmp_path):

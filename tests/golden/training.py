@@ -186,7 +186,7 @@ def calibration() -> dict[str, str]:
             lambda x: ((x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)) @ b).std()
         )(a),
         "random numbers": lambda: jax.random.normal(jax.random.key(3), (64, 32)),
-    }  # fmt: skip
+    }
     made = {name: np.asarray(jax.jit(operation)()) for name, operation in operations.items()}
     digests = {name: hashlib.sha256(array.tobytes()).hexdigest()[:12] for name, array in made.items()}
     return digests | {"jaxlib": jaxlib.__version__}

@@ -22,7 +22,10 @@ CHANGES = {
     "mixtral": {},
     "gemma2": dict(query_pre_attn_scalar=32, attention_bias=False),
     "gemma3": dict(
-        query_pre_attn_scalar=32, final_logit_softcapping=None, sliding_window_pattern=6, rope_local_base_freq=10000.0,
+        query_pre_attn_scalar=32,
+        final_logit_softcapping=None,
+        sliding_window_pattern=6,
+        rope_local_base_freq=10000.0,
         num_hidden_layers=6,
     ),
     "phi3": {},
@@ -37,7 +40,7 @@ CHANGES = {
     "cohere2": dict(
         attention_bias=False, num_hidden_layers=4, layer_types=[*["sliding_attention"] * 3, "full_attention"]
     ),
-}  # fmt: skip
+}
 
 
 def config_of(name: str, **changes) -> dict:

@@ -8,8 +8,12 @@ GOLDEN_CASES = {
     "patterns_dora": (
         "llama",
         dict(
-            r=2, lora_alpha=6, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], use_dora=True,
-            rank_pattern={"q_proj": 4, r"layers\.1\.mlp\.down_proj": 3}, alpha_pattern={"layers.2.*": 3},
+            r=2,
+            lora_alpha=6,
+            target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
+            use_dora=True,
+            rank_pattern={"q_proj": 4, r"layers\.1\.mlp\.down_proj": 3},
+            alpha_pattern={"layers.2.*": 3},
             exclude_modules=["layers.0.mlp.gate_proj"],
         ),
     ),
@@ -20,14 +24,17 @@ GOLDEN_CASES = {
     "regex_layers": ("mistral", dict(r=2, lora_alpha=8, target_modules=r".*layers\.[02]\..*(q|k|down)_proj")),
     "layers_to_transform": ("qwen3", dict(r=2, target_modules=["o_proj", "up_proj"], layers_to_transform=[1])),
     "saved_tied": (
-        "qwen2", dict(r=2, target_modules=["k_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+        "qwen2",
+        dict(r=2, target_modules=["k_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     ),
     "saved_untied": ("olmo2", dict(r=2, target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head"])),
     # Both matrices, nested one in the other, [in, out] and square; one alone, [out, in], with a rank of its own.
     "experts_both": (
         "gpt_oss",
         dict(
-            r=2, lora_alpha=6, target_modules=["q_proj"],
+            r=2,
+            lora_alpha=6,
+            target_modules=["q_proj"],
             target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
             rank_pattern={"experts.down_proj": 3},
         ),
@@ -37,7 +44,7 @@ GOLDEN_CASES = {
         dict(r=3, use_rslora=True, target_modules=["o_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
     ),
     "saved_head": ("llama_yarn", dict(r=2, target_modules="all-linear", modules_to_save=["lm_head"])),
-}  # fmt: skip
+}
 
 # Live, also: every family with every linear adapted.
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -65,11 +72,13 @@ _AS_PARAMETERS = {
     "linears_as_parameters": (
         "qwen3_next",
         dict(
-            r=4, target_modules=["q_proj"], target_parameters=["shared_expert.up_proj.weight", "mlp.down_proj.weight"],
+            r=4,
+            target_modules=["q_proj"],
+            target_parameters=["shared_expert.up_proj.weight", "mlp.down_proj.weight"],
             rank_pattern={"up_proj": 2, "up_proj.weight": 3},
         ),
-    ),
-}  # fmt: skip
+    )
+}
 
 LIVE_CASES = (
     GOLDEN_CASES

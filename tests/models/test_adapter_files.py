@@ -56,8 +56,9 @@ def test_file_layout(tmp_path):
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     name = PREFIX + "model.layers.0.mlp.down_proj"
     assert {key: tensors[f"{name}.{key}"].shape for key in ("lora_A.weight", "lora_B.weight")} == {
-        "lora_A.weight": (4, 24), "lora_B.weight": (16, 4),
-    }  # fmt: skip
+        "lora_A.weight": (4, 24),
+        "lora_B.weight": (16, 4),
+    }
     assert tensors[f"{name}.lora_magnitude_vector"].shape == (16,)
     assert tensors[f"{PREFIX}lm_head.weight"].shape == (48, 16)
     assert len(tensors) == 2 * 7 * 3 + 1
@@ -80,9 +81,14 @@ def test_the_same_adapter_makes_the_same_bytes(tmp_path):
 
 def test_config_names_exactly_the_targets_and_patterns(tmp_path):
     config = saved_config(
-        tmp_path, r=4, lora_alpha=8, target_modules=r".*(q_proj|layers\.1\.mlp\.up_proj|down_proj)",
-        rank_pattern={"down_proj": 2}, alpha_pattern={"layers.1.self_attn.q_proj": 3}, modules_to_save=["lm_head"],
-    )  # fmt: skip
+        tmp_path,
+        r=4,
+        lora_alpha=8,
+        target_modules=r".*(q_proj|layers\.1\.mlp\.up_proj|down_proj)",
+        rank_pattern={"down_proj": 2},
+        alpha_pattern={"layers.1.self_attn.q_proj": 3},
+        modules_to_save=["lm_head"],
+    )
     assert config["target_modules"] == ["down_proj", "model.layers.1.mlp.up_proj", "q_proj"]
     assert (config["r"], config["rank_pattern"]) == (4, {"down_proj": 2})
     assert (config["lora_alpha"], config["alpha_pattern"]) == (8, {"model.layers.1.self_attn.q_proj": 3})

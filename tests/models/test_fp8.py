@@ -36,21 +36,32 @@ E4M3 = ml_dtypes.float8_e4m3fn
 # Larger than one block, and no multiple of it: 192 x 144 and the like.
 CONFIG = CONFIGS["llama"] | {"hidden_size": 144, "intermediate_size": 192, "num_hidden_layers": 1}
 OFFICIAL = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head"],
-}  # fmt: skip
+}
 CHANNELS = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
-    "kv_cache_scheme": None, "ignore": ["lm_head"],
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head"],
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
             "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token",
-                                  "dynamic": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
         }
     },
-}  # fmt: skip
+}
 
 
 def load_file(file: Path) -> dict[str, np.ndarray]:

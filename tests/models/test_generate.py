@@ -23,10 +23,16 @@ PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
 FEATURES = {
     "window": dict(layers=(LayerSpec(window=4), LayerSpec()), head_dim=16),
     "gemma2": dict(
-        layers=(LayerSpec(window=5), LayerSpec()), attention_soft_cap=2.0, final_soft_cap=3.0, embedding_scale=4.0,
-        norm_offset=1.0, post_norm=True, tie_embeddings=True, activation="gelu_tanh",
+        layers=(LayerSpec(window=5), LayerSpec()),
+        attention_soft_cap=2.0,
+        final_soft_cap=3.0,
+        embedding_scale=4.0,
+        norm_offset=1.0,
+        post_norm=True,
+        tie_embeddings=True,
+        activation="gelu_tanh",
     ),
-}  # fmt: skip
+}
 
 
 def greedy_without_cache(model, prompts, count):
@@ -67,9 +73,11 @@ def test_a_real_model_tells_a_story(test_data):
 
 def longrope_model():
     rope = RopeConfig(
-        kind="longrope", original_max_position_embeddings=24, short_factor=(1.0, 1.1, 1.2, 1.3),
+        kind="longrope",
+        original_max_position_embeddings=24,
+        short_factor=(1.0, 1.1, 1.2, 1.3),
         long_factor=(1.0, 4.0, 9.0, 16.0),
-    )  # fmt: skip
+    )
     return tiny_model(initializer_range=0.5, rotary=(rope,))
 
 
@@ -174,9 +182,7 @@ def test_one_compile_for_each_bucket_of_shapes():
     def compiled():
         return _prefill._cache_size(), _decode._cache_size()
 
-    for prompts, count in (
-        ([[1]] * 3, 2), ([[2, 3]] * 4, 16), ([[1] * 16, [2], [3, 4]], 7), ([[5] * 9] * 4, 10),
-    ):  # fmt: skip
+    for prompts, count in (([[1]] * 3, 2), ([[2, 3]] * 4, 16), ([[1] * 16, [2], [3, 4]], 7), ([[5] * 9] * 4, 10)):
         generate(model, prompts, max_new_tokens=count)
     generate(model, [[5] * 9] * 4, max_new_tokens=4, streamer=lambda row, new: None)
     assert compiled() == (1, 1)
@@ -264,11 +270,18 @@ def by_definition(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, penalt
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(temperature=0.7), dict(top_k=5), dict(top_k=400), dict(top_p=0.6), dict(top_p=1e-6), dict(min_p=0.2),
-        dict(min_p=1.0), dict(temperature=1.5, top_k=20, top_p=0.8, min_p=0.1), dict(top_k=3, top_p=0.5),
+        dict(temperature=0.7),
+        dict(top_k=5),
+        dict(top_k=400),
+        dict(top_p=0.6),
+        dict(top_p=1e-6),
+        dict(min_p=0.2),
+        dict(min_p=1.0),
+        dict(temperature=1.5, top_k=20, top_p=0.8, min_p=0.1),
+        dict(top_k=3, top_p=0.5),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_filters_are_their_definitions(settings):
     logits = 2.0 * np.random.default_rng(0).standard_normal((8, 50)).astype(np.float32)
     logits[0, 7] = logits[0, 9] = np.sort(logits[0])[-5]  # equals at the border of top_k

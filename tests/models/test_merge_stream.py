@@ -24,9 +24,15 @@ from jaxtune.models.placement import partition
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 WIDE = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=16,
-    layers=(LayerSpec(),) * 4, attention_scale=0.25,
-)  # fmt: skip
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    layers=(LayerSpec(),) * 4,
+    attention_scale=0.25,
+)
 MODELS = {
     "lora": lambda: adapted_model(tiny_model("bfloat16", **WIDE), r=2),
     "dora": lambda: adapted_model(tiny_model("bfloat16", **WIDE), r=2, use_dora=True),
@@ -37,9 +43,11 @@ MODELS = {
     "qat": lambda: prepare_qat(adapted_model(tiny_model("bfloat16", **WIDE), r=2), "int4", 32),
     "experts": lambda: adapted_model(
         made("qwen3_moe", "bfloat16", num_hidden_layers=6),
-        r=2, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"],
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["gate_up_proj", "down_proj"],
     ),
-}  # fmt: skip
+}
 
 
 class Peak:
@@ -57,8 +65,11 @@ class Peak:
         monkeypatch.setattr(byte_files.Writer, "append", append_and_wait)
         self.before, self.bytes, self.looks = self._now(), 0, 0
         for module, name in (
-            (merge, "_merge_and_check"), (merge, "_merge_experts"), (merge, "_logits"), (byte_files.Writer, "append"),
-        ):  # fmt: skip
+            (merge, "_merge_and_check"),
+            (merge, "_merge_experts"),
+            (merge, "_logits"),
+            (byte_files.Writer, "append"),
+        ):
             monkeypatch.setattr(module, name, self._looking(getattr(module, name)))
 
     def _looking(self, function):

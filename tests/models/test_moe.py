@@ -154,8 +154,9 @@ def test_mxfp4_as_published(tmp_path):
             packed[name] = value
         plain[name] = value
     for folder, arrays, config in (
-        ("plain", plain, hf), ("packed", packed, hf | {"quantization_config": {"quant_method": "mxfp4"}})
-    ):  # fmt: skip
+        ("plain", plain, hf),
+        ("packed", packed, hf | {"quantization_config": {"quant_method": "mxfp4"}}),
+    ):
         (tmp_path / folder).mkdir()
         save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, tmp_path / folder / FILE)
         (tmp_path / folder / "config.json").write_text(json.dumps(config))

@@ -194,10 +194,16 @@ def test_saved_and_loaded_the_same(tmp_path, folder):
         else:
             np.testing.assert_array_equal(one, other)
     wrote, read = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "saved", folder))
-    assert wrote["quantization_config"].items() >= {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True, "llm_int8_skip_modules": ["lm_head"],
-    }.items()  # fmt: skip
+    assert (
+        wrote["quantization_config"].items()
+        >= {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "llm_int8_skip_modules": ["lm_head"],
+        }.items()
+    )
     assert wrote | {"quantization_config": 0} == read | {"quantization_config": 0}
     again, _ = from_pretrained(tmp_path / "saved", dtype="float32", load_in="nf4")
     assert_same_leaves(nnx.state(again), nnx.state(model))

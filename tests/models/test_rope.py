@@ -63,9 +63,11 @@ def test_without_a_table_nothing_turns():
 
 ORIGINAL = 12  # positions
 LONGROPE = RopeConfig(
-    kind="longrope", original_max_position_embeddings=ORIGINAL, short_factor=(1.0, 1.1, 1.2, 1.3),
+    kind="longrope",
+    original_max_position_embeddings=ORIGINAL,
+    short_factor=(1.0, 1.1, 1.2, 1.3),
     long_factor=(1.0, 4.0, 9.0, 16.0),
-)  # fmt: skip
+)
 SIZES = (5, ORIGINAL + 8, ORIGINAL, ORIGINAL + 1)  # tokens of the documents
 
 

@@ -68,9 +68,14 @@ def run_plainly(layers, specs, x, layout, plan, dropout_key):
         rotary = None if spec.rotary is None else layout.rotary[spec.rotary]
         query, key, value = block.mixer.project(block.normed("mixer", x), rotary)
         out = attention(
-            query, key, value, layout,
-            scale=config.attention_scale, window=spec.window, soft_cap=config.attention_soft_cap,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            layout,
+            scale=config.attention_scale,
+            window=spec.window,
+            soft_cap=config.attention_soft_cap,
+        )
         mid = block.added("mixer", x, block.mixer.output(out))
         x = block.added("mlp", mid, block.mlp.down(*block.mlp.gate_up(block.normed("mlp", mid))))
     return x, {}

@@ -19,9 +19,18 @@ from jaxtune.models.registry import family
 
 def tiny_config(**changes) -> DecoderConfig:
     settings = dict(
-        family="llama", vocab_size=48, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
-        layers=(LayerSpec(),) * 2, max_position_embeddings=128, attention_scale=8**-0.5, initializer_range=0.2,
-    )  # fmt: skip
+        family="llama",
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=24,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        layers=(LayerSpec(),) * 2,
+        max_position_embeddings=128,
+        attention_scale=8**-0.5,
+        initializer_range=0.2,
+    )
     return DecoderConfig(**(settings | changes))
 
 

@@ -102,8 +102,13 @@ OPS = {
         ("out", zeros(2, 8, 4, 16, dtype=jnp.float16), TypeError, "out is float16.*must be float32"),
     ),
     decode_attention: (
-        dict(query=zeros(2, 1, 4, 16), key_cache=zeros(2, 9, 2, 16), value_cache=zeros(2, 9, 2, 16),
-             lengths=ints(2), scale=0.3),
+        dict(
+            query=zeros(2, 1, 4, 16),
+            key_cache=zeros(2, 9, 2, 16),
+            value_cache=zeros(2, 9, 2, 16),
+            lengths=ints(2),
+            scale=0.3,
+        ),
         ("key_cache", zeros(3, 9, 2, 16), ValueError, "key_cache is .* with B = 2"),
         ("lengths", ints(2, 1), ValueError, r"lengths is int32\[2, 1\]; its shape must be \[B\]"),
         ("lengths", zeros(2), TypeError, "lengths is float32.*; its dtype must be an integer dtype"),
@@ -124,8 +129,12 @@ OPS = {
         ("weights", [], ValueError, "weights has 0 entries"),
         ("weights", [zeros(64)], ValueError, r"weights\[0\] is float32\[64\]; its shape must be \[out_0, in\]"),
         ("weights", ["nf4"], TypeError, r"weights\[0\] is a str .*or Stored"),
-        ("weights", [dataclasses.replace(WEIGHT, shape=(7, 64))], ValueError,
-         r"weights\[0\] is damaged: codes is uint8\[192\]; shape \(7, 64\) asks for uint8\[224\]"),
+        (
+            "weights",
+            [dataclasses.replace(WEIGHT, shape=(7, 64))],
+            ValueError,
+            r"weights\[0\] is damaged: codes is uint8\[192\]; shape \(7, 64\) asks for uint8\[224\]",
+        ),
         ("loras", [None], ValueError, "loras has 1 entries; it must have 2"),
         ("loras", [None, (zeros(4, 64), zeros(3, 4))], TypeError, r"loras\[1\] is a tuple"),
         ("loras", [None, LoraWeights(zeros(4, 64), zeros(4, 3))], ValueError, r"loras\[1\].b is .*with out_1 = 3"),
@@ -281,7 +290,7 @@ OPS = {
         ("betas", 0.9, TypeError, "betas is a float"),
     ),
     adam8.adam_update: (ADAM, ("m", CODES[:1], ValueError, r"m is uint8\[1, 256\]")),
-}  # fmt: skip
+}
 CASES = [(op, OPS[op][0], *case) for op in OPS for case in OPS[op][1:]]
 
 

@@ -60,8 +60,15 @@ def test_double_quantisation(name):
     assert got.absmax.dtype == jnp.uint8 and got.absmax.shape == want["absmax"].shape
     # On the middle between two codes, either is right: what they stand for is then as near.
     absmax = golden(name, "plain")["absmax"]
-    theirs = NF4(want["codes"], want["absmax"], want["nested_absmax"], dynamic_map(signed=True), want["offset"],
-                 array.shape, "float32")  # fmt: skip
+    theirs = NF4(
+        want["codes"],
+        want["absmax"],
+        want["nested_absmax"],
+        dynamic_map(signed=True),
+        want["offset"],
+        array.shape,
+        "float32",
+    )
     ours = np.abs(np.asarray(got.block_absmax()) - absmax)
     error = np.abs(np.asarray(theirs.block_absmax()) - absmax)
     np.testing.assert_allclose(ours, error, atol=3e-7 * absmax.max() + 1e-37)

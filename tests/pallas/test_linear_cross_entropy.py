@@ -49,9 +49,14 @@ def value_and_gradients(arguments, dloss=1.0, **options):
 
 
 OPTIONS = [
-    {}, dict(soft_cap=2.0), dict(logit_scale=0.3), dict(soft_cap=1.5, logit_scale=2.0), dict(label_smoothing=0.1),
-    dict(z_loss=1e-2), dict(soft_cap=3.0, logit_scale=0.5, label_smoothing=0.3, z_loss=1e-3),
-]  # fmt: skip
+    {},
+    dict(soft_cap=2.0),
+    dict(logit_scale=0.3),
+    dict(soft_cap=1.5, logit_scale=2.0),
+    dict(label_smoothing=0.1),
+    dict(z_loss=1e-2),
+    dict(soft_cap=3.0, logit_scale=0.5, label_smoothing=0.3, z_loss=1e-3),
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -203,10 +208,12 @@ def test_weights_have_gradients(head_gradient, chunk_tokens):
         return (shares * linear_token_losses(hidden, head, targets, weights, **options)).sum()
 
     ones = jnp.ones((1, 1))
-    losses = np.array([
-        [dense(hidden[b:, t:][:1, :1], head, targets[b:, t:][:1, :1], ones, z_loss=1e-2)[0] for t in range(LENGTH)]
-        for b in range(ROWS)
-    ])  # fmt: skip
+    losses = np.array(
+        [
+            [dense(hidden[b:, t:][:1, :1], head, targets[b:, t:][:1, :1], ones, z_loss=1e-2)[0] for t in range(LENGTH)]
+            for b in range(ROWS)
+        ]
+    )
     value, gradient = jax.value_and_grad(mean)(weights)
     np.testing.assert_allclose(gradient, (losses - value) / weights.sum(), atol=1e-6)
     np.testing.assert_allclose(jax.grad(shared)(weights), shares * losses, rtol=1e-5)

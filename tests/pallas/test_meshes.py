@@ -96,9 +96,11 @@ def alone():
 
 # Every pair of an axis's name, its kind and how the mesh is in force.
 WAYS = [
-    ("data", AxisType.Auto, False), ("data", AxisType.Explicit, True),
-    ("x", AxisType.Auto, True), ("x", AxisType.Explicit, False),
-]  # fmt: skip
+    ("data", AxisType.Auto, False),
+    ("data", AxisType.Explicit, True),
+    ("x", AxisType.Auto, True),
+    ("x", AxisType.Explicit, False),
+]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)

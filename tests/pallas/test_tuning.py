@@ -118,9 +118,14 @@ def test_a_wrong_candidate_is_passed_over_however_fast(gpu, monkeypatch):
     slow_and_fast(monkeypatch, {"slow": 2.0, "fast": 1.0})
     said = []
     entry = tuning.measure(
-        "op", BUCKET, jnp.bfloat16, [blocks_of("slow"), blocks_of("fast")], prepare,
-        wrong=lambda result: "is wrong" if result == "fast" else None, say=said.append,
-    )  # fmt: skip
+        "op",
+        BUCKET,
+        jnp.bfloat16,
+        [blocks_of("slow"), blocks_of("fast")],
+        prepare,
+        wrong=lambda result: "is wrong" if result == "fast" else None,
+        say=said.append,
+    )
     assert entry["blocks"] == {"name": "slow"} and entry["tried"][1] == [{"name": "fast"}, "is wrong"]
     assert said == [f"op, {BUCKET}: name slow: ", "2.0000 ms\n", f"op, {BUCKET}: name fast: ", "is wrong\n"]
 

@@ -156,9 +156,13 @@ def test_model_of_full_attention_loads_in_transformers(name):
 
 # Without them, transformers takes those of the model that a class was first made for.
 SIZES = {
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "max_position_embeddings",
-}  # fmt: skip
+}
 
 
 @families
@@ -365,13 +369,25 @@ _DELTA_VARIANTS = {
         dict(
             mamba_ssm_dtype="float32",
             mlp_only_layers=[0],  # which this family does not know
-            rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "partial_rotary_factor": 0.25,
-                             "original_max_position_embeddings": 32},
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "partial_rotary_factor": 0.25,
+                "original_max_position_embeddings": 32,
+            },
         ),
     ),
-    "sparse": ("qwen3_next", dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2,
-                                  decoder_sparse_step=2, mlp_only_layers=[])),
-}  # fmt: skip
+    "sparse": (
+        "qwen3_next",
+        dict(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            decoder_sparse_step=2,
+            mlp_only_layers=[],
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("variant", _DELTA_VARIANTS)

@@ -21,9 +21,14 @@ def test_logits(name, tmp_path):
     # What transformers' reader does not take from a GGUF file is left out, or has its defaults: rotary scaling,
     # windows, biases, and some sizes.
     plain = dict(
-        rope_scaling=None, sliding_window=None, use_sliding_window=False, attention_bias=False, mlp_bias=False,
-        max_position_embeddings=64, layer_types=None,
-    )  # fmt: skip
+        rope_scaling=None,
+        sliding_window=None,
+        use_sliding_window=False,
+        attention_bias=False,
+        mlp_bias=False,
+        max_position_embeddings=64,
+        layer_types=None,
+    )
     if name in ("gemma2", "gemma3"):  # soft caps and the scale of queries are its defaults, too
         plain |= dict(sliding_window=64, head_dim=256, query_pre_attn_scalar=256)
     if name in ("qwen3", "qwen3_moe"):

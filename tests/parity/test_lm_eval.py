@@ -44,29 +44,45 @@ def tasks(test_data, tmp_path_factory):
             out.write(json.dumps({"question": question, "choices": choices, "answer": index % 4}) + "\n")
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
     return [
-        data | {
-            "task": "choosing", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "target_delimiter": "",
+        data
+        | {
+            "task": "choosing",
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "target_delimiter": "",
             "metric_list": [{"metric": "acc"}],
         },
-        data | {
-            "task": "continuing", "output_type": "generate_until", "doc_to_text": "{{question}}",
-            "doc_to_target": "{{choices[0]}}", "metric_list": [{"metric": "exact_match"}],
+        data
+        | {
+            "task": "continuing",
+            "output_type": "generate_until",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": "{{choices[0]}}",
+            "metric_list": [{"metric": "exact_match"}],
             "generation_kwargs": {"until": ["e"], "max_gen_toks": 8, "do_sample": False},
         },
-        data | {
-            "task": "reading", "output_type": "loglikelihood_rolling", "doc_to_text": "",
-            "doc_to_target": "{{question}}", "metric_list": [{"metric": "word_perplexity"}],
+        data
+        | {
+            "task": "reading",
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{question}}",
+            "metric_list": [{"metric": "word_perplexity"}],
         },
-    ]  # fmt: skip
+    ]
 
 
 def test_scores_and_texts_are_those_of_its_hugging_face_model(base, tasks):
     model, tokenizer = from_pretrained(base, dtype="float32")
     theirs = HFLM(
-        transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32"), tokenizer=tokenizer, batch_size=3,
-        max_length=96, device="cpu",
-    )  # fmt: skip
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32"),
+        tokenizer=tokenizer,
+        batch_size=3,
+        max_length=96,
+        device="cpu",
+    )
     found = []
     for lm in (JaxtuneLM(model, tokenizer, batch_size=4), theirs):
         results = lm_eval.simple_evaluate(lm, tasks=tasks, bootstrap_iters=0, log_samples=True)

@@ -54,8 +54,10 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch):
                 ids.add((record.run.project, record.run.run_id))
                 configs.append({item.key: json.loads(item.value_json) for item in record.run.config.update})
             if record.HasField("history"):
-                items = {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
-                         for item in record.history.item}  # fmt: skip
+                items = {
+                    item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
+                    for item in record.history.item
+                }
                 found.append({key: value for key, value in items.items() if not key.startswith("_")})
             if record.HasField("metric"):
                 axes.add((record.metric.glob_name, record.metric.step_metric))
@@ -74,8 +76,10 @@ def test_trackio_continues_its_run(tmp_path, monkeypatch, capfd):
         log(tmp_path / "run", step, resumed, trackio_project="p")
     [name] = SQLiteStorage.get_runs("p")
     assert name == (tmp_path / "run/trackio_run_name").read_text() and name.startswith("run-")
-    found = [{key: line[key] for key in ("step", "loss", "grad_norm") if key in line}
-             for line in SQLiteStorage.get_logs("p", name)]  # fmt: skip
+    found = [
+        {key: line[key] for key in ("step", "loss", "grad_norm") if key in line}
+        for line in SQLiteStorage.get_logs("p", name)
+    ]
     assert found == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0, "grad_norm": math.inf}]
     log(tmp_path / "other/run", 1, trackio_project="p")
     assert len(SQLiteStorage.get_runs("p")) == 2

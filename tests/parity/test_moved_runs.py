@@ -75,10 +75,13 @@ def theirs(kind: str, base: Path, folder: Path, settings: dict[str, Any], rows: 
         warnings.simplefilter("ignore")
         args = config(use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", **settings)
         trainer = trainer_type(
-            model=reference.load(base), args=args, train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=make_tokenizer(), callbacks=[Noting],
+            model=reference.load(base),
+            args=args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=make_tokenizer(),
+            callbacks=[Noting],
             peft_config=peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
-        )  # fmt: skip
+        )
         trainer.model.peft_config["default"].base_model_name_or_path = str(base)
         trainer.model.save_pretrained(folder / "adapter")
         step = trainer.training_step
@@ -134,12 +137,23 @@ def test_the_same_script_gives_the_same_run(base, tmp_path, monkeypatch, kind, s
     nothing of its answers is left out by both."""
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     settings = dict(
-        output_dir=str(tmp_path / "theirs"), per_device_train_batch_size=2, gradient_accumulation_steps=3,
-        num_train_epochs=1.2, warmup_steps=0.4, learning_rate=1e-2, lr_scheduler_type="cosine", weight_decay=0.01,
-        optim="adamw_torch", adam_epsilon=1e-4,  # beside which rounding is nothing
-        logging_steps=1, max_length=24, seed=11, report_to="none", dataset_num_proc=1,
+        output_dir=str(tmp_path / "theirs"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        num_train_epochs=1.2,
+        warmup_steps=0.4,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        weight_decay=0.01,
+        optim="adamw_torch",
+        adam_epsilon=1e-4,  # beside which rounding is nothing
+        logging_steps=1,
+        max_length=24,
+        seed=11,
+        report_to="none",
+        dataset_num_proc=1,
         train_sampling_strategy=strategy,
-    )  # fmt: skip
+    )
     rows = rows_of(kind, 10 if kind == "KTO" else 11)
     wanted = theirs(kind, base, tmp_path, settings, rows)
     found = ours(kind, tmp_path, settings, rows)

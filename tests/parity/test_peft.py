@@ -79,14 +79,16 @@ OURS = {
     "called_like_experts": (
         "qwen3_next",
         dict(
-            r=4, use_rslora=True, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            r=4,
+            use_rslora=True,
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             rank_pattern={"down_proj": 3, "layers.0.mlp.up_proj": 2},
             alpha_pattern={"shared_expert.gate_proj": 9, "experts.down_proj": 5},
         ),
     ),
     "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
     "saved_untied": ("olmo2", dict(r=2, modules_to_save=["embed_tokens", "lm_head"])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("config", "settings"), OURS.values(), ids=OURS)
@@ -109,8 +111,9 @@ def test_adapter_made_here(tmp_path, config, settings):
     assert tied == CONFIGS[config]["tie_word_embeddings"]
 
 
-_TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-              patch_size=14)  # fmt: skip
+_TOWER = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,11 @@ CASES = {
     "orpo": ("orpo", ORPO(beta=0.4), dict(beta=0.4)),
     "simpo": ("simpo", SimPO(), dict(beta=2.0, simpo_gamma=0.5)),
     "simpo, smoothed": (
-        "simpo", SimPO(1.5, 0.7, 0.1), dict(beta=1.5, simpo_gamma=0.7, label_smoothing=0.1),
+        "simpo",
+        SimPO(1.5, 0.7, 0.1),
+        dict(beta=1.5, simpo_gamma=0.7, label_smoothing=0.1),
     ),
-}  # fmt: skip
+}
 
 
 def some_pairs(vocab_size: int) -> list[dict[str, list[int]]]:

@@ -21,17 +21,24 @@ CHATS = {
     "two rounds": (rounds(None, None, None, None), TOOLS, ["add", "It is 2.", "add", "It is 4."]),
     "two rounds with thoughts": (rounds(*THOUGHTS), TOOLS, ["add", "It is 2.", "add", "It is 4."]),
     "a round, then a turn": (
-        [*rounds(*THOUGHTS)[:4], user("?"), answer("Yes", "fine")], TOOLS, ["add", "It is 2.", "Yes"],
+        [*rounds(*THOUGHTS)[:4], user("?"), answer("Yes", "fine")],
+        TOOLS,
+        ["add", "It is 2.", "Yes"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize(
     ("name", "folder"),
-    [("qwen3_5_think", "qwen3"), ("qwen3_5_nothink", "qwen3"), ("qwen3_6", "qwen3"), ("qwen3", "qwen3"),
-     ("gptoss", "gpt-oss")],
-)  # fmt: skip
+    [
+        ("qwen3_5_think", "qwen3"),
+        ("qwen3_5_nothink", "qwen3"),
+        ("qwen3_6", "qwen3"),
+        ("qwen3", "qwen3"),
+        ("gptoss", "gpt-oss"),
+    ],
+)
 def test_what_trains_there_trains_here(name, folder, chat, test_data):
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(test_data / "tokenizers" / folder)
     messages, tools, expected = CHATS[chat]

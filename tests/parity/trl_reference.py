@@ -42,9 +42,14 @@ def make_trainer(name: str, model: Any, folder: Path, sign: float = 1.0, **optio
     """A trainer of an adapter on `model`, whose tensors are random and saved in `folder`/adapter; sign: of all B."""
     kind, config, more = TRAINERS[name]
     args = config(
-        output_dir=str(folder / "run"), report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=4, **(more | options),
-    )  # fmt: skip
+        output_dir=str(folder / "run"),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=4,
+        **(more | options),
+    )
     lora = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules="all-linear", task_type="SEQ_CLS" if name == "reward" else "CAUSAL_LM"
     )
@@ -97,7 +102,9 @@ def _labelled(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         labels = [[-100] * len(row["prompt"]) + row[side] for row in rows]
         longest = max(map(len, ids))
         for key, values, padding in (
-            ("input_ids", ids, 0), ("labels", labels, -100), ("attention_mask", [[1] * len(i) for i in ids], 0),
-        ):  # fmt: skip
+            ("input_ids", ids, 0),
+            ("labels", labels, -100),
+            ("attention_mask", [[1] * len(i) for i in ids], 0),
+        ):
             batch[f"{side}_{key}"] = torch.tensor([v + [padding] * (longest - len(v)) for v in values])
     return batch

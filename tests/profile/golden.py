@@ -27,12 +27,19 @@ def figures_of(report: Report) -> dict[str, Any]:
         "categories_ms": {row.name: digits(row.ms) for row in report.categories},
         "scopes_ms": {f"{row.name} {row.phase}".strip(): digits(row.ms) for row in report.scopes},
         "kernels": [
-            [row.name, row.category, f"{row.scope} {row.phase}".strip(), digits(row.count), digits(row.ms),
-             digits(row.tflops), digits(row.tbps)]
+            [
+                row.name,
+                row.category,
+                f"{row.scope} {row.phase}".strip(),
+                digits(row.count),
+                digits(row.ms),
+                digits(row.tflops),
+                digits(row.tbps),
+            ]
             for row in report.kernels[:20]
         ],
         "transfers_ms": {row.name: [digits(row.ms), digits(row.exposed_ms)] for row in report.transfers},
         "launch_gaps": digits(report.idle.launch_gaps),
         "idle_ms": digits(report.idle.ms),
         "buffers": [[row["what"], row["count"], row["bytes"]] for row in report.buffers[:5]],
-    }  # fmt: skip
+    }

@@ -73,8 +73,17 @@ class TorchTrace:
         }
         self.rows.append(row)
 
-    def kernel(self, name: str, launched: float, start: float, length: float, thread: int = MAIN,
-               category: str = "kernel", stream: int = 7, **args) -> None:  # fmt: skip
+    def kernel(
+        self,
+        name: str,
+        launched: float,
+        start: float,
+        length: float,
+        thread: int = MAIN,
+        category: str = "kernel",
+        stream: int = 7,
+        **args,
+    ) -> None:
         self._correlation += 1
         self.call("cudaLaunchKernel", launched, 0.5, "cuda_runtime", thread, correlation=self._correlation)
         args |= {"device": 0, "stream": stream, "correlation": self._correlation}
@@ -122,8 +131,11 @@ def torch_trace(step_us: float = 1000.0, steps: int = 2, slower: dict[str, float
             at += length
 
         trace.call("attention", base + 10, 80, "user_annotation")
-        sdpa = {"Input Dims": [[2, 4, 128, 64]] * 3 + [[]] * 4, "Input type": [bf16] * 3 + ["Scalar"] * 4,
-                "Concrete Inputs": ["", "", "", "0.", "True", "False", ""]}  # fmt: skip
+        sdpa = {
+            "Input Dims": [[2, 4, 128, 64]] * 3 + [[]] * 4,
+            "Input type": [bf16] * 3 + ["Scalar"] * 4,
+            "Concrete Inputs": ["", "", "", "0.", "True", "False", ""],
+        }
         trace.call("aten::scaled_dot_product_attention", base + 20, 60)
         trace.call("aten::_scaled_dot_product_flash_attention", base + 25, 50, **sdpa)
         run("void pytorch_flash::flash_fwd_kernel<Traits>(Params)", base + 30, 50)

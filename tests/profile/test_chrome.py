@@ -22,21 +22,34 @@ def report(tmp_path):
 
 def test_time_by_category_is_exact_and_sums_to_the_step(report):
     found = {row.name: row.ms * 1e3 for row in report.categories}
-    assert found == pytest.approx({
-        "GEMM": PRODUCT + BACKWARD, "attention": ATTENTION, "elementwise and norms": SILU, "loss": LOSS,
-        "optimizer": ADAM, "copies to device": COPY, "idle": WAIT,
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "GEMM": PRODUCT + BACKWARD,
+            "attention": ATTENTION,
+            "elementwise and norms": SILU,
+            "loss": LOSS,
+            "optimizer": ADAM,
+            "copies to device": COPY,
+            "idle": WAIT,
+        }
+    )
     assert report.steps_ms == pytest.approx([STEP / 1e3] * 2)
     assert sum(row.share for row in report.categories) == pytest.approx(1.0)
 
 
 def test_time_by_scope_and_phase(report):
     found = {(row.name, row.phase): row.ms * 1e3 for row in report.scopes}
-    assert found == pytest.approx({
-        ("attention", "forward"): ATTENTION, ("mlp", "forward"): PRODUCT + COPY, ("mlp", "backward"): BACKWARD,
-        ("mlp", "recompute"): SILU, ("cross_entropy_loss", "forward"): LOSS, ("optimizer", "forward"): ADAM,
-        ("idle", ""): WAIT,
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            ("attention", "forward"): ATTENTION,
+            ("mlp", "forward"): PRODUCT + COPY,
+            ("mlp", "backward"): BACKWARD,
+            ("mlp", "recompute"): SILU,
+            ("cross_entropy_loss", "forward"): LOSS,
+            ("optimizer", "forward"): ADAM,
+            ("idle", ""): WAIT,
+        }
+    )
 
 
 def test_rates_follow_from_the_recorded_shapes(report):
@@ -77,10 +90,14 @@ def test_what_an_operator_does_counts_before_the_range_that_it_stands_in(tmp_pat
     trace.kernel("Memcpy DtoD (Device -> Device)", 71, 570, 5, category="gpu_memcpy", bytes=100)
     found = {row.name: row.category for row in show(trace.write(tmp_path / "run.json")).kernels}
     assert found == {
-        "nvjet_q_proj": "GEMM", "rotary_kernel": "elementwise and norms", "cast_kernel": "elementwise and norms",
-        "copy_kernel": "device copies", "some_kernel": "attention", "norm_kernel": "optimizer",
+        "nvjet_q_proj": "GEMM",
+        "rotary_kernel": "elementwise and norms",
+        "cast_kernel": "elementwise and norms",
+        "copy_kernel": "device copies",
+        "some_kernel": "attention",
+        "norm_kernel": "optimizer",
         "Memcpy DtoD (Device -> Device)": "device copies",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -94,10 +111,15 @@ def test_what_an_operator_does_counts_before_the_range_that_it_stands_in(tmp_pat
         ("masked_fill", [HALF, "bool"], [[64, 32], [64, 32]], [[32, 1], [32, 1]], 64 * 32 * (2 + 1 + 2)),
         ("copy_", [HALF, HALF], [[4, 8, 32], [4, 8, 32]], [[256, 32, 1], [32, 0, 1]], 2 * (4 * 8 * 32 + 4 * 32)),
         # An embedding: of the table only what is looked up is read, by one number for each row.
-        ("gather", [HALF, "long int", HALF], [[5000, 32], [64, 32], [64, 32]], [[32, 1], [1, 0], [32, 1]],
-         64 * (8 + 2 * 32 * 2)),
+        (
+            "gather",
+            [HALF, "long int", HALF],
+            [[5000, 32], [64, 32], [64, 32]],
+            [[32, 1], [1, 0], [32, 1]],
+            64 * (8 + 2 * 32 * 2),
+        ),
     ],
-)  # fmt: skip
+)
 def test_bytes_are_those_of_each_array_in_its_own_type(tmp_path, operator, types, dims, strides, moved):
     trace = TorchTrace()
     arguments = {"Input Dims": [*dims, []], "Input type": [*types, "Scalar"], "Input Strides": [*strides, []]}
@@ -203,16 +225,23 @@ def test_with_checkpointing_the_backward_finds_the_second_forward(tmp_path):
     trace.kernel("nvjet_again", 54.2, 600, 7, thread=engine)
     trace.call("aten::mm", 65, 2, thread=engine, **mm)
     trace.kernel("nvjet_gradient", 65.2, 700, 11, thread=engine)
-    trace.call("autograd::engine::evaluate_function: EmbeddingBackward0", 80, 5, thread=engine,
-               **{"Sequence number": 40, "Fwd thread id": 1})  # fmt: skip
+    trace.call(
+        "autograd::engine::evaluate_function: EmbeddingBackward0",
+        80,
+        5,
+        thread=engine,
+        **{"Sequence number": 40, "Fwd thread id": 1},
+    )
     trace.kernel("embedding_backward_kernel", 81, 800, 3, thread=engine)
     assert main != engine
     report = show(trace.write(tmp_path / "run.json"))
     found = {row.name: (row.scope, row.phase) for row in report.kernels}
     assert found == {
-        "embedding_kernel": ("embed", "forward"), "nvjet_again": ("mlp", "recompute"),
-        "nvjet_gradient": ("mlp", "backward"), "embedding_backward_kernel": ("embed", "backward"),
-    }  # fmt: skip
+        "embedding_kernel": ("embed", "forward"),
+        "nvjet_again": ("mlp", "recompute"),
+        "nvjet_gradient": ("mlp", "backward"),
+        "embedding_backward_kernel": ("embed", "backward"),
+    }
 
 
 def test_only_the_busiest_device_is_read(tmp_path):

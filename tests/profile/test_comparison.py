@@ -105,10 +105,14 @@ def test_other_scopes_meet_in_regions(tmp_path, base):
     comparison = compare(base, renamed.write(tmp_path / "b.json"))
     assert comparison.aligned_by == "region"
     assert {(row.name, row.phase, row.verdict) for row in comparison.scopes} == {
-        ("attention block", "forward", "same"), ("mlp", "forward", "same"), ("mlp", "backward", "same"),
-        ("mlp", "recompute", "same"), ("head and loss", "forward", "same"), ("optimizer", "forward", "same"),
+        ("attention block", "forward", "same"),
+        ("mlp", "forward", "same"),
+        ("mlp", "backward", "same"),
+        ("mlp", "recompute", "same"),
+        ("head and loss", "forward", "same"),
+        ("optimizer", "forward", "same"),
         ("idle", "", "same"),
-    }  # fmt: skip
+    }
 
 
 def test_one_step_says_that_its_spread_is_unknown(tmp_path, base):
@@ -126,11 +130,20 @@ def test_json_holds_both_sides(base):
 @pytest.mark.parametrize(
     ("scope", "name"),
     [
-        ("layer/expand", "mlp"), ("layer/project", "attention block"), ("layer/attend", "attention block"),
-        ("layer/mix", "attention block"), ("loss", "head and loss"), ("LlamaMLP/Linear", "mlp"),
-        ("LlamaAttention", "attention block"), ("attention_norm", "attention block"), ("embed", "embedding"),
-        ("host link", "host link"), ("accumulate", "optimizer"), ("add", "elsewhere"), ("", "elsewhere"),
+        ("layer/expand", "mlp"),
+        ("layer/project", "attention block"),
+        ("layer/attend", "attention block"),
+        ("layer/mix", "attention block"),
+        ("loss", "head and loss"),
+        ("LlamaMLP/Linear", "mlp"),
+        ("LlamaAttention", "attention block"),
+        ("attention_norm", "attention block"),
+        ("embed", "embedding"),
+        ("host link", "host link"),
+        ("accumulate", "optimizer"),
+        ("add", "elsewhere"),
+        ("", "elsewhere"),
     ],
-)  # fmt: skip
+)
 def test_regions(scope, name):
     assert region(scope) == name

@@ -57,11 +57,17 @@ def test_a_damaged_cache_says_what_to_do():
 @pytest.mark.parametrize(
     ("device", "bf16", "copy"),
     [
-        ("NVIDIA H200", 989, 4.8), ("NVIDIA GH200 480GB", 989, 4.9), ("NVIDIA H100 80GB HBM3", 989, 3.35),
-        ("NVIDIA H100 PCIe", 756, 2.0), ("NVIDIA A100-SXM4-80GB", 312, 2.0), ("NVIDIA L40S", 362, 0.864),
-        ("NVIDIA L4", 121, 0.3), ("NVIDIA GeForce RTX 4090", 165.2, 1.01), ("NVIDIA B200", 2250, 8.0),
+        ("NVIDIA H200", 989, 4.8),
+        ("NVIDIA GH200 480GB", 989, 4.9),
+        ("NVIDIA H100 80GB HBM3", 989, 3.35),
+        ("NVIDIA H100 PCIe", 756, 2.0),
+        ("NVIDIA A100-SXM4-80GB", 312, 2.0),
+        ("NVIDIA L40S", 362, 0.864),
+        ("NVIDIA L4", 121, 0.3),
+        ("NVIDIA GeForce RTX 4090", 165.2, 1.01),
+        ("NVIDIA B200", 2250, 8.0),
     ],
-)  # fmt: skip
+)
 def test_data_sheets(device, bf16, copy):
     found = known_ceilings(device)
     assert (found.gemm_bf16_tflops, found.copy_tbps, found.source) == (bf16, copy, "data sheet")
@@ -83,8 +89,20 @@ def test_least_time_of_a_product():
 
 def test_losses_are_ranked_and_count_each_moment_once():
     def event(ms, category, *, flops=0.0, moved=0.0, phase="forward", scope="layer/mlp", kind=KERNEL):
-        return Event(0.0, ms * 1e6, "k", "s", kind, category, scope, phase, dtype="bf16", flops=flops,
-                     moved_bytes=moved, self_ns=ms * 1e6)  # fmt: skip
+        return Event(
+            0.0,
+            ms * 1e6,
+            "k",
+            "s",
+            kind,
+            category,
+            scope,
+            phase,
+            dtype="bf16",
+            flops=flops,
+            moved_bytes=moved,
+            self_ns=ms * 1e6,
+        )
 
     events = [
         event(10, "GEMM", flops=4e12, moved=1e6),  # 8 ms at the ceiling
@@ -97,8 +115,14 @@ def test_losses_are_ranked_and_count_each_moment_once():
     assert [loss.what for loss in unknown] == ["recompute", "passes over memory: layer/mlp", "copies to device", "idle"]
     found = losses(events, 1, 0.5, DEVICE)
     won = {loss.what: pytest.approx(loss.won_ms) for loss in found}
-    assert won == {"recompute": 6, "passes over memory: layer/mlp": 5, "thin products": 3, "GEMM": 2,
-                   "copies to device": 1.5, "idle": 0.5}  # fmt: skip
+    assert won == {
+        "recompute": 6,
+        "passes over memory: layer/mlp": 5,
+        "thin products": 3,
+        "GEMM": 2,
+        "copies to device": 1.5,
+        "idle": 0.5,
+    }
     assert [loss.won_ms for loss in found] == sorted((loss.won_ms for loss in found), reverse=True)
     assert "at 400 TFLOP/s" in next(loss.text for loss in found if loss.what == "GEMM")
     assert "1.0 ms by reaching 4.0 TB/s" in next(loss.text for loss in found if loss.what.startswith("passes"))

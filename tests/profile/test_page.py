@@ -81,10 +81,17 @@ def run(browser, tmp_path, html: str, *options: str, at: str = "") -> str:
     page = tmp_path / "page.html"
     page.write_text(html, encoding="utf-8")
     flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'user'}", "--window-size=1200,1400",
-    ]  # fmt: skip
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={tmp_path / 'user'}",
+        "--window-size=1200,1400",
+    ]
     done = subprocess.run([browser, *flags, *options, page.as_uri() + at], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -94,8 +101,9 @@ def test_the_page_fetches_nothing(traces):
     for html in (compare(*traces).to_html(), show(traces[0]).to_html()):
         assert not re.search(r"""(src|href)=|@import|url\(|fetch\(|XMLHttpRequest|import\s*\(""", html)
         assert set(re.findall(r"https?://[^\s\"'<]+", html)) <= {
-            "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml",
-        }  # fmt: skip
+            "http://www.w3.org/2000/svg",
+            "http://www.w3.org/1999/xhtml",
+        }
 
 
 def test_numbers_of_a_comparison_read_back_from_the_dom(browser, tmp_path, traces):
@@ -103,8 +111,13 @@ def test_numbers_of_a_comparison_read_back_from_the_dom(browser, tmp_path, trace
     dom = Tables(run(browser, tmp_path, comparison.to_html(), "--dump-dom"))
     rows = {cells[0]: cells[2:] for cells in dom.tables["categories"][1:]}
     for row in [comparison.step, *comparison.categories]:
-        assert rows[row.name] == [f"{row.a_ms:.2f}", f"{row.b_ms:.2f}", f"{row.diff_ms:+.2f}", f"{row.noise_ms:.2f}",
-                                  row.verdict]  # fmt: skip
+        assert rows[row.name] == [
+            f"{row.a_ms:.2f}",
+            f"{row.b_ms:.2f}",
+            f"{row.diff_ms:+.2f}",
+            f"{row.noise_ms:.2f}",
+            row.verdict,
+        ]
     kernels = dom.tables["kernels"][1:]
     assert kernels[0][0].startswith("nvjet_tst_256x128")
     assert kernels[0][4] == "+0.070"

@@ -56,9 +56,12 @@ def test_what_a_mesh_exchanges_and_how_much_of_it_is_hidden(resident, tmp_path):
     """In a real trace of two devices: the gathers of each matrix, and the sum of the adapters' gradients."""
     plan = "keep" + "; resident=2" * (resident == 2)
     config = make_config(
-        tmp_path / "run", steps=4, mesh=MeshConfig(1, 2), profile=ProfileConfig(steps=2, start=2),
+        tmp_path / "run",
+        steps=4,
+        mesh=MeshConfig(1, 2),
+        profile=ProfileConfig(steps=2, start=2),
         memory=MemoryConfig(plan=plan),
-    )  # fmt: skip
+    )
     Trainer(lora_model(layers=2), None, config, dataset(documents(40))).train()
     started = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert started["compile_seconds"] > 0 and started["collectives_seconds"] > 0 and started["load_seconds"] > 0

@@ -12,12 +12,21 @@ from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, TO_DEVICE, TO_HOST
     ("op_name", "scope", "phase"),
     [
         ("jit(accumulate)/jvp(jit(layer_forward))/layer/project/dot_general", "layer/project", "forward"),
-        ("jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/backward/jvp(contract)/mul", "layer/contract",
-         "backward"),
-        ("jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/recompute/expand/dot_general", "layer/expand",
-         "recompute"),
-        ("jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/backward/transpose(layer)/recompute/jvp(expand)/mul",
-         "layer/expand", "backward"),
+        (
+            "jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/backward/jvp(contract)/mul",
+            "layer/contract",
+            "backward",
+        ),
+        (
+            "jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/recompute/expand/dot_general",
+            "layer/expand",
+            "recompute",
+        ),
+        (
+            "jit(accumulate)/transpose(jvp(jit(layer_backward)))/layer/backward/transpose(layer)/recompute/jvp(expand)/mul",
+            "layer/expand",
+            "backward",
+        ),
         ("jit(f)/jvp(loss)/while/body/eval_jaxpr/btd,vd->btv/dot_general", "loss", "forward"),
         ("jit(step)/transpose(jvp(checkpoint))/rematted_computation/mlp/tanh", "mlp", "recompute"),
         ("jit(step)/transpose(jvp(mlp))/dot_general", "mlp", "backward"),
@@ -28,7 +37,7 @@ from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, TO_DEVICE, TO_HOST
         ("jit(f)/a/b/a/c/mul", "a/b/a/c", "forward"),
         ("", "", ""),
     ],
-)  # fmt: skip
+)
 def test_scope_and_phase(op_name, scope, phase):
     assert scope_of(op_name) == (scope, phase)
 

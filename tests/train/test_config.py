@@ -99,13 +99,35 @@ def test_overrides_win_and_are_yaml(recipe):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-4", 1e-4), ("1E5", 1e5), (".5", 0.5), ("3.", 3.0), ("-2.5e+3", -2500.0), ("+7", 7), ("010", 10),
-        ("0x10", 16), ("0o17", 15), ("-.inf", float("-inf")), ("true", True), ("False", False), ("null", None),
-        ("~", None), ("", None), ("on", "on"), ("no", "no"), ("Yes", "Yes"), ("1_000", "1_000"), ("12:30", "12:30"),
-        ("2026-11-20", "2026-11-20"), ("'1e-4'", "1e-4"), ('"true"', "true"), ("1e", "1e"), ("e5", "e5"),
-        ("[1, a, 2.0]", [1, "a", 2.0]), ("{a: {b: no}}", {"a": {"b": "no"}}),
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        (".5", 0.5),
+        ("3.", 3.0),
+        ("-2.5e+3", -2500.0),
+        ("+7", 7),
+        ("010", 10),
+        ("0x10", 16),
+        ("0o17", 15),
+        ("-.inf", float("-inf")),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("on", "on"),
+        ("no", "no"),
+        ("Yes", "Yes"),
+        ("1_000", "1_000"),
+        ("12:30", "12:30"),
+        ("2026-11-20", "2026-11-20"),
+        ("'1e-4'", "1e-4"),
+        ('"true"', "true"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        ("[1, a, 2.0]", [1, "a", 2.0]),
+        ("{a: {b: no}}", {"a": {"b": "no"}}),
     ],
-)  # fmt: skip
+)
 def test_yaml_means_what_it_says(text, value):
     result = _parse_yaml(text, "here")
     assert result == value and type(result) is type(value)
@@ -167,7 +189,7 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("adapter: {target_modules: []}", "adapter.target_modules = (): name at least one module"),
         ("adapter: {rank_pattern: {q_proj: 0}}", "adapter.rank_pattern.q_proj = 0: must be greater than 0 (FILE:3)"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_key_or_value_is_refused(recipe, text, message):
     path = recipe(MINIMAL + text + "\n")
     message = message.replace("FILE", path)
@@ -284,10 +306,39 @@ def test_written_config_reads_back_equal(recipe):
 
 
 TRICKY = st.one_of(
-    st.sampled_from(["1e5", "1e-4", "on", "no", "null", "~", "010", "0x1", "1_000", "12:30", ".5", "5.", "=", "-",
-                     "2026-11-20", "true", " a", "a: b", "# x", "{a}", "[", "\n", "x\ny", "'", '"', "é", "<<"]),
+    st.sampled_from(
+        [
+            "1e5",
+            "1e-4",
+            "on",
+            "no",
+            "null",
+            "~",
+            "010",
+            "0x1",
+            "1_000",
+            "12:30",
+            ".5",
+            "5.",
+            "=",
+            "-",
+            "2026-11-20",
+            "true",
+            " a",
+            "a: b",
+            "# x",
+            "{a}",
+            "[",
+            "\n",
+            "x\ny",
+            "'",
+            '"',
+            "é",
+            "<<",
+        ]
+    ),
     st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20),
-)  # fmt: skip
+)
 
 
 @given(text=TRICKY, rate=st.floats(min_value=1e-36, max_value=1e36), seed=st.integers(0, 2**32 - 1))

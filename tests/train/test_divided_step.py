@@ -73,13 +73,12 @@ def experts_whole(**changes) -> Decoder:
 
 MODELS = {
     "adapters with dropout and DoRA, the head whole": (
-        lambda: moved(
-            get_peft_model(one_layer(), r=4, lora_dropout=0.3, use_dora=True, modules_to_save=["lm_head"])
-        ),
+        lambda: moved(get_peft_model(one_layer(), r=4, lora_dropout=0.3, use_dora=True, modules_to_save=["lm_head"])),
         dict(dropout=True),
     ),
     "noise on the embeddings of packed rows": (
-        lambda: moved(get_peft_model(one_layer(), r=4)), dict(batch=PACKED, noise_alpha=40.0)
+        lambda: moved(get_peft_model(one_layer(), r=4)),
+        dict(batch=PACKED, noise_alpha=40.0),
     ),
     "NF4, recomputed": (
         lambda: moved(get_peft_model(quantize(one_layer(), "nf4"), r=4)),
@@ -89,18 +88,20 @@ MODELS = {
         experts_whole,
         dict(router_losses=RouterLosses(aux_loss_coef=0.3, z_loss_coef=0.2)),
     ),
-}  # fmt: skip
+}
 
 
 MODELS["a step's only micro-batch, its loss scaled"] = (
-    lambda: moved(get_peft_model(one_layer(), r=4)), dict(micro_batches=1, scale_loss=True)
-)  # fmt: skip
+    lambda: moved(get_peft_model(one_layer(), r=4)),
+    dict(micro_batches=1, scale_loss=True),
+)
 # Of two layers, so that one gathers what the other needs.
 DIVIDED = {
     "adapters with dropout and DoRA, tied tensors whole": (
         lambda: moved(
-            get_peft_model(tiny_model(tie_embeddings=True), r=4, lora_dropout=0.3, use_dora=True,
-                           modules_to_save=["lm_head"])
+            get_peft_model(
+                tiny_model(tie_embeddings=True), r=4, lora_dropout=0.3, use_dora=True, modules_to_save=["lm_head"]
+            )
         ),
         dict(dropout=True),
     ),
@@ -108,9 +109,7 @@ DIVIDED = {
         lambda: tiny_model(layers=(LayerSpec(window=5), LayerSpec())),
         dict(batch=PACKED, micro_batches=1, plan=ResidualPlan((KEEP, KEEP), whole_weights=2)),
     ),
-    "all trained, recomputed": (
-        tiny_model, dict(plan=ResidualPlan.uniform(RECOMPUTE, 2))
-    ),
+    "all trained, recomputed": (tiny_model, dict(plan=ResidualPlan.uniform(RECOMPUTE, 2))),
     "NF4, recomputed": (
         lambda: moved(get_peft_model(quantize(wide_enough_for_blocks(), "nf4"), r=4)),
         dict(plan=ResidualPlan.uniform(RECOMPUTE, 2)),
@@ -123,7 +122,7 @@ DIVIDED = {
         lambda: experts_whole(layers=(LayerSpec(),) * 2),
         dict(router_losses=RouterLosses(aux_loss_coef=0.3, z_loss_coef=0.2)),
     ),
-}  # fmt: skip
+}
 
 
 def preferences(**labels):
@@ -152,7 +151,7 @@ PREFERENCES = {
         lambda: moved(get_peft_model(reward_model(one_layer()), r=4)),
         dict(objective=Reward(0.1), batch=preferences(labels=np.arange(20) / 20.0)),
     ),
-}  # fmt: skip
+}
 MODELS |= DIVIDED | PREFERENCES
 
 

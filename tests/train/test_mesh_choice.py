@@ -69,9 +69,13 @@ def on_h200(**settings):
     """A function of mesh and budget in GB (None: the device's) to the forecast of a step of 8B on H200s; `plan`: of
     memory.plan; `resident`: of `choose`."""
     config = TrainConfig(
-        model=ModelConfig(path="x"), data=DataConfig(train="x", length=2048), steps=1, output="x", micro_batches=1,
+        model=ModelConfig(path="x"),
+        data=DataConfig(train="x", length=2048),
+        steps=1,
+        output="x",
+        micro_batches=1,
         **settings,
-    )  # fmt: skip
+    )
     model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config)
     device = devices.find_device("NVIDIA H200")
 
@@ -141,9 +145,13 @@ def test_weights_that_lie_whole_already_stay_so(lora):
 @pytest.mark.parametrize("named", [MeshConfig(1, 2), None])
 def test_a_named_mesh_and_cpus_leave_nothing_to_choose(named):
     config = TrainConfig(
-        model=ModelConfig(path="x"), data=DataConfig(train="x"), rows_per_step=8, output="x", adapter=AdapterConfig(),
+        model=ModelConfig(path="x"),
+        data=DataConfig(train="x"),
+        rows_per_step=8,
+        output="x",
+        adapter=AdapterConfig(),
         mesh=named,
-    )  # fmt: skip
+    )
     assert len(jax.devices()) > 1
     assert meshes.mesh_of(config, lambda: pytest.fail("asked for a model")) == (named or MeshConfig(), None)
 
@@ -155,8 +163,12 @@ def test_several_gpus_are_used_unasked(monkeypatch):
     monkeypatch.setattr(meshes.jax, "devices", lambda: [gpu, gpu])
     monkeypatch.setattr(meshes.jax, "local_devices", lambda: [gpu, gpu])
     config = TrainConfig(
-        model=ModelConfig(path="x"), data=DataConfig(train="x"), rows_per_step=8, output="x", steps=1,
+        model=ModelConfig(path="x"),
+        data=DataConfig(train="x"),
+        rows_per_step=8,
+        output="x",
+        steps=1,
         adapter=AdapterConfig(),
-    )  # fmt: skip
+    )
     mesh, why = meshes.mesh_of(config, lambda: abstract_model(config_from_hf(SMALL), config))
     assert mesh == MeshConfig(2, 1) and "tokens/s at" in why

@@ -65,8 +65,14 @@ def test_resume_appends_and_drops_later_and_torn_lines(tmp_path):
         log.log(6, {"loss": 60.0})
     lines = strict_lines(path)
     assert [(line["step"], line.get("loss")) for line in lines] == [
-        (1, 1.0), (2, "nan"), (3, 3.0), (4, 4.0), (5, 5.0), (5, None), (6, 60.0),
-    ]  # fmt: skip
+        (1, 1.0),
+        (2, "nan"),
+        (3, 3.0),
+        (4, 4.0),
+        (5, 5.0),
+        (5, None),
+        (6, 60.0),
+    ]
     with pytest.raises(ValueError, match=r"metrics\.jsonl is of another run: resume that one or choose another"):
         MetricsLogger(tmp_path)
     with MetricsLogger(tmp_path / "new", resumed_step=5) as log:  # an output folder whose metrics were removed
@@ -277,8 +283,14 @@ def test_live_bar_on_a_terminal(clock):
 
 def test_duration():
     assert [duration(s) for s in (0, 59.6, 65, 3599, 3600, 7384, 100_000)] == [
-        "0:00", "1:00", "1:05", "59:59", "1:00:00", "2:03:04", "27:46:40",
-    ]  # fmt: skip
+        "0:00",
+        "1:00",
+        "1:05",
+        "59:59",
+        "1:00:00",
+        "2:03:04",
+        "27:46:40",
+    ]
 
 
 # ---- plot

@@ -91,8 +91,9 @@ def test_a_step_is_what_the_device_took_whatever_stands_between(monkeypatch, tmp
     assert pauses == [
         (0, {"compile_seconds": pytest.approx(20.0), "load_seconds": pytest.approx(5.0)}),
         (5, {"save_seconds": pytest.approx(1.4)}),
-        (8, {"save_seconds": pytest.approx(1.3)}), (8, {"eval_seconds": pytest.approx(3.0)}),
-    ]  # fmt: skip
+        (8, {"save_seconds": pytest.approx(1.3)}),
+        (8, {"eval_seconds": pytest.approx(3.0)}),
+    ]
 
 
 @pytest.mark.parametrize("log_every", [1, 3, 5])
@@ -101,8 +102,12 @@ def test_steps_and_pauses_add_up_to_the_wall_clock(monkeypatch, tmp_path, log_ev
     lines = run(machine)
     in_steps = sum(line["steps"] * line["step_seconds"] for line in lines if "loss" in line)
     slots = sum(line["steps"] * line["step_seconds"] * line["tokens_per_second"] for line in lines if "loss" in line)
-    apart = sum(value for line in lines for key, value in line.items() if key in
-                ("compile_seconds", "load_seconds", "save_seconds", "eval_seconds"))  # fmt: skip
+    apart = sum(
+        value
+        for line in lines
+        for key, value in line.items()
+        if key in ("compile_seconds", "load_seconds", "save_seconds", "eval_seconds")
+    )
     assert in_steps + apart == pytest.approx(machine.now - 100.0)
     assert slots == pytest.approx(12 * SLOTS)
 

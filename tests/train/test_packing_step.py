@@ -16,9 +16,12 @@ from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_
 
 def config_of(folder, packing, **changes):
     settings = dict(
-        data=DataConfig(train="rows", eval="rows", length=LENGTH, packing=packing), rows_per_step=6, steps=5,
-        adapter=AdapterConfig(r=4, lora_alpha=8), seed=5,
-    )  # fmt: skip
+        data=DataConfig(train="rows", eval="rows", length=LENGTH, packing=packing),
+        rows_per_step=6,
+        steps=5,
+        adapter=AdapterConfig(r=4, lora_alpha=8),
+        seed=5,
+    )
     return make_config(folder, **(settings | changes))
 
 
@@ -60,9 +63,12 @@ def test_pairs_of_a_step_share_rows(tmp_path):
 def test_such_a_run_goes_on_bit_for_bit(tmp_path):
     def trainer(name, steps):
         config = config_of(
-            tmp_path / name, "step", steps=steps, checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
+            tmp_path / name,
+            "step",
+            steps=steps,
+            checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
             schedule=ScheduleConfig("constant", warmup_steps=2, zero_start=True),
-        )  # fmt: skip
+        )
         made = dataset(documents(20), packing="step")
         return Trainer(lora_model(), None, config, made, dataset(documents(3, seed=9), packing="step"))
 

@@ -133,10 +133,14 @@ def plain_loss(objective, model, documents: Documents):
 
 
 OBJECTIVES = {
-    "sigmoid": DPO(beta=0.3), "smoothed": DPO(beta=0.3, label_smoothing=0.2), "ipo": DPO(0.2, "ipo"),
-    "hinge": DPO(beta=0.3, loss_type="hinge"), "orpo": ORPO(beta=0.4), "simpo": SimPO(),
+    "sigmoid": DPO(beta=0.3),
+    "smoothed": DPO(beta=0.3, label_smoothing=0.2),
+    "ipo": DPO(0.2, "ipo"),
+    "hinge": DPO(beta=0.3, loss_type="hinge"),
+    "orpo": ORPO(beta=0.4),
+    "simpo": SimPO(),
     "simpo, smoothed": SimPO(1.5, 0.7, 0.1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
@@ -304,11 +308,15 @@ def test_settings_that_do_not_go_together(tmp_path):
 
 def trainer_of(output, name="dpo", model=None, rows=None, eval_rows=None, **changes):
     settings = dict(
-        steps=12, rows_per_step=8, optim=OptimConfig(learning_rate=2e-2), schedule=ScheduleConfig(),
-        evaluation=EvaluationConfig(at_start=True), objective=ObjectiveConfig(name),
+        steps=12,
+        rows_per_step=8,
+        optim=OptimConfig(learning_rate=2e-2),
+        schedule=ScheduleConfig(),
+        evaluation=EvaluationConfig(at_start=True),
+        objective=ObjectiveConfig(name),
         data=dataclasses.replace(make_config(output).data, length=LENGTH, eval="held out"),
         checkpoint=CheckpointConfig(every_steps=6, every_minutes=None, keep=3),
-    )  # fmt: skip
+    )
     config = make_config(output, **(settings | changes))
     rows, eval_rows = rows or pair_set(pairs(64)), eval_rows or pair_set(pairs(24, seed=1))
     return Trainer(model or lora_model(), None, config, rows, eval_rows)
@@ -464,14 +472,23 @@ def test_the_reference_is_planned_for(run, tmp_path):
 def test_people_s_preferences_raise_the_margin_on_held_out_rows(name, test_data, tmp_path):
     tokenizer, config = make_tokenizer(), make_config(tmp_path)
     data = DataConfig(
-        train=str(test_data / f"datasets/preference/{name}_en_demo.jsonl"), max_rows=120, eval_rows=30, length=256,
-        template="chatml", cache_dir=str(tmp_path / "cache"),
-    )  # fmt: skip
+        train=str(test_data / f"datasets/preference/{name}_en_demo.jsonl"),
+        max_rows=120,
+        eval_rows=30,
+        length=256,
+        template="chatml",
+        cache_dir=str(tmp_path / "cache"),
+    )
     model = get_peft_model(tiny_model("float32", vocab_size=len(tokenizer), max_position_embeddings=256), r=4)
     config = dataclasses.replace(
-        config, steps=16, rows_per_step=8, data=data, optim=OptimConfig(learning_rate=5e-3),
-        objective=ObjectiveConfig(name, precompute_ref_log_probs=True), evaluation=EvaluationConfig(at_start=True),
-    )  # fmt: skip
+        config,
+        steps=16,
+        rows_per_step=8,
+        data=data,
+        optim=OptimConfig(learning_rate=5e-3),
+        objective=ObjectiveConfig(name, precompute_ref_log_probs=True),
+        evaluation=EvaluationConfig(at_start=True),
+    )
     trainer = Trainer(model, tokenizer, config)
     trainer.train()
     before, after = held_out(trainer, "eval_rewards/margins")

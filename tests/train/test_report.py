@@ -29,8 +29,11 @@ def test_each_warning_has_its_line_and_is_said_once():
     train, held_out = data.split(2)
     lines = summary(train, held_out).splitlines()
     assert [line.split(":")[0] for line in lines[:2] + lines[3:]] == [
-        "training rows", "evaluation rows", "warning", "warning",
-    ]  # fmt: skip
+        "training rows",
+        "evaluation rows",
+        "warning",
+        "warning",
+    ]
     assert sum("1 bad rows left out" in line for line in lines) == 1
     assert "1 of " in lines[-1] and "documents dropped" in lines[-1]
     assert summary(prepare(ROWS, make_tokenizer(), length=64)).count("warning") == 0

@@ -64,9 +64,12 @@ def test_loss_metrics_and_gradients_are_the_definitions(packing):
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     metrics = objective.metrics({"loss": loss, "count": count} | sums)
     wanted = dict(
-        min_reward=scores.min(), mean_reward=scores.mean(), max_reward=scores.max(),
-        accuracy=(scores[:, 0] > scores[:, 1]).mean(), margin=(scores[:, 0] - scores[:, 1]).mean(),
-    )  # fmt: skip
+        min_reward=scores.min(),
+        mean_reward=scores.mean(),
+        max_reward=scores.max(),
+        accuracy=(scores[:, 0] > scores[:, 1]).mean(),
+        margin=(scores[:, 0] - scores[:, 1]).mean(),
+    )
     assert metrics.keys() == wanted.keys()
     for name, value in metrics.items():
         np.testing.assert_allclose(value, wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -138,10 +141,15 @@ def test_a_run_of_the_command(tmp_path):
     rows.write_text("\n".join([json.dumps(row)] * 4), encoding="utf-8")
     data = DataConfig(train=str(rows), length=96, cache_dir=str(tmp_path / "cache"))
     config = make_config(
-        tmp_path / "run", model=ModelConfig(path=str(tmp_path / "base")), data=data, adapter=AdapterConfig(r=2),
-        objective=ObjectiveConfig("reward", center_rewards_coefficient=0.01), steps=2, precision="bf16",
+        tmp_path / "run",
+        model=ModelConfig(path=str(tmp_path / "base")),
+        data=data,
+        adapter=AdapterConfig(r=2),
+        objective=ObjectiveConfig("reward", center_rewards_coefficient=0.01),
+        steps=2,
+        precision="bf16",
         evaluation=EvaluationConfig(at_end=False),
-    )  # fmt: skip
+    )
     assert app.run(config) == 0
     merged = from_pretrained(tmp_path / "run" / "merged")[0]
     assert merged.config.num_labels == 1 and merged.head.weight.shape == (1, 16)

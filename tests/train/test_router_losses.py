@@ -103,9 +103,16 @@ def test_a_step_adds_what_is_documented(tmp_path, changes):
     """A micro-batch is pooled over its devices; micro-batches are weighted by their targets."""
     base, data = moe_model(1), dataset(documents(8, seed=3), packing=False)
     config = make_config(
-        tmp_path / "run", steps=1, rows_per_step=8, optim=SGD, max_grad_norm=None, router_aux_loss_coef=AUX,
-        router_z_loss_coef=Z, data=DataConfig(train="rows", length=LENGTH, packing=False), **changes,
-    )  # fmt: skip
+        tmp_path / "run",
+        steps=1,
+        rows_per_step=8,
+        optim=SGD,
+        max_grad_norm=None,
+        router_aux_loss_coef=AUX,
+        router_z_loss_coef=Z,
+        data=DataConfig(train="rows", length=LENGTH, packing=False),
+        **changes,
+    )
     trainer = Trainer(base, None, config, train_rows=data)
     batch, parts = trainer.batches.batch_at(0), config.micro_batches or 1
     size = 8 // parts

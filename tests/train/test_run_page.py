@@ -19,13 +19,25 @@ HOSTILE = "</pre><script>document.title = 'gone'</script>"
 def run(tmp_path):
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
-    lines = [{"step": 0, "time": 1000.0, "compile_seconds": 3.0, "plan": ["plan: keep all", "did not fit"]},
-             {"step": 0, "time": 1000.0, "compile_seconds": 2.0, "plan": ["plan: no <gate>", "  up"]}]  # fmt: skip
+    lines = [
+        {"step": 0, "time": 1000.0, "compile_seconds": 3.0, "plan": ["plan: keep all", "did not fit"]},
+        {"step": 0, "time": 1000.0, "compile_seconds": 2.0, "plan": ["plan: no <gate>", "  up"]},
+    ]
     lines += [
-        {"step": n, "time": 1000.0 + 10 * n, "loss": 4.0 / n, "learning_rate": 1e-3 / n, "tokens_per_second": 100.0 * n,
-         "peak_memory_bytes": 2e9, "skipped": 0, "steps": 2, "step_seconds": 4.5, "data_wait_seconds": 1.0}
+        {
+            "step": n,
+            "time": 1000.0 + 10 * n,
+            "loss": 4.0 / n,
+            "learning_rate": 1e-3 / n,
+            "tokens_per_second": 100.0 * n,
+            "peak_memory_bytes": 2e9,
+            "skipped": 0,
+            "steps": 2,
+            "step_seconds": 4.5,
+            "data_wait_seconds": 1.0,
+        }
         for n in range(1, 8)
-    ]  # fmt: skip
+    ]
     lines += [
         {"step": 4, "time": 1041.0, "eval_loss": 1.5, "eval_seconds": 7.0},
         {"step": 7, "time": 9075.0, "eval_loss": 1.25},
@@ -35,8 +47,10 @@ def run(tmp_path):
     (folder / "config.yaml").write_text(f"output: '{HOSTILE}'\n")
     samples = [{"question": "2 + 2?", "expected": "4", "given": HOSTILE}]
     after = [{"question": "2 + 2?", "expected": "4", "given": "4"}]
-    results = {"before": {"exact_match": 0.0, "rows": 1, "samples": samples},
-               "after": {"exact_match": 1.0, "rows": 1, "samples": after}}  # fmt: skip
+    results = {
+        "before": {"exact_match": 0.0, "rows": 1, "samples": samples},
+        "after": {"exact_match": 1.0, "rows": 1, "samples": after},
+    }
     (folder / "results.json").write_text(json.dumps(results))
     return folder
 
@@ -45,8 +59,14 @@ def test_the_page_has_what_the_run_wrote(run, capsys):
     assert cli.main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
-    for fact in ("4.0000, 0.5714", "1.5000, 1.2500", "0.0 % before training, 100.0 % after training", "400 tokens/s",
-                 "2.00 GB", "<td>1:15</td>"):  # fmt: skip
+    for fact in (
+        "4.0000, 0.5714",
+        "1.5000, 1.2500",
+        "0.0 % before training, 100.0 % after training",
+        "400 tokens/s",
+        "2.00 GB",
+        "<td>1:15</td>",
+    ):
         assert fact in page, fact
     loss = re.search(r'<figure id="loss">.*?</figure>', page, re.S)[0]
     first, second = re.findall(r'<polyline class="\w+" points="([^"]*)"', loss)
@@ -84,8 +104,15 @@ def test_a_browser_shows_it_and_runs_nothing_of_it(run, tmp_path):
     if browser is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
     cli.main(["report", str(run), "--output", str(tmp_path / "page.html")])
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/b",
-               f"file://{tmp_path}/page.html"]  # fmt: skip
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--dump-dom",
+        f"--user-data-dir={tmp_path}/b",
+        f"file://{tmp_path}/page.html",
+    ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert "<title>mine - jaxtune</title>" in dom  # the script in a sample and in the settings did not run
     assert dom.count("<figure") == 4 and dom.count('id="samples"') == 1

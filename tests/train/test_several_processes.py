@@ -79,13 +79,19 @@ def run_together(commands: list[list[str]]) -> list[tuple[int, str]]:
         started = [
             subprocess.Popen(
                 [
-                    sys.executable, *command, f"--coordinator=127.0.0.1:{number}", f"--processes={len(commands)}",
+                    sys.executable,
+                    *command,
+                    f"--coordinator=127.0.0.1:{number}",
+                    f"--processes={len(commands)}",
                     f"--process={index}",
                 ],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment(),
             )
             for index, command in enumerate(commands)
-        ]  # fmt: skip
+        ]
         try:
             said = [process.communicate(timeout=PATIENCE_SECONDS) for process in started]
         finally:
@@ -125,15 +131,22 @@ def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
         tool.chmod(0o755)
     with port() as number:
         step = dict(
-            SLURM_JOB_ID="1", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2", SLURM_STEP_NUM_TASKS="2",
-            SLURM_STEP_TASKS_PER_NODE="2", SLURM_NODEID="0", JAX_COORDINATOR_PORT=str(number), LOGS=str(tmp_path),
-        )  # fmt: skip
+            SLURM_JOB_ID="1",
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_NTASKS="2",
+            SLURM_STEP_NUM_TASKS="2",
+            SLURM_STEP_TASKS_PER_NODE="2",
+            SLURM_NODEID="0",
+            JAX_COORDINATOR_PORT=str(number),
+            LOGS=str(tmp_path),
+        )
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
         # No mesh: on CPUs, too, several processes are all used.
         done = subprocess.run(
             ["bash", LAUNCH / "slurm.sh", recipe, f"output={output}"],
-            env=environment(PATH=path, **step), timeout=PATIENCE_SECONDS,
-        )  # fmt: skip
+            env=environment(PATH=path, **step),
+            timeout=PATIENCE_SECONDS,
+        )
     said = [(tmp_path / str(index)).read_text() for index in range(2)]
     assert done.returncode == 0, said
     assert steps(output) == steps(alone)
@@ -260,8 +273,11 @@ def test_four_processes_divide_a_base_and_rows_and_go_on_when_one_was_killed(rec
     assert codes.pop(2) == -9 and not {0, 75} & set(codes), ended
     done = subprocess.run(
         [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=4", str(recipe), f"output={output}", *wanted],
-        env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for file in (ADAPTER, Path("merged") / "model.safetensors"):
         same_tensors(output / file, whole / file, 1e-5)
@@ -287,8 +303,11 @@ def test_preferences_and_qat_are_those_of_one_process(tmp_path):
 def test_launch_ends_with_the_code_of_the_first_that_failed(recipe):
     done = subprocess.run(
         [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=2", str(recipe), "stps=2"],
-        env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
     assert done.returncode == 2 and "unknown key stps" in done.stderr
 
 
@@ -326,18 +345,27 @@ def test_the_kubernetes_job_names_each_process(tmp_path):
         ({}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),  # of a batch script
         (
-            {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2",
-             "SLURM_PROCID": "9", "SLURM_LOCALID": "1"},
+            {
+                "SLURM_STEP_NUM_TASKS": "11",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+                "SLURM_NODEID": "2",
+                "SLURM_PROCID": "9",
+                "SLURM_LOCALID": "1",
+            },
             (11, 9, 1, 3),
         ),
         (
-            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            {
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
             (4, 3, 1, 2),
         ),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     ],
-)  # fmt: skip
+)
 def test_where_a_process_stands_is_read_from_its_surroundings(surroundings, found):
     assert processes._by_surroundings(surroundings) == found
 

@@ -117,10 +117,22 @@ def test_the_loss_falls(run):
 
 
 METRICS = {
-    "step", "time", "epoch", "loss", "grad_norm", "learning_rate", "targets", "skipped", "tokens_per_second",
-    "real_tokens_per_second", "trained_tokens_per_second", "steps", "step_seconds", "data_wait_seconds",
+    "step",
+    "time",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "targets",
+    "skipped",
+    "tokens_per_second",
+    "real_tokens_per_second",
+    "trained_tokens_per_second",
+    "steps",
+    "step_seconds",
+    "data_wait_seconds",
     "peak_memory_bytes",
-}  # fmt: skip
+}
 
 
 def test_metrics_lines(run):
@@ -239,8 +251,9 @@ def test_a_run_of_constant_rate_takes_other_steps(run, tmp_path, steps):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000024")
     other = Trainer(run.given, None, whole_run_config(tmp_path / "run", steps=steps), dataset(TRAIN), dataset(HELD_OUT))
     other.train()
-    losses, before = ({line["step"]: line["loss"] for line in of if "loss" in line} for of in
-                      (other.history, run.trainer.history))  # fmt: skip
+    losses, before = (
+        {line["step"]: line["loss"] for line in of if "loss" in line} for of in (other.history, run.trainer.history)
+    )
     assert list(losses) == list(range(21, steps + 1))
     assert all(losses[step] == before[step] for step in losses.keys() & before.keys())
     assert saved_steps(tmp_path / "run" / "checkpoints")[-1] == steps

@@ -28,8 +28,19 @@ def runs(tmp_path):
 
 
 def line(step: int) -> str:
-    return json.dumps({"step": step, "time": 10.0 * step, "loss": 4.0 / step, "learning_rate": 1e-3,
-                       "tokens_per_second": 100.0 * step, "peak_memory_bytes": 2e9}) + "\n"  # fmt: skip
+    return (
+        json.dumps(
+            {
+                "step": step,
+                "time": 10.0 * step,
+                "loss": 4.0 / step,
+                "learning_rate": 1e-3,
+                "tokens_per_second": 100.0 * step,
+                "peak_memory_bytes": 2e9,
+            }
+        )
+        + "\n"
+    )
 
 
 @pytest.fixture
@@ -75,8 +86,16 @@ def test_a_browser_shows_the_runs_side_by_side(port, tmp_path):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/b",
-               "--virtual-time-budget=3000", f"http://127.0.0.1:{port}/"]  # fmt: skip
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--dump-dom",
+        f"--user-data-dir={tmp_path}/b",
+        "--virtual-time-budget=3000",
+        f"http://127.0.0.1:{port}/",
+    ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert "<title>jaxtune watch</title>" in dom and dom.count("<section>") == 3 and dom.count("<figure") == 8
     assert all(f"plan of the {name}" in dom for name in ("first", "second"))

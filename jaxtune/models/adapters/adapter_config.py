@@ -22,16 +22,40 @@ _PEFT_VERSION = "0.21.2"  # whose format this is
 # Settings of PEFT's LoraConfig that load_adapter follows, and those that change nothing once an adapter is trained.
 # Any other setting must be unset: what it asks for is not done here.
 _FOLLOWED = {
-    "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
-    "ensure_weight_tying", "init_lora_weights", "bias", "target_parameters", "unsloth_fused_expert_lora",
-}  # fmt: skip
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_dora",
+    "use_rslora",
+    "ensure_weight_tying",
+    "init_lora_weights",
+    "bias",
+    "target_parameters",
+    "unsloth_fused_expert_lora",
+}
 _HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
     # Of how B and A started; the file holds what they became.
-    "eva_config", "modules_to_tie", "target_modules_to_tie",
-}  # fmt: skip
+    "eva_config",
+    "modules_to_tie",
+    "target_modules_to_tie",
+}
 # Families of which PEFT takes any gate_proj, up_proj and down_proj of target_modules for those of experts, as the
 # families' first implementation had them, and adapts the experts instead: shared experts' and MLPs' would be left out
 # without a word. Named in target_parameters they are adapted.

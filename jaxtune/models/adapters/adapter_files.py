@@ -207,8 +207,11 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     if over is not None and (other := trained_over.difference(over, model)) is not None:
         logger.warning(
             "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
-            "recipe, model.load_in)", folder, other, str(path),
-        )  # fmt: skip
+            "recipe, model.load_in)",
+            folder,
+            other,
+            str(path),
+        )
     # Of a model with a vision tower: the config then has the names that linears have in that.
     spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
     arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
@@ -401,8 +404,11 @@ def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[st
     ]
     broken = [key for key in arrays if not np.isfinite(arrays[key].astype(np.float32)).all()]
     for what, keys in (
-        ("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped), ("not finite", broken),
-    ):  # fmt: skip
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("misshaped", misshaped),
+        ("not finite", broken),
+    ):
         if keys:
             problems.append(f"{len(keys)} {what}: {_some(keys)}")
     if problems:

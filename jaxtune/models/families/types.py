@@ -31,11 +31,25 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "no_rope_layers": functools.partial(values.items, of=functools.partial(values.whole, least=0, most=1)),
     **dict.fromkeys(
         (
-            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "max_position_embeddings", "original_max_position_embeddings",
-            "no_rope_layer_interval", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
-            "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "original_max_position_embeddings",
+            "no_rope_layer_interval",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "decoder_sparse_step",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel_dim",
+            "full_attention_interval",
+            "shared_expert_intermediate_size",
         ),
         values.whole,
     ),
@@ -46,9 +60,18 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     ),
     **dict.fromkeys(
         (
-            "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-            "partial_rotary_factor", "swiglu_limit", "layer_norm_eps", "logit_scale", "logits_scaling",
-            "attention_multiplier", "embedding_multiplier", "residual_multiplier",
+            "rms_norm_eps",
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "partial_rotary_factor",
+            "swiglu_limit",
+            "layer_norm_eps",
+            "logit_scale",
+            "logits_scaling",
+            "attention_multiplier",
+            "embedding_multiplier",
+            "residual_multiplier",
         ),
         values.positive,
     ),
@@ -57,22 +80,35 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "swiglu_alpha": values.number,
     **dict.fromkeys(
         (
-            "attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob",
-            "output_router_logits", "attention_out_bias", "qkv_bias", "use_qk_norm", "attn_output_gate",
+            "attention_bias",
+            "mlp_bias",
+            "tie_word_embeddings",
+            "use_sliding_window",
+            "norm_topk_prob",
+            "output_router_logits",
+            "attention_out_bias",
+            "qkv_bias",
+            "use_qk_norm",
+            "attn_output_gate",
         ),
         values.boolean,
     ),
     **dict.fromkeys(("hidden_act", "hidden_activation"), values.text),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config", "id2label"), values.mapping),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), values.token_ids),
-}  # fmt: skip
+}
 _numbers = functools.partial(values.items, of=values.positive)
 _ROPE_CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(("rope_type", "type"), values.text),
     "rope_theta": _above_one,
     **dict.fromkeys(
         (
-            "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast",
+            "partial_rotary_factor",
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+            "beta_fast",
             "beta_slow",
         ),
         values.positive,
@@ -81,7 +117,7 @@ _ROPE_CHECKS: dict[str, Callable[[str, Any], None]] = {
     "original_max_position_embeddings": values.whole,
     **dict.fromkeys(("short_factor", "long_factor"), _numbers),
     "truncate": values.boolean,
-}  # fmt: skip
+}
 
 
 def _check(given: Mapping[str, Any], checks: Mapping[str, Callable[[str, Any], None]], prefix: str) -> None:

@@ -109,9 +109,13 @@ def gather_experts(
                 "experts like that can only be loaded from 16 bits"
             )
         fields = (
-            name, first.dtype, (num_experts, len(matrices) * rows, columns), parts[0].file, parts[0].offset,
+            name,
+            first.dtype,
+            (num_experts, len(matrices) * rows, columns),
+            parts[0].file,
+            parts[0].offset,
             sum(part.size_bytes for part in parts),
-        )  # fmt: skip
+        )
         if in_fp8:
             whole[name] = fp8_files.stacked(fields, in_fp8, len(matrices))
         else:

@@ -28,12 +28,14 @@ _LLAMA_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _LLAMA_SMALL = {"rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0}, "tie_word_embeddings": True}
-_LLAMA_3B = _LLAMA_8B | _LLAMA_SMALL | {
-    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-}  # fmt: skip
-_LLAMA_1B = _LLAMA_8B | _LLAMA_SMALL | {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-}  # fmt: skip
+_LLAMA_3B = (
+    _LLAMA_8B
+    | _LLAMA_SMALL
+    | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+)
+_LLAMA_1B = (
+    _LLAMA_8B | _LLAMA_SMALL | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+)
 _QWEN25_05B: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 151936,
@@ -67,10 +69,17 @@ _QWEN3_14B: dict[str, Any] = {
 }
 _QWEN3_32B = _QWEN3_14B | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
 _QWEN3_30B_A3B = _QWEN3_14B | {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
-    "num_experts_per_tok": 8, "norm_topk_prob": True,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 _GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
     "vocab_size": 201088,
@@ -137,14 +146,22 @@ _QWEN35_9B: dict[str, Any] = {
 }
 _QWEN35_4B = _QWEN35_9B | {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
 _QWEN35_27B = _QWEN35_9B | {
-    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
     "linear_num_value_heads": 48,
-}  # fmt: skip
+}
 _QWEN35_35B_A3B = _QWEN35_9B | {
-    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
-    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
     "num_experts_per_tok": 8,
-}  # fmt: skip
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": _LLAMA_8B,

@@ -125,9 +125,13 @@ def generate(
     )
     ends = np.atleast_1d(np.asarray(end_token_ids(model) if eos_token_ids is None else eos_token_ids, np.int32))
     request = _Request(
-        start, np.int32(max_new_tokens), np.int32(switch), ends, _row_keys(seed, count, batch),
+        start,
+        np.int32(max_new_tokens),
+        np.int32(switch),
+        ends,
+        _row_keys(seed, count, batch),
         sampling.numbers(config.vocab_size),
-    )  # fmt: skip
+    )
     steps = np.int32(1 if streamer is not None else _STEPS_BETWEEN_LOOKS if stops else max_new_tokens)
     shown = start.copy()
     while True:
@@ -334,9 +338,14 @@ def _of_the_forward(graph, trainable, frozen, tokens, lengths) -> jax.Array:
     hidden = model.hidden_states(tokens, real)
     targets, weights = (jnp.pad(part[:, 1:], ((0, 0), (0, 1))) for part in (tokens, real))
     losses = linear_token_losses(
-        hidden, model.head_variable[...], targets, weights.astype(jnp.float32), head_gradient=False,
-        soft_cap=model.config.final_soft_cap, logit_scale=model.config.logit_scale,
-    )  # fmt: skip
+        hidden,
+        model.head_variable[...],
+        targets,
+        weights.astype(jnp.float32),
+        head_gradient=False,
+        soft_cap=model.config.final_soft_cap,
+        logit_scale=model.config.logit_scale,
+    )
     return jnp.pad(-losses[:, :-1], ((0, 0), (1, 0)))
 
 

@@ -104,9 +104,11 @@ class JaxtuneLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-        )  # fmt: skip
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None:
@@ -143,9 +145,11 @@ class JaxtuneLM(TemplateLM):
         windows, owners = [], []
         for number, request in enumerate(requests):
             rolled = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length, context_len=1,
-            )  # fmt: skip
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
             for context, continuation in map(utils.make_disjoint_window, rolled):
                 windows.append((None, context, continuation))
                 owners.append(number)
@@ -180,10 +184,16 @@ class JaxtuneLM(TemplateLM):
                 some = indices[start : start + self.batch_size]
                 prompts = [self.tok_encode(requests[index].args[0])[new - self.max_length :] for index in some]
                 answers = generate(
-                    self.model, prompts, new, temperature, seed=[self.seed + index for index in some],
-                    stop_strings=until, tokenizer=self.tokenizer, **options,
+                    self.model,
+                    prompts,
+                    new,
+                    temperature,
+                    seed=[self.seed + index for index in some],
+                    stop_strings=until,
+                    tokenizer=self.tokenizer,
+                    **options,
                     eos_token_ids=end_token_ids(self.model) or [self.eot_token_id],
-                )  # fmt: skip
+                )
                 for index, answer in zip(some, answers, strict=True):
                     text = self.tokenizer.decode(answer, skip_special_tokens=True)
                     for stop in until:

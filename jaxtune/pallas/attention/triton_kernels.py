@@ -15,8 +15,9 @@ _MASKED = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _block(array, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-           CHECK: tl.constexpr):  # fmt: skip
+def _block(
+    array, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, CHECK: tl.constexpr
+):
     """ROWS rows of one head from `first` on; CHECK: those past the end are zero."""
     rows = tl.arange(0, ROWS)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
@@ -68,9 +69,25 @@ def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def _attend(acc, top, total, query, key, value, rows, lower, begin, end,
-            LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-            KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _attend(
+    acc,
+    top,
+    total,
+    query,
+    key,
+    value,
+    rows,
+    lower,
+    begin,
+    end,
+    LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1, in blocks."""
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
@@ -95,10 +112,25 @@ def _attend(acc, top, total, query, key, value, rows, lower, begin, end,
 
 
 @triton.jit
-def forward_kernel(query, key, value, starts, ends, sinks, out, lse,
-                   LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-                   SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-                   QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+def forward_kernel(
+    query,
+    key,
+    value,
+    starts,
+    ends,
+    sinks,
+    out,
+    lse,
+    LENGTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """out and lse of one tile of queries of one head. Grid: (heads, tiles, B)."""
     head = tl.program_id(0)
     # Late tiles see most: they go first, so that no long one is left for the end.
@@ -123,8 +155,25 @@ def forward_kernel(query, key, value, starts, ends, sinks, out, lse,
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     top = tl.full([QUERIES], _MASKED, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, begin, tl.minimum(full_begin, last + 1),
-                              LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
+    acc, top, total = _attend(
+        acc,
+        top,
+        total,
+        q,
+        key,
+        value,
+        rows,
+        lower,
+        begin,
+        tl.minimum(full_begin, last + 1),
+        LENGTH,
+        KV_HEADS * DIM,
+        DIM,
+        SCALE,
+        CAP,
+        KEYS,
+        True,
+    )
     acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, full_begin, full_end,
                               LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, False)  # fmt: skip
     acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, tl.maximum(full_begin, full_end), last + 1,
@@ -238,10 +287,26 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
 
 
 @triton.jit
-def key_kernel(query, key, value, dout, lse, delta, ends, dkey, dvalue,
-               LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-               SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-               QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+def key_kernel(
+    query,
+    key,
+    value,
+    dout,
+    lse,
+    delta,
+    ends,
+    dkey,
+    dvalue,
+    LENGTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """dk and dv of one tile of keys: walks the queries that see it, of every query head of its key head in turn.
     Grid: (kv_heads, tiles, B)."""
     kv_head = tl.program_id(0)

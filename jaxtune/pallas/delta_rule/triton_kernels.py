@@ -39,8 +39,16 @@ def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH
 
 
 @triton.jit
-def _piece_turned(array, first, begin, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr,
-                  CHUNK: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
+def _piece_turned(
+    array,
+    first,
+    begin,
+    STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """PIECE columns of _tokens_turned, from column `begin` on."""
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
@@ -51,8 +59,9 @@ def _piece_turned(array, first, begin, STRIDE: tl.constexpr, DIM: tl.constexpr, 
 
 
 @triton.jit
-def _put_tokens(array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr,
-                CHUNK: tl.constexpr):  # fmt: skip
+def _put_tokens(
+    array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
+):
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -63,8 +72,9 @@ def _put_tokens(array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, L
 
 
 @triton.jit
-def _put_tokens_turned(array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr,
-                       CHUNK: tl.constexpr):  # fmt: skip
+def _put_tokens_turned(
+    array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
+):
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     values = values.to(array.dtype.element_ty)
@@ -207,11 +217,27 @@ def _inverse(lower, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def chunk_kernel(query, key, starts, ends, total, share, unit_q, unit_k,
-                 inverse, weights,
-                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
-                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
-                 WIDTH: tl.constexpr):  # fmt: skip
+def chunk_kernel(
+    query,
+    key,
+    starts,
+    ends,
+    total,
+    share,
+    unit_q,
+    unit_k,
+    inverse,
+    weights,
+    LENGTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """The two matrices of a chunk of a value head. Grid: (heads, chunks, B)."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -235,8 +261,15 @@ def chunk_kernel(query, key, starts, ends, total, share, unit_q, unit_k,
 
 
 @triton.jit
-def _walk(LENGTH: tl.constexpr, CHUNKS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
-          KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def _walk(
+    LENGTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Of a program that walks along a row: its first column of values, where its keys and its values begin, and the
     number of its first chunk. Grid: (parts of values, heads, B)."""
     part = tl.program_id(0) * WIDTH
@@ -366,11 +399,25 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
 
 
 @triton.jit
-def dquery_kernel(query, key, dout, states, read, to_weights,
-                  dquery, asked,
-                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
-                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
-                  WIDTH: tl.constexpr):  # fmt: skip
+def dquery_kernel(
+    query,
+    key,
+    dout,
+    states,
+    read,
+    to_weights,
+    dquery,
+    asked,
+    LENGTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """dquery of a chunk, from all value heads of a key head. asked: of each, what its reading of states is of its own
     gradient, which is its decays' too. Grid: (key_heads, chunks, B).
 

@@ -27,8 +27,11 @@ from jaxtune.pallas.quant_matmul import decoded
 from jaxtune.pallas.quant_matmul.reference import scaled
 
 _PRODUCTS = {
-    "mosaic": mosaic.product, "mosaic_ahead": mosaic.product, "triton": triton.product, "reference": reference.product
-}  # fmt: skip
+    "mosaic": mosaic.product,
+    "mosaic_ahead": mosaic.product,
+    "triton": triton.product,
+    "reference": reference.product,
+}
 _AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; others, decoded before
 _MOSAIC = ("mosaic", _AHEAD)  # whose kernels multiply by an adapter's A and B, and make the adapters' gradients, too
 
@@ -225,9 +228,15 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
 
 
 def prepared(
-    x, weight, groups: Groups, lora: GroupedLora | None, transposed: bool, derivative_follows: bool, fp8: bool,
+    x,
+    weight,
+    groups: Groups,
+    lora: GroupedLora | None,
+    transposed: bool,
+    derivative_follows: bool,
+    fp8: bool,
     implementation: str | None,
-):  # fmt: skip
+):
     """(x, weight, lora, static) as forward takes them; the arguments are grouped_matmul's."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, FP8)

@@ -68,9 +68,7 @@ BLOCKS = (Blocks(192, 4), Blocks(256, 3), Blocks(128, 5), Blocks(64, 6))
 _MOST_COLUMNS_BESIDE = 192  # a decoder; the accumulator of more needs registers that four warpgroups have not
 
 # What the tuner measures (tune.py).
-CANDIDATES = (
-    *BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 16, 2), Blocks(128, 6, 8, 4),
-)  # fmt: skip
+CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 16, 2), Blocks(128, 6, 8, 4))
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
@@ -114,10 +112,19 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
 
 
 def _kernel(
-    x_ref, expert_ref, sizes_ref, count_ref, *rest,
-    blocks: Blocks, contract: int, programs: int, gathered: bool, with_extra: bool, decoder: Decoder | None,
+    x_ref,
+    expert_ref,
+    sizes_ref,
+    count_ref,
+    *rest,
+    blocks: Blocks,
+    contract: int,
+    programs: int,
+    gathered: bool,
+    with_extra: bool,
+    decoder: Decoder | None,
     packed: int,
-):  # fmt: skip
+):
     """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N].
 
     rest: the rows' tokens, if x is `gathered` from [T, K]; u and L, if `with_extra`; W, or the `packed` operands from
@@ -340,8 +347,14 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
     side_shape = (blocks.columns, _STEP) if contract == 2 else (_STEP, blocks.columns)
     out, *_ = gpu_kernel.kernel(
         functools.partial(
-            _kernel, blocks=blocks, contract=contract, programs=programs, gathered=tokens is not None,
-            with_extra=extra is not None, decoder=decoder, packed=len(packed),
+            _kernel,
+            blocks=blocks,
+            contract=contract,
+            programs=programs,
+            gathered=tokens is not None,
+            with_extra=extra is not None,
+            decoder=decoder,
+            packed=len(packed),
         ),
         "grouped_matmul",
         gpu_kernel.interpreter(),
@@ -360,5 +373,5 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
             *([gather.barriers(blocks.stages)] if tokens is not None else []),
             *([plgpu.Barrier(num_arrivals=1)] if ahead and gpu_kernel.interpreter() is not None else []),
         ],
-    )(*operands, *packed)  # fmt: skip
+    )(*operands, *packed)
     return out

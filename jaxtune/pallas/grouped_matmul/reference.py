@@ -46,9 +46,12 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
     """x [rows, K] times weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype."""
     weight = per_tile(weight.astype(x.dtype), groups)
     out = jax.lax.dot_general(
-        tiled(x, groups), weight, (((2,), (contract,)), ((0,), (0,))),
-        precision=_precision(x.dtype), preferred_element_type=x.dtype,
-    )  # fmt: skip
+        tiled(x, groups),
+        weight,
+        (((2,), (contract,)), ((0,), (0,))),
+        precision=_precision(x.dtype),
+        preferred_element_type=x.dtype,
+    )
     return out.reshape(groups.rows, -1)
 
 
@@ -58,9 +61,12 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     def one(tile):
         rows, expert = tile
         return jax.lax.dot_general(
-            rows, weight.at[expert].get(mode="clip"), (((1,), (contract - 1,)), ((), ())),
-            precision=_precision(x.dtype), preferred_element_type=x.dtype,
-        )  # fmt: skip
+            rows,
+            weight.at[expert].get(mode="clip"),
+            (((1,), (contract - 1,)), ((), ())),
+            precision=_precision(x.dtype),
+            preferred_element_type=x.dtype,
+        )
 
     out = jax.lax.map(one, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
     if extra is None:

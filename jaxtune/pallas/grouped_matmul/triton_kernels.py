@@ -8,8 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _side(weight, expert, columns, along, INNER: tl.constexpr, OUTER: tl.constexpr, FAST: tl.constexpr,
-          STEP: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _side(
+    weight,
+    expert,
+    columns,
+    along,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    FAST: tl.constexpr,
+    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """[STEP, COLUMNS] of an expert's weight, [OUTER, INNER] if FAST, else [INNER, OUTER]; zero outside."""
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
@@ -33,10 +42,26 @@ def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(x, weight, u, side, tile_expert, count, out,
-                   ROW_TILES: tl.constexpr, GROUP_TILES: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
-                   RANK: tl.constexpr, RANK_STEP: tl.constexpr, FAST: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
+def product_kernel(
+    x,
+    weight,
+    u,
+    side,
+    tile_expert,
+    count,
+    out,
+    ROW_TILES: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+    FAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    BAND: tl.constexpr,
+):
     """One tile of out [rows, OUTER] = x [rows, INNER] W[expert] + u [rows, RANK] side[expert]; the sides are
     [E, OUTER, .] if FAST, else [E, ., OUTER]. Grid: (ROW_TILES column tiles,)."""
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS

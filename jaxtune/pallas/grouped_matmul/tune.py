@@ -19,9 +19,11 @@ from jaxtune.pallas.grouped_matmul.layout import groups_of
 # (experts, pairs, in, out, whether weights are [E, in, out]) of gpt-oss-20b and Qwen3-30B-A3B at 16,384 tokens: gate
 # with up, and down.
 SHAPES = (
-    (32, 65_536, 2880, 5760, True), (32, 65_536, 2880, 2880, True), (128, 131_072, 2048, 1536, False),
+    (32, 65_536, 2880, 5760, True),
+    (32, 65_536, 2880, 2880, True),
+    (128, 131_072, 2048, 1536, False),
     (128, 131_072, 768, 2048, False),
-)  # fmt: skip
+)
 
 
 def tune(
@@ -40,8 +42,9 @@ def tune(
         sizes = jnp.full(experts, pairs // experts, jnp.int32)
         groups = groups_of(sizes, pairs)
         for size, other, contract in (
-            (in_size, out_size, 1 if transposed else 2), (out_size, in_size, 2 if transposed else 1)
-        ):  # fmt: skip
+            (in_size, out_size, 1 if transposed else 2),
+            (out_size, in_size, 2 if transposed else 1),
+        ):
             x = jax.random.normal(jax.random.key(0), (groups.rows, size), dtype)
             pair = (size, other) if contract == 1 else (other, size)
             weight = jax.random.normal(jax.random.key(1), (experts, *pair), dtype)

@@ -84,9 +84,17 @@ def filled_rank(rank: int) -> int | None:
 
 
 def _kernel(
-    x_ref, w_ref, x_scale_ref, w_scale_ref, *rest,
-    blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool,
-):  # fmt: skip
+    x_ref,
+    w_ref,
+    x_scale_ref,
+    w_scale_ref,
+    *rest,
+    blocks: Blocks,
+    programs: int,
+    in_blocks: bool,
+    rank: int,
+    grouped: bool,
+):
     """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T; w and l are [E, N, K] and [E, N, R], and e
     is the expert of a tile of rows, or 0.
 

@@ -67,15 +67,13 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, togeth
     count = -(-4 * rows // 128)
     refs = [absmax_ref, *([] if nested_ref is None else [nested_ref])]
     results = [
-        plgpu.ShapeDtypeStruct(
-            (128 * 4 * count,), absmax_ref.dtype, plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)
-        ),
+        plgpu.ShapeDtypeStruct((128 * 4 * count,), absmax_ref.dtype, plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)),
         *(
             []
             if nested_ref is None
             else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, plgpu.Layout.WG_STRIDED((128 * count,), 1))]
         ),
-    ]  # fmt: skip
+    ]
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
     def load(_, first_row, first_line, absmax_ref, *nested_ref):
@@ -164,10 +162,15 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
     @plgpu.inline_mgpu(
         arg_types=(
-            layout, plgpu.RefType(transforms), *(plgpu.RefType() for _ in range(2)), SCALAR, SCALAR, plgpu.RefType()
+            layout,
+            plgpu.RefType(transforms),
+            *(plgpu.RefType() for _ in range(2)),
+            SCALAR,
+            SCALAR,
+            plgpu.RefType(),
         ),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout),
-    )  # fmt: skip
+    )
     def multiply(_, acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem):
         f32, i32, i8 = ir.F32Type.get(), ir_i32(), ir.IntegerType.get_signless(8)
         two, four = ir.VectorType.get((2,), i32), ir.VectorType.get((4,), i32)

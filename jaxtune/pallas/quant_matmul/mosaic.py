@@ -354,9 +354,7 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
-    return row_matmul.matmul(
-        x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs
-    )  # fmt: skip
+    return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -109,6 +109,14 @@ class Chunks:
             return (table_ref[...][nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(self.dtype)
         codes_layout = plgpu.Layout.WG_STRIDED(codes.shape, 4)
         return lanes.table_values(
-            codes, scales, self.table, table_ref, codes_layout, scales_layout, self.out_layout, self.dtype,
-            low_first=self.powers, beside_products=beside_products,
-        )  # fmt: skip
+            codes,
+            scales,
+            self.table,
+            table_ref,
+            codes_layout,
+            scales_layout,
+            self.out_layout,
+            self.dtype,
+            low_first=self.powers,
+            beside_products=beside_products,
+        )

@@ -135,10 +135,12 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
             first = ir_add(first, ir_mul(part, SLICE // 2), ir_mul(lane, 8))
             two = ir.VectorType.get((2,), ir_i32())
             words = [
-                [ir_words(ir_load(codes, ir_add(first, ir_const(row * row_bytes + _HALF // 2 * half)), byte, two), 2)
-                 for row in range(2)]
+                [
+                    ir_words(ir_load(codes, ir_add(first, ir_const(row * row_bytes + _HALF // 2 * half)), byte, two), 2)
+                    for row in range(2)
+                ]
                 for half in range(2)
-            ]  # fmt: skip
+            ]
             own = ir_add(ir_mul(slot, pairs * 2 * slices * 16), _block(wg, slices))
             if values:
                 nested, offset = ir_item(values[0].registers.flat[0], 0), ir_scalar(values[1])

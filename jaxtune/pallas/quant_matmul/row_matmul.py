@@ -169,9 +169,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
             coming = nested_of(index + 1)
             lanes.wait_for_chunk(full_smem, slot, lax.rem(lax.div(index, jnp.int32(plan.stages)), jnp.int32(2)))
             given = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
-            row_lanes.multiply(
-                x, nested[0] if nested else None, offset, index, slot, own, given, dtype=dtype, **cut
-            )  # fmt: skip
+            row_lanes.multiply(x, nested[0] if nested else None, offset, index, slot, own, given, dtype=dtype, **cut)
             plgpu.barrier_arrive(empty.at[slot])
             return coming
 

@@ -32,8 +32,18 @@ def _looked_up(packed, table):
 
 
 @triton.jit
-def dequantise_kernel(codes, absmax, nested_absmax, nested_map, offset, table, out,
-                      SIZE: tl.constexpr, NESTED: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+def dequantise_kernel(
+    codes,
+    absmax,
+    nested_absmax,
+    nested_map,
+    offset,
+    table,
+    out,
+    SIZE: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """BLOCKS blocks of a tensor of SIZE elements. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
@@ -78,9 +88,22 @@ def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, 
 
 
 @triton.jit
-def vector_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, out,
-                  COUNT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, NESTED: tl.constexpr,
-                  ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+def vector_kernel(
+    x,
+    codes,
+    absmax,
+    nested_absmax,
+    nested_map,
+    offset,
+    table,
+    out,
+    COUNT: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    NESTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, ROWS rows of W. Grid: (tiles,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
@@ -109,9 +132,22 @@ def vector_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, ou
 
 
 @triton.jit
-def matrix_kernel(x, codes, absmax, nested_absmax, nested_map, offset, table, out,
-                  COUNT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, NESTED: tl.constexpr,
-                  ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+def matrix_kernel(
+    x,
+    codes,
+    absmax,
+    nested_absmax,
+    nested_map,
+    offset,
+    table,
+    out,
+    COUNT: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    NESTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16. Grid: (tiles,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)

@@ -15,6 +15,16 @@ from jaxtune.pallas.routing.api import (
 from jaxtune.pallas.routing.losses import RouterSums, router_sums
 
 __all__ = [
-    "RouterSums", "Routing", "choose_experts", "expert_weights", "matmul_of_tokens", "matmul_to_tokens", "permute",
-    "route", "router_sums", "row_weights", "token_bias", "unpermute",
-]  # fmt: skip
+    "RouterSums",
+    "Routing",
+    "choose_experts",
+    "expert_weights",
+    "matmul_of_tokens",
+    "matmul_to_tokens",
+    "permute",
+    "route",
+    "router_sums",
+    "row_weights",
+    "token_bias",
+    "unpermute",
+]

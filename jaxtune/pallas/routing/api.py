@@ -241,9 +241,16 @@ _of_tokens.defvjp(_of_tokens_fwd, _of_tokens_bwd)
 
 @meshes.on_any_mesh
 def matmul_of_tokens(
-    x: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
-    derivative_follows: bool = False, fp8: bool = False, implementation: str | None = None,
-) -> jax.Array:  # fmt: skip
+    x: jax.Array,
+    weight,
+    routing: Routing,
+    lora: grouped.GroupedLora | None = None,
+    *,
+    transposed: bool = False,
+    derivative_follows: bool = False,
+    fp8: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
     """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. The permuted rows do not stay for the
     gradients, which take what they need of x.
 
@@ -280,9 +287,15 @@ _to_tokens.defvjp(_to_tokens_fwd, _to_tokens_bwd)
 
 @meshes.on_any_mesh
 def matmul_to_tokens(
-    rows: jax.Array, weight, routing: Routing, lora: grouped.GroupedLora | None = None, *, transposed: bool = False,
-    fp8: bool = False, implementation: str | None = None,
-) -> jax.Array:  # fmt: skip
+    rows: jax.Array,
+    weight,
+    routing: Routing,
+    lora: grouped.GroupedLora | None = None,
+    *,
+    transposed: bool = False,
+    fp8: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
     """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. Its gradients take the result's as it
     is, of tokens, and permute it where they need it.
 

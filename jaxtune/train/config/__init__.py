@@ -1,15 +1,15 @@
-"""The configuration of a run: its sections (sections.py), what checks them (checks.py) and the YAML file (file.py)."""
+"""The configuration of a run: its sections (sections.py), all of them together (train_config.py), what checks them
+(checks.py) and the YAML file (file.py)."""
 
 from jaxtune.train.config.checks import ConfigError
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.sections import (
-    DEFAULT_OUTPUT,
     ROW_OPTIONS,
-    SHORTHANDS,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    GuardConfig,
     MemoryConfig,
     MeshConfig,
     MetricsConfig,
@@ -18,8 +18,8 @@ from jaxtune.train.config.sections import (
     ProfileConfig,
     QatConfig,
     ScheduleConfig,
-    TrainConfig,
 )
+from jaxtune.train.config.train_config import DEFAULT_OUTPUT, SHORTHANDS, TrainConfig
 
 __all__ = [
     "DEFAULT_OUTPUT",
@@ -30,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EvaluationConfig",
+    "GuardConfig",
     "MemoryConfig",
     "MeshConfig",
     "MetricsConfig",

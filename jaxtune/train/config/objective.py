@@ -56,13 +56,17 @@ class ObjectiveConfig:
             value = getattr(self, field.name)
             unset = field.name == "name" or value == field.default
             require(
-                unset or field.name in _OPTIONS[self.name], f"objective.{field.name}", value,
+                unset or field.name in _OPTIONS[self.name],
+                f"objective.{field.name}",
+                value,
                 f"{self.name} has no such option; leave it out",
-            )  # fmt: skip
+            )
         require(
-            self.loss_type == "sigmoid" or not self.label_smoothing, "objective.label_smoothing", self.label_smoothing,
+            self.loss_type == "sigmoid" or not self.label_smoothing,
+            "objective.label_smoothing",
+            self.label_smoothing,
             f"objective.loss_type = {self.loss_type} has no label smoothing; leave it out",
-        )  # fmt: skip
+        )
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,30 +1,23 @@
-"""The configuration of a run: its schema, defaults and help text in one place, as frozen dataclasses.
+"""The sections of a run's configuration: schema, defaults and help text in one place, as frozen dataclasses.
 
 Each class checks in `__post_init__` what types cannot say, so that a config built in Python is checked as one from YAML
-is. `jaxtune.train.config.file` reads and writes them.
+is. `train_config.py` puts them together; `file.py` reads and writes them.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import ConfigDict
 
 from jaxtune.train.config.checks import (
-    LARGEST_INTEGER,
-    ConfigError,
     fraction,
     not_negative,
     positive,
     require,
-    require_usable_numbers,
 )
-from jaxtune.train.config.model import AdapterConfig, ModelConfig
-from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
 
-DEFAULT_OUTPUT = "runs/{recipe}"
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -97,9 +90,11 @@ class DataConfig:
                 )
         for pair in self.mask_spans or ():
             require(
-                all(part.strip() for part in pair), "data.mask_spans", self.mask_spans,
+                all(part.strip() for part in pair),
+                "data.mask_spans",
+                self.mask_spans,
                 "an opening and a closing must not be empty, as in [[<think>, </think>]]",
-            )  # fmt: skip
+            )
         if self.last_response_only:
             require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
 
@@ -137,9 +132,11 @@ class OptimConfig:
         positive("optim.eps", self.eps)
         fraction("optim.momentum", self.momentum, below_one=True)
         require(
-            not self.offload or self.name in ("adamw", "adamw_8bit"), "optim.offload", True,
+            not self.offload or self.name in ("adamw", "adamw_8bit"),
+            "optim.offload",
+            True,
             f"optim.name = {self.name} has no states worth it; use adamw or adamw_8bit, or unset it",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -165,9 +162,11 @@ class ScheduleConfig:
         fraction("schedule.min_ratio", self.min_ratio)
         positive("schedule.cycles", self.cycles)
         require(
-            self.cycles == 1 or self.name == "cosine_with_restarts", "schedule.cycles", self.cycles,
+            self.cycles == 1 or self.name == "cosine_with_restarts",
+            "schedule.cycles",
+            self.cycles,
             "needs schedule.name = cosine_with_restarts",
-        )  # fmt: skip
+        )
         if self.warmup_ratio is not None:
             require(
                 self.warmup_steps == 0, "schedule.warmup_steps", self.warmup_steps, "unset it or schedule.warmup_ratio"
@@ -210,9 +209,11 @@ class PlanConfig:
         require(self.host_gb is None or self.host_gb > 0, "plan.host_gb", self.host_gb, "must be over 0")
         positive("plan.dollars_per_hour", self.dollars_per_hour)
         require(
-            self.host_gb is None or self.device is not None, "plan.host_gb", self.host_gb,
+            self.host_gb is None or self.device is not None,
+            "plan.host_gb",
+            self.host_gb,
             "is of a device that is not here: set plan.device too",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -228,14 +229,6 @@ class QatConfig:
     def __post_init__(self) -> None:
         require(self.group_size in (32, 64, 128), "qat.group_size", self.group_size, "must be 32, 64 or 128")
         not_negative("qat.start", self.start)
-
-
-# Sections that one of their keys may stand for: `qat: int4` sets qat.format.
-SHORTHANDS = {"qat": "format", "objective": "name"}
-
-
-def _by_name(section: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value)
 
 
 @dataclass(frozen=True)
@@ -350,141 +343,3 @@ class ExportConfig:
 
     merged: Annotated[bool, "The whole model, adapter merged in, as a Hugging Face folder."] = True
     adapter: Annotated[bool, "The adapter, as a PEFT folder."] = True
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """One training run."""
-
-    __pydantic_config__ = _STRICT
-
-    model: ModelConfig
-    data: DataConfig
-    adapter: Annotated[AdapterConfig | None, "LoRA adapter; null trains all parameters."] = None
-    steps: Annotated[int | None, "Optimizer steps to run; this or epochs."] = None
-    epochs: Annotated[float | None, "Passes over the data; 1 when steps is not set either."] = None
-    rows_per_step: Annotated[
-        int, "Rows of data.length tokens in an optimizer step, over all devices; see data.packing: step."
-    ] = 8
-    micro_batches: Annotated[
-        int | None, "Parts that the rows of a step are computed in, one after the other; null: the fastest that fits."
-    ] = None
-    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
-    seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
-    deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
-    max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
-    neftune_noise_alpha: Annotated[
-        float | None, "Noise on the embeddings while training, of up to this / sqrt(a document's tokens x hidden size)."
-    ] = None
-    router_aux_loss_coef: Annotated[
-        float | None,
-        "Load-balancing loss of experts, times this; null: as config.json says (0 unless output_router_logits).",
-    ] = None
-    router_z_loss_coef: Annotated[float, "Mean square of the routers' log-sum-exp, times this."] = 0.0
-    objective: Annotated[
-        ObjectiveConfig, "What is trained for; `objective: dpo` sets objective.name.", _by_name("objective")
-    ] = DEFAULT_OBJECTIVE
-    optim: OptimConfig = OptimConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    qat: Annotated[
-        QatConfig | None, "Train for weights in a low-bit format; `qat: int4` sets qat.format.",
-        _by_name("qat"),
-    ] = None  # fmt: skip
-    memory: MemoryConfig = MemoryConfig()
-    plan: PlanConfig = PlanConfig()
-    mesh: Annotated[MeshConfig | None, "Which devices share the work; null: chosen by the planner."] = None
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    guards: GuardConfig = GuardConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    profile: ProfileConfig = ProfileConfig()
-    export: ExportConfig = ExportConfig()
-    output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
-
-    def require_rows_for(self, devices: int) -> None:
-        """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
-        rows = self.rows_per_step // (self.micro_batches or 1)
-        require(
-            rows % devices == 0, "mesh.data x mesh.fsdp" if self.mesh and self.mesh.fsdp != 1 else "mesh.data", devices,
-            f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
-        )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        require_usable_numbers(self, "")
-        if self.steps is not None and self.epochs is not None:
-            raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
-        if self.steps is None and self.epochs is None:
-            object.__setattr__(self, "epochs", 1.0)
-        # A config built in Python has no recipe.
-        # And a shell leaves the ~ of output=~/runs as it is.
-        object.__setattr__(self, "output", os.path.expanduser(self.output.replace("{recipe}", "default")))
-        for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm", "neftune_noise_alpha"):
-            positive(key, getattr(self, key))
-        for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
-            not_negative(key, getattr(self, key))
-        require(self.output != "", "output", "", "must name a folder")
-
-        tokens = self.rows_per_step * self.data.length
-        require(
-            tokens <= LARGEST_INTEGER, "rows_per_step", self.rows_per_step,
-            f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {LARGEST_INTEGER:,}",
-        )  # fmt: skip
-        rows, parts = self.rows_per_step, self.micro_batches or 1
-        require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
-        if self.mesh is not None and self.mesh.data > 0 and self.mesh.fsdp > 0:
-            self.require_rows_for(self.mesh.data * self.mesh.fsdp)
-        if self.mesh is not None and self.mesh.fsdp != 1:
-            fsdp = self.mesh.fsdp
-            require(
-                not self.optim.offload, "optim.offload", True,
-                f"mesh.fsdp = {fsdp} divides the states over devices, which states in host memory are not yet; "
-                "unset one of them",
-            )  # fmt: skip
-            require(
-                not self.evaluation.exact_match_rows, "evaluation.exact_match_rows", self.evaluation.exact_match_rows,
-                f"generation does not run on weights that mesh.fsdp = {fsdp} divides; unset it, and generate from what "
-                "the run saves",
-            )  # fmt: skip
-
-        why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
-        require(
-            self.objective.name in ("sft", "kto") or not self.evaluation.exact_match_rows,
-            "evaluation.exact_match_rows", self.evaluation.exact_match_rows,
-            f"{why} (objective = {self.objective.name}); leave it out",
-        )  # fmt: skip
-        if self.model.from_config is not None and self.adapter is not None:
-            raise ConfigError(
-                "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
-            )
-        require(
-            self.model.load_in is None or self.adapter is not None, "model.load_in", self.model.load_in,
-            "quantised weights are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
-        )  # fmt: skip
-        require(
-            self.optim.weights != "bf16" or self.adapter is None, "optim.weights", "bf16",
-            "adapters are kept in fp32; unset it, or set adapter: null",
-        )  # fmt: skip
-        require(
-            not self.optim.offload or self.adapter is None, "optim.offload", True,
-            "the states of adapters are small; unset it, or set adapter: null",
-        )  # fmt: skip
-        require(
-            not self.optim.offload or self.max_grad_norm is not None, "max_grad_norm", None,
-            "optim.offload needs it: clipping bounds what an update can reach before it is made",
-        )  # fmt: skip
-        if self.qat is not None:
-            start, adapter = self.qat.start, self.adapter
-            require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
-            for key in ("use_dora", "lora_dropout"):
-                value = getattr(adapter, key, None)
-                require(
-                    not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it"
-                )
-        has_eval = self.data.eval is not None or self.data.eval_rows > 0
-        for key in ("every_steps", "at_start"):
-            value = getattr(self.evaluation, key)
-            require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
-        require(
-            self.data.eval is not None or not self.evaluation.exact_match_rows, "evaluation.exact_match_rows",
-            self.evaluation.exact_match_rows, "needs held-out rows to ask: set data.eval to a file of them",
-        )  # fmt: skip

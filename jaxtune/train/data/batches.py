@@ -109,8 +109,10 @@ def given_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 # How an epoch's rows are ordered, by name.
 Order = Literal["shuffled", "torch", "given"]
 ORDERS: dict[str, Callable[[int, int, int], np.ndarray]] = {
-    "shuffled": epoch_order, "torch": torch_order, "given": given_order,
-}  # fmt: skip
+    "shuffled": epoch_order,
+    "torch": torch_order,
+    "given": given_order,
+}
 
 
 class Batches:

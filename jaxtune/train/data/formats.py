@@ -37,8 +37,14 @@ _READ = {
     LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, ("tools",)),
 }
 # Columns of what only a model with an encoder for it can read, and what stands for it in a row's text.
-_MEDIA = {"image": "<image>", "images": "<image>", "video": "<video>", "videos": "<video>", "audio": "<audio>",
-          "audios": "<audio>"}  # fmt: skip
+_MEDIA = {
+    "image": "<image>",
+    "images": "<image>",
+    "video": "<video>",
+    "videos": "<video>",
+    "audio": "<audio>",
+    "audios": "<audio>",
+}
 FORMATS = ("auto", *COLUMNS, PREFERENCE, LABELLED)
 
 # ShareGPT's speakers, as the data sets of that form name them, and the chat roles they stand for.

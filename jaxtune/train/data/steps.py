@@ -139,9 +139,15 @@ def laid_out(
     needed = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
     length = min(train.longest, -(-needed // _WIDTH) * _WIDTH)
     batches = StepBatches(
-        train.rows, config.rows_per_step, steps, length,
-        parts=config.micro_batches, multiple=_devices(config), seed=config.seed, order=train.order,
-    )  # fmt: skip
+        train.rows,
+        config.rows_per_step,
+        steps,
+        length,
+        parts=config.micro_batches,
+        multiple=_devices(config),
+        seed=config.seed,
+        order=train.order,
+    )
     return batches, None if held_out is None else held_out.in_rows(length)
 
 

@@ -181,9 +181,14 @@ class _TrackioSink(_Sink):
         name = name_file.read_text().strip() if known else f"{folder.resolve().name}-{secrets.token_hex(3)}"
         with contextlib.redirect_stdout(sys.stderr):  # where its own lines belong: stdout is for results
             self._run = trackio.init(
-                project=project, name=name, config=dict(config or {}), resume="allow", embed=False,
-                auto_log_gpu=False, auto_log_cpu=False,
-            )  # fmt: skip
+                project=project,
+                name=name,
+                config=dict(config or {}),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
         atomic_write(name_file, name)
 
     def log(self, line: dict[str, Any]) -> None:

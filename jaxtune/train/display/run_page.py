@@ -18,9 +18,17 @@ from jaxtune.train.folder.run_folder import CONFIG, RESULTS
 _WHEN = ("before", "after")  # training
 # What a page shows of a line of metrics.jsonl, beside what took seconds.
 _DRAWN = {
-    "step", "steps", "loss", "eval_loss", m.ROWS, "learning_rate", "tokens_per_second", "peak_memory_bytes", "skipped",
+    "step",
+    "steps",
+    "loss",
+    "eval_loss",
+    m.ROWS,
+    "learning_rate",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "skipped",
     "plan",
-}  # fmt: skip
+}
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 190, 62, 24
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2126; --soft: #5b636d; --line: #dfe2e6; --page: #fbfbfa; --panel: #fff;

@@ -44,8 +44,10 @@ class KTO(Referenced):
     form: ClassVar[str] = LABELLED
     unit: ClassVar[str] = "examples"
     sums: ClassVar[tuple[str, ...]] = (
-        "kl", "examples/chosen", *(f"{kind}/{side}" for kind in ("rewards", "logps") for side in _SIDES)
-    )  # fmt: skip
+        "kl",
+        "examples/chosen",
+        *(f"{kind}/{side}" for kind in ("rewards", "logps") for side in _SIDES),
+    )
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None

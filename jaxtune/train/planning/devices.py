@@ -145,9 +145,10 @@ def find_device(
         note = "rates measured on this machine"
     else:
         rates = (
-            rated.bf16_tflops * 1e12 * _GEMM_SHARE, rated.copy_tbps * 1e12 * _COPY_SHARE,
+            rated.bf16_tflops * 1e12 * _GEMM_SHARE,
+            rated.copy_tbps * 1e12 * _COPY_SHARE,
             rated.link_gbps * 1e9 * _LINK_SHARE,
-        )  # fmt: skip
+        )
         note = "not measured: its data sheet, at the shares that an H200 reaches"
         if sheet is None:
             note = f"unknown, so speeds are an {_STAND_IN}'s; `jaxtune profile ceilings` measures them once"
@@ -163,10 +164,16 @@ def find_device(
     host = sheet.host_gb if host_gb is None else host_gb
     source = "usual beside it; plan.host_gb says what yours has" if host_gb is None else "plan.host_gb"
     return Device(
-        name, card_bytes(sheet.memory_gib), *rates, host * 1e9 * _PINNED_SHARE, note, hopper,
-        peer=peer, host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
+        name,
+        card_bytes(sheet.memory_gib),
+        *rates,
+        host * 1e9 * _PINNED_SHARE,
+        note,
+        hopper,
+        peer=peer,
+        host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
         usual_host_bytes=sheet.host_gb * 1e9 * _PINNED_SHARE,
-    )  # fmt: skip
+    )
 
 
 def limit(config: TrainConfig, device: Device) -> float | None:
@@ -202,9 +209,12 @@ def memory_peak_bytes(device: int = 0) -> int:
 
 
 _WIDTH = {
-    "bfloat16": "bf16_tflops", "float16": "bf16_tflops", "float32": "fp32_tflops",
-    "float8_e4m3fn": "fp8_tflops", "float8_e5m2": "fp8_tflops",
-}  # fmt: skip
+    "bfloat16": "bf16_tflops",
+    "float16": "bf16_tflops",
+    "float32": "fp32_tflops",
+    "float8_e4m3fn": "fp8_tflops",
+    "float8_e5m2": "fp8_tflops",
+}
 
 
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:

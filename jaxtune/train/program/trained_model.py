@@ -25,14 +25,14 @@ class TrainedModel:
 
     Args: as Trainer's.
 
-    Attributes: given (the model, or its shapes while it is on its way), prepared (what computes: in the compute dtype,
-    and under QAT with rounded weights), graph (of it), plain_graph (without QAT), qat (how linears are rounded, or
-    None), trainable and frozen (nnx.States of what trains and of the rest), fresh (whether the run began with an
-    adapter that does nothing yet).
+    Attributes: given (the model, or its shapes while it is on its way), prepared (what computes: in the compute
+    dtype, and under QAT with rounded weights), keeps_model (whether the caller goes on holding it), graph (of it),
+    plain_graph (without QAT), qat (how linears are rounded, or None), trainable and frozen (nnx.States of what
+    trains and of the rest), fresh (whether the run began with an adapter that does nothing yet).
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
-        self._config, self._keeps_model, self._weights = config, keeps_model, weights
+        self._config, self.keeps_model, self._weights = config, keeps_model, weights
         self.fresh = False
         self._hold(model)
 
@@ -107,7 +107,7 @@ class TrainedModel:
         where = partition.shardings(declared, engine.mesh)
         if engine.mesh.shape[partition.FSDP] == 1:
             return partition.put(declared, where)
-        if self._keeps_model:
+        if self.keeps_model:
             return jax.tree.map(partition.moved, declared, where)
         graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
         arrays, structure = jax.tree.flatten(self.frozen)
@@ -155,7 +155,7 @@ class TrainedModel:
 
     def let_go(self) -> None:
         """Releases the given model, unless somebody else holds it anyway."""
-        if not self._keeps_model:
+        if not self.keeps_model:
             self.release()
 
     def release(self) -> None:

@@ -41,10 +41,18 @@ def make_config(layers: int) -> DecoderConfig:
         5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     return DecoderConfig(
-        family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_heads=HEADS,
-        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, layers=(LayerSpec(),) * layers, max_position_embeddings=131_072,
-        attention_scale=HEAD_DIM**-0.5, rotary=(rope,),
-    )  # fmt: skip
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        layers=(LayerSpec(),) * layers,
+        max_position_embeddings=131_072,
+        attention_scale=HEAD_DIM**-0.5,
+        rotary=(rope,),
+    )
 
 
 def make_full_model(layers: int):

@@ -191,9 +191,11 @@ def test_an_adapters_part_is_added_before_the_output_is_rounded(outs):
 
     program = compiled(
         lambda x, weights, loras: quant_matmul(x, weights, loras),
-        array(tokens, size), [array(out, size) for out in outs], loras,
+        array(tokens, size),
+        [array(out, size) for out in outs],
+        loras,
         compiler_options=compiler_options("gpu", False),
-    )  # fmt: skip
+    )
 
     text = program.as_text()
     shapes = dict(re.findall(r"%([\w.-]+) = \(?(\w+\[[\d,]*\])", text))

@@ -43,9 +43,15 @@ def test_kernels_fit(capability, tmp_path):
     with dispatch.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(step, *arguments())
     assert [kernel.__name__ for kernel, *_ in calls] == [
-        "numbers_kernel", "chunk_kernel", "forward_kernel", "reverse_kernel", "pairs_kernel", "dquery_kernel",
-        "dkey_kernel", "rates_kernel",
-    ]  # fmt: skip
+        "numbers_kernel",
+        "chunk_kernel",
+        "forward_kernel",
+        "reverse_kernel",
+        "pairs_kernel",
+        "dquery_kernel",
+        "dkey_kernel",
+        "rates_kernel",
+    ]
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name
@@ -68,9 +74,14 @@ def test_every_array_is_divided_between_devices():
 def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
     """The derivative is taken of what is made again for the layers after it, not of a third run."""
     shape = PUBLISHED["Qwen/Qwen3.5-9B"] | {
-        "num_hidden_layers": 1, "layer_types": ["linear_attention"], "hidden_size": DIM, "intermediate_size": DIM,
-        "linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": HEADS, "vocab_size": DIM,
-    }  # fmt: skip
+        "num_hidden_layers": 1,
+        "layer_types": ["linear_attention"],
+        "hidden_size": DIM,
+        "intermediate_size": DIM,
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": HEADS,
+        "vocab_size": DIM,
+    }
     model = nnx.eval_shape(lambda: Decoder(config_from_hf(shape), jax.random.key(0), "bfloat16"))
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
 
@@ -81,8 +92,18 @@ def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         nnx.eval_shape(nnx.grad(total), model, tokens)
     assert [kernel.__name__.removesuffix("_kernel") for kernel, *_ in calls] == [
-        "numbers", "chunk", "forward", "numbers", "chunk", "forward", "reverse", "pairs", "dquery", "dkey", "rates",
-    ]  # fmt: skip
+        "numbers",
+        "chunk",
+        "forward",
+        "numbers",
+        "chunk",
+        "forward",
+        "reverse",
+        "pairs",
+        "dquery",
+        "dkey",
+        "rates",
+    ]
 
 
 def test_a_step_lowers_through_jax_triton_and_compiles():

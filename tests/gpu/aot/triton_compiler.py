@@ -23,9 +23,13 @@ SHARED_MEMORY_KB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 9
 GPUS = [pytest.param(capability, id=f"sm_{capability[0]}{capability[1]}") for capability in SHARED_MEMORY_KB]
 
 _POINTERS = {
-    jnp.bfloat16: "*bf16", jnp.float16: "*fp16", jnp.float32: "*fp32", jnp.int32: "*i32", jnp.uint8: "*u8",
+    jnp.bfloat16: "*bf16",
+    jnp.float16: "*fp16",
+    jnp.float32: "*fp32",
+    jnp.int32: "*i32",
+    jnp.uint8: "*u8",
     jnp.float8_e4m3fn: "*fp8e4nv",
-}  # fmt: skip
+}
 
 
 def target(capability: tuple[int, int]) -> Target:
@@ -106,8 +110,10 @@ def _compile(source, number: int, options: dict, folder) -> dict:
     assert architecture is not None
     said = subprocess.run(
         [assembler.path, "-v", "--gpu-name", architecture[1], str(folder / "kernel.ptx"), "-o", str(folder / "cubin")],
-        capture_output=True, text=True, check=True,
-    ).stderr  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert spilled is not None, said
     return {"shared_bytes": compiled.metadata.shared, "spilled_bytes": int(spilled[1]), "ptx": ptx}

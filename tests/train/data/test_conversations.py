@@ -56,9 +56,15 @@ def rounds(*thoughts):
     """Two rounds of a tool."""
     one, two, three, four = thoughts
     return [
-        user("Add."), answer("", one, 1), result("2"), answer("It is 2.", two),
-        user("More."), answer("", three, 3), result("4"), answer("It is 4.", four),
-    ]  # fmt: skip
+        user("Add."),
+        answer("", one, 1),
+        result("2"),
+        answer("It is 2.", two),
+        user("More."),
+        answer("", three, 3),
+        result("4"),
+        answer("It is 4.", four),
+    ]
 
 
 def encode(template, messages, tools=None, **options):

@@ -69,11 +69,15 @@ def test_max_documents_is_of_the_whole_set():
 @pytest.mark.parametrize(
     ("sizes", "rows_per_step", "full"),
     [
-        ([8, 8], 2, True), ([8, 8], 1, True), ([8, 9], 2, True), ([8, 7], 2, False), ([8, 4, 4], 2, False),
+        ([8, 8], 2, True),
+        ([8, 8], 1, True),
+        ([8, 9], 2, True),
+        ([8, 7], 2, False),
+        ([8, 4, 4], 2, False),
         ([8] * 3, 2, False),
     ],
     ids=["full", "one a step", "cut", "padding", "two documents", "an empty row fills the last step"],
-)  # fmt: skip
+)
 def test_full_is_one_document_a_row_without_padding_at_every_step(sizes, rows_per_step, full):
     rows = PackedRows(Documents.gather([[1] * size for size in sizes]), 8)
     assert Batches(rows, rows_per_step).full == full

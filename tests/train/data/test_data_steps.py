@@ -72,8 +72,12 @@ def test_every_step_has_its_documents(per_step, parts, multiple, order):
             size = per_step // (parts or 1)
             for part in range(parts or 1):
                 in_part = sorted((int(n) + 1, int(documents.lengths[n])) for n in numbers[part * size :][:size])
-                piece = type(batch)(*(getattr(batch, name)[part * rows : (part + 1) * rows] for name in
-                    ("tokens", "targets", "weights", "segment_ids", "positions")))  # fmt: skip
+                piece = type(batch)(
+                    *(
+                        getattr(batch, name)[part * rows : (part + 1) * rows]
+                        for name in ("tokens", "targets", "weights", "segment_ids", "positions")
+                    )
+                )
                 assert held(piece) == in_part
             most = max(most, int(batch.segment_ids.max()))
             seen += [number for number, _ in wanted]

@@ -13,8 +13,16 @@ from jaxtune.train.data.packaged import PACKAGED, packaged_that_fit
 from jaxtune.train.data.templates import RowEncoder, resolve_template
 from tests.train.data.conftest import make_tokenizer, spans
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
-    "type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+        },
+    }
+]
 
 
 def call(*numbers, name="add"):
@@ -45,15 +53,28 @@ CHATS = {
     "question": (TWO[:3], None),
     "tools that are not used": ([SYSTEM, *TWO], TOOLS),
     "a tool": (USE, TOOLS),
-    "a tool, then more": ([SYSTEM, *USE, user("And 0.5 and 1?"), answer("", call(0.5, 1)), result("1.5"),
-                           answer("1.5")], TOOLS),
-    "two calls with text": ([user("Add."), answer("Now:", call(1, 2), call(3, 4)), result("3"), result("7"),
-                             answer("3 and 7")], TOOLS),
-    "thoughts": ([user("A?"), answer("<think>\nhm\n</think>\n\nB"), user("C?"), answer("<think>\nso\n</think>\n\nD")],
-                 None),
-    "thoughts between tools": ([user("Add."), answer("<think>\nI add.\n</think>\n\n", call(1, 2)), result("3"),
-                                answer("<think>\nDone.\n</think>\n\n3")], TOOLS),
-}  # fmt: skip
+    "a tool, then more": (
+        [SYSTEM, *USE, user("And 0.5 and 1?"), answer("", call(0.5, 1)), result("1.5"), answer("1.5")],
+        TOOLS,
+    ),
+    "two calls with text": (
+        [user("Add."), answer("Now:", call(1, 2), call(3, 4)), result("3"), result("7"), answer("3 and 7")],
+        TOOLS,
+    ),
+    "thoughts": (
+        [user("A?"), answer("<think>\nhm\n</think>\n\nB"), user("C?"), answer("<think>\nso\n</think>\n\nD")],
+        None,
+    ),
+    "thoughts between tools": (
+        [
+            user("Add."),
+            answer("<think>\nI add.\n</think>\n\n", call(1, 2)),
+            result("3"),
+            answer("<think>\nDone.\n</think>\n\n3"),
+        ],
+        TOOLS,
+    ),
+}
 # name -> (reference, the tokenizer's folder, chats that are left out, with the reason)
 REFERENCES = {
     "llama-3": ("llama3", "llama-3.2", "tool|calls"),  # it has no place for tools; the reference leaves them out

@@ -1,0 +1,211 @@
+"""TrainConfig: the sections of one run, and what they ask of each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict
+
+from jaxtune.train.config.checks import (
+    LARGEST_INTEGER,
+    ConfigError,
+    not_negative,
+    positive,
+    require,
+    require_usable_numbers,
+)
+from jaxtune.train.config.model import AdapterConfig, ModelConfig
+from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
+from jaxtune.train.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ExportConfig,
+    GuardConfig,
+    MemoryConfig,
+    MeshConfig,
+    MetricsConfig,
+    OptimConfig,
+    PlanConfig,
+    ProfileConfig,
+    QatConfig,
+    ScheduleConfig,
+)
+
+DEFAULT_OUTPUT = "runs/{recipe}"
+# Sections that one of their keys may stand for: `qat: int4` sets qat.format.
+SHORTHANDS = {"qat": "format", "objective": "name"}
+
+
+def _by_name(section: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    model: ModelConfig
+    data: DataConfig
+    adapter: Annotated[AdapterConfig | None, "LoRA adapter; null trains all parameters."] = None
+    steps: Annotated[int | None, "Optimizer steps to run; this or epochs."] = None
+    epochs: Annotated[float | None, "Passes over the data; 1 when steps is not set either."] = None
+    rows_per_step: Annotated[
+        int, "Rows of data.length tokens in an optimizer step, over all devices; see data.packing: step."
+    ] = 8
+    micro_batches: Annotated[
+        int | None, "Parts that the rows of a step are computed in, one after the other; null: the fastest that fits."
+    ] = None
+    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
+    seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
+    deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
+    max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
+    neftune_noise_alpha: Annotated[
+        float | None, "Noise on the embeddings while training, of up to this / sqrt(a document's tokens x hidden size)."
+    ] = None
+    router_aux_loss_coef: Annotated[
+        float | None,
+        "Load-balancing loss of experts, times this; null: as config.json says (0 unless output_router_logits).",
+    ] = None
+    router_z_loss_coef: Annotated[float, "Mean square of the routers' log-sum-exp, times this."] = 0.0
+    objective: Annotated[
+        ObjectiveConfig, "What is trained for; `objective: dpo` sets objective.name.", _by_name("objective")
+    ] = DEFAULT_OBJECTIVE
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    qat: Annotated[
+        QatConfig | None, "Train for weights in a low-bit format; `qat: int4` sets qat.format.", _by_name("qat")
+    ] = None
+    memory: MemoryConfig = MemoryConfig()
+    plan: PlanConfig = PlanConfig()
+    mesh: Annotated[MeshConfig | None, "Which devices share the work; null: chosen by the planner."] = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    guards: GuardConfig = GuardConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
+    export: ExportConfig = ExportConfig()
+    output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
+
+    def require_rows_for(self, devices: int) -> None:
+        """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
+        rows = self.rows_per_step // (self.micro_batches or 1)
+        require(
+            rows % devices == 0,
+            "mesh.data x mesh.fsdp" if self.mesh and self.mesh.fsdp != 1 else "mesh.data",
+            devices,
+            f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
+        )
+
+    def __post_init__(self) -> None:
+        require_usable_numbers(self, "")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "epochs", 1.0)
+        # A config built in Python has no recipe.
+        # And a shell leaves the ~ of output=~/runs as it is.
+        object.__setattr__(self, "output", os.path.expanduser(self.output.replace("{recipe}", "default")))
+        for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm", "neftune_noise_alpha"):
+            positive(key, getattr(self, key))
+        for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
+            not_negative(key, getattr(self, key))
+        require(self.output != "", "output", "", "must name a folder")
+        self._require_a_step_that_divides()
+        self._require_answers_to_ask_for()
+        self._require_what_adapters_allow()
+        self._require_what_rounding_allows()
+        self._require_rows_to_evaluate()
+
+    def _require_a_step_that_divides(self) -> None:
+        tokens = self.rows_per_step * self.data.length
+        require(
+            tokens <= LARGEST_INTEGER,
+            "rows_per_step",
+            self.rows_per_step,
+            f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {LARGEST_INTEGER:,}",
+        )
+        rows, parts = self.rows_per_step, self.micro_batches or 1
+        require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
+        if self.mesh is not None and self.mesh.data > 0 and self.mesh.fsdp > 0:
+            self.require_rows_for(self.mesh.data * self.mesh.fsdp)
+        if self.mesh is not None and self.mesh.fsdp != 1:
+            fsdp = self.mesh.fsdp
+            require(
+                not self.optim.offload,
+                "optim.offload",
+                True,
+                f"mesh.fsdp = {fsdp} divides the states over devices, which states in host memory are not yet; "
+                "unset one of them",
+            )
+            require(
+                not self.evaluation.exact_match_rows,
+                "evaluation.exact_match_rows",
+                self.evaluation.exact_match_rows,
+                f"generation does not run on weights that mesh.fsdp = {fsdp} divides; unset it, and generate from what "
+                "the run saves",
+            )
+
+    def _require_answers_to_ask_for(self) -> None:
+        why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
+        require(
+            self.objective.name in ("sft", "kto") or not self.evaluation.exact_match_rows,
+            "evaluation.exact_match_rows",
+            self.evaluation.exact_match_rows,
+            f"{why} (objective = {self.objective.name}); leave it out",
+        )
+
+    def _require_what_adapters_allow(self) -> None:
+        if self.model.from_config is not None and self.adapter is not None:
+            raise ConfigError(
+                "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
+            )
+        require(
+            self.model.load_in is None or self.adapter is not None,
+            "model.load_in",
+            self.model.load_in,
+            "quantised weights are frozen and train through an adapter: set adapter: {}, or model.load_in: null",
+        )
+        require(
+            self.optim.weights != "bf16" or self.adapter is None,
+            "optim.weights",
+            "bf16",
+            "adapters are kept in fp32; unset it, or set adapter: null",
+        )
+        require(
+            not self.optim.offload or self.adapter is None,
+            "optim.offload",
+            True,
+            "the states of adapters are small; unset it, or set adapter: null",
+        )
+        require(
+            not self.optim.offload or self.max_grad_norm is not None,
+            "max_grad_norm",
+            None,
+            "optim.offload needs it: clipping bounds what an update can reach before it is made",
+        )
+
+    def _require_what_rounding_allows(self) -> None:
+        if self.qat is None:
+            return
+        start, adapter = self.qat.start, self.adapter
+        require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
+        for key in ("use_dora", "lora_dropout"):
+            value = getattr(adapter, key, None)
+            require(not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it")
+
+    def _require_rows_to_evaluate(self) -> None:
+        has_eval = self.data.eval is not None or self.data.eval_rows > 0
+        for key in ("every_steps", "at_start"):
+            value = getattr(self.evaluation, key)
+            require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
+        require(
+            self.data.eval is not None or not self.evaluation.exact_match_rows,
+            "evaluation.exact_match_rows",
+            self.evaluation.exact_match_rows,
+            "needs held-out rows to ask: set data.eval to a file of them",
+        )
