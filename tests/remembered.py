@@ -191,7 +191,7 @@ def _family(item: pytest.Item) -> str | None:
 
     from jaxtune.models.registry import FAMILIES
 
-    name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
+    name = getattr(item, "callspec", None) and item.callspec.params.get("name")
     if name not in CONFIGS:
         return None
     return FAMILIES[CONFIGS[name]["model_type"]].__name__.rsplit(".", 1)[1]

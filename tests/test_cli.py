@@ -35,7 +35,7 @@ def runs(monkeypatch) -> list:
         calls.append((config, check, plan))
         return 0
 
-    monkeypatch.setitem(sys.modules, "jaxtune.train.app", types.SimpleNamespace(run=run))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "jaxtune.train.app", types.SimpleNamespace(run=run))
     return calls
 
 

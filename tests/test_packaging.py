@@ -169,7 +169,7 @@ def test_the_image_installs_what_there_is():
 
 def usable(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
+    path.symlink_to(Path(sys._base_executable).resolve())
     return path
 
 

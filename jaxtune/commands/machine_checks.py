@@ -80,7 +80,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
     if "error" in card:
         return Finding("wrong", f"driver: nvidia-smi fails: {card['error']}", "install NVIDIA's driver anew, or reboot")
     version = card["driver_version"]
-    major = int(re.match(r"\d*", version)[0] or 0)  # type: ignore[index]
+    major = int(re.split(r"\D", version, maxsplit=1)[0] or 0)
     extra = next((name for name, least in _DRIVERS.items() if major >= least), None)
     if extra is None:
         return Finding(

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxtune.compat import folders
 from jaxtune.compat.adapters import adapted, lora_settings
@@ -219,7 +219,7 @@ class SFTTrainer(Reports):
         rows = held_out.batches(1, shuffle=False)
         return measures(self.model.module, rows, self.compute_metrics, self.preprocess_logits_for_metrics)
 
-    def config(self, resume: str = "never", prepared: bool = True) -> TrainConfig:
+    def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
         """The TrainConfig that the arguments mean: an update takes as many examples as in transformers, each cut at
         max_length, and there are as many updates. What is in rows together changes nothing, unless packing is asked
         for: then an update takes so many packed rows, as in TRL.
@@ -301,7 +301,7 @@ class SFTTrainer(Reports):
                 every_steps=every_save,
                 every_minutes=None,
                 keep=args.save_total_limit or 1_000_000,
-                resume=resume,  # type: ignore[arg-type]
+                resume=resume,
             ),
             evaluation=EvaluationConfig(
                 every_steps=every_evaluation,
@@ -322,7 +322,7 @@ class SFTTrainer(Reports):
     def _epoch_steps(self) -> int:
         return max(1, self._prepared.batches.steps_per_epoch)
 
-    def _trainer(self, resume: str = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
+    def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
         data = self._prepared
         rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
         held_out = None if data.eval_data is None else self._rows_for(data.eval_data)

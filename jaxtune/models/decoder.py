@@ -62,18 +62,20 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
     return (x + largest * (2.0 * drawn - 1.0)).astype(x.dtype)
 
 
-def _on_any_mesh[Method: Callable](method: Method) -> Method:
+def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     """meshes.on_any_mesh of a method: what it gives is divided as the array behind `self` is, not as a weight."""
+
+    computed: Callable = method  # of its arguments in another order
 
     @on_any_mesh
     def run(array, model, *arguments, **options):
-        return method(model, array, *arguments, **options)
+        return computed(model, array, *arguments, **options)
 
     @functools.wraps(method)
     def called(self, array, *arguments, **options):
         return run(array, self, *arguments, **options)
 
-    return called  # type: ignore[return-value]
+    return called
 
 
 class Decoder(nnx.Module):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,14 @@ import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+class Parted(Protocol):
+    """A weight in few bits, which is made of several arrays."""
+
+    def problem(self) -> str | None:
+        """Why the parts are not those of one tensor, or None."""
+        ...
 
 
 class Arguments:
@@ -28,7 +36,7 @@ class Arguments:
         self.op = op
         self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
 
-    def array(self, name: str, value: Any, shape: str, dtypes: Any, stored: tuple[type, ...] = ()) -> None:
+    def array(self, name: str, value: Any, shape: str, dtypes: Any, stored: tuple[type[Parted], ...] = ()) -> None:
         """Checks an array.
 
         Args:
@@ -39,8 +47,8 @@ class Arguments:
           TypeError: value is no array or has another dtype. ValueError: it has another shape.
         """
         if isinstance(value, stored):
-            if value.problem() is not None:  # type: ignore[attr-defined]
-                raise ValueError(f"{self.op}: {name} is damaged: {value.problem()}")  # type: ignore[attr-defined]
+            if value.problem() is not None:
+                raise ValueError(f"{self.op}: {name} is damaged: {value.problem()}")
         else:
             allowed = dtypes if isinstance(dtypes, tuple) else (str(jnp.dtype(dtypes)),)
             wanted = f"an array of {_either(allowed)} [{', '.join(shape.split())}]"

@@ -103,10 +103,10 @@ def begin_checks() -> None:
         _held.clear()
 
 
-def exactly[Function: Callable](results: Function) -> Function:
+def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
     """jit of a reference's results for a check. Without the search for the fastest matrix products, which takes seconds
     a product, longer than everything else of a check, and the GPU from the programs that are compiled beside it."""
-    return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})  # type: ignore[return-value]
+    return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @contextlib.contextmanager

@@ -5,10 +5,9 @@ cannot index by lane); those called ir_... give MLIR values to the others. The i
 its meaning in jnp beside each call.
 """
 
-# MLIR's Python bindings and Pallas' refs have no useful annotations.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,8 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+
+from jaxtune.pallas import mosaic_types
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 ROWS_OF_A_WARP = 16  # of the weight, in the small product: the M of mma.m16n8k16
@@ -97,7 +98,7 @@ def ir_narrow(low, high, dtype):
 def block_scales(codes, nested, offset, map_ref, layout):
     """float32 map[codes] * nested + offset, in `layout` as the uint8 codes; nested, offset: float32 scalars."""
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
     )
@@ -116,7 +117,7 @@ def block_scales(codes, nested, offset, map_ref, layout):
 def powers_of_two(codes, layout):
     """float32 2^(codes - 127), in `layout` as the uint8 codes, of which none is 255."""
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
+    @mosaic_types.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
     def powers(_, codes):
         found = np.empty_like(codes.registers)
         for place, register in np.ndenumerate(codes.registers):
@@ -190,7 +191,7 @@ def table_values(
     shared memory alone, not by shuffles, which are fewer instructions (a dequantising pass: 3.9 TB/s, not 3.4).
     """
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(codes_layout, scales_layout, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((2 * codes.shape[0],), dtype, out_layout),
     )
@@ -204,8 +205,8 @@ def table_values(
             (word,) = ir_words(codes.registers[place], 1)
             entries = _entries(table, word) if beside_products else _shuffled_entries(lane_entry, word)
             scaled = [ir_product(entry, ir_item(scale, 0)) for entry in entries]
-            pairs = [scaled[2 * byte : 2 * byte + 2] for byte in range(4)]
-            words = [ir_narrow(*(pair if low_first else pair[::-1]), dtype) for pair in pairs]
+            pairs = [(scaled[2 * byte], scaled[2 * byte + 1]) for byte in range(4)]
+            words = [ir_narrow(a, b, dtype) if low_first else ir_narrow(b, a, dtype) for a, b in pairs]
             found[place] = vector.bitcast(narrow, ir_vector(words))
         return mgpu.FragmentedArray(_registers=found, _layout=out_layout.to_mgpu(), _is_signed=None)
 
@@ -215,7 +216,7 @@ def table_values(
 def fill_banks(table_ref, table_smem, warpgroups: int):
     """Copies 32-bit [256] into each of 32 columns of table_smem [256, 32]: a lane then reads its own bank."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         four = ir.VectorType.get((4,), ir_i32())
@@ -244,7 +245,7 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
         *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, ones)]),
     ]
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
+    @mosaic_types.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
     def load(_, first_row, absmax_ref, *nested_ref):
         f32 = ir.F32Type.get()
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
@@ -274,7 +275,7 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
     refs = [scales_smem, *nested_refs]
 
-    @plgpu.inline_mgpu(arg_types=(*layouts, *(plgpu.RefType() for _ in refs)))
+    @mosaic_types.inline_mgpu(arg_types=(*layouts, *(plgpu.RefType() for _ in refs)))
     def keep(_, kept, *rest):
         f32 = ir.F32Type.get()
         *factors, scales_smem = rest[: len(arrays)]
@@ -314,7 +315,7 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
     shape = (128 * 2 * width,)
     layout = plgpu.Layout.WG_STRIDED(shape, 4)
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout)
     )
     def load(_, chunk, x_ref):
@@ -349,7 +350,7 @@ def ir_products(words, rights, pair, name: str):
     """
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-    products = [[zero] * 4 for _ in rights]
+    products: list[Sequence[ir.Value]] = [[zero] * 4 for _ in rights]
     for step in range(4):
         bytes_ = [2 * (step % 2), 2 * (step % 2) + 1]
         left = [pair(words[half][step // 2], byte) for byte in bytes_ for half in range(2)]
@@ -386,7 +387,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
     x_layout = plgpu.Layout.WG_STRIDED(x.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(acc_layout, codes_layout, x_layout, SCALAR, plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, acc_layout),
     )
@@ -461,7 +462,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
     partial_smem: [warpgroups] of small_product's accumulators.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def store(_, partial_smem, out_ref, first_row):
         f32 = ir.F32Type.get()
         warpgroups, partial_rows, width = ir.MemRefType(partial_smem.type).shape
@@ -497,7 +498,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 def fill_table(table_ref, table_smem):
     """Copies a one-dimensional array of 32-bit values, by one warpgroup."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
         (count,) = ir.MemRefType(table_smem.type).shape
         for start in range(0, count, 128):
@@ -512,7 +513,7 @@ def fill_table(table_ref, table_smem):
 def warpgroup_barrier():
     """All that the warpgroup's threads wrote to shared memory is seen by all of them."""
 
-    @plgpu.inline_mgpu()
+    @mosaic_types.inline_mgpu()
     def wait(_):
         utils.warpgroup_barrier()
 
@@ -523,7 +524,7 @@ def store_chunk(values, out_ref, chunk, layout):
     """Stores 16-bit values [n], in `layout` (WG_STRIDED by 8), as chunk number `chunk` of n numbers of out_ref, in
     memory and of any shape."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
         registers = list(values.registers.flat)
         first = ir_add(ir_mul(ir_scalar(chunk), 128 * len(registers)), ir_thread())
@@ -537,7 +538,7 @@ def store_chunk(values, out_ref, chunk, layout):
 def copies_see_stores():
     """Between stores and copies by TMA of what they stored, on both sides of what tells the one of the other."""
 
-    @plgpu.inline_mgpu()
+    @mosaic_types.inline_mgpu()
     def fence(_):
         utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
@@ -562,7 +563,7 @@ def _shared(ref, index, size: int):
 def begin_barriers(full_smem):
     """Sets up barriers of one arrival each in full_smem, int32[2 barriers]; others see them after program_barrier."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         (words,) = ir.MemRefType(full_smem.type).shape
@@ -578,7 +579,7 @@ def begin_barriers(full_smem):
 def program_barrier():
     """All that the program's threads wrote to shared memory is seen by all of them."""
 
-    @plgpu.inline_mgpu()
+    @mosaic_types.inline_mgpu()
     def wait(_):
         gpu.barrier()
 
@@ -591,7 +592,7 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
     Barrier `slot` of full_smem completes when all is there."""
     refs = (*sources, *slots, full_smem)
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)))
+    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)))
     def copy(_, number, slot, *refs):
         number, slot = ir_scalar(number), ir_scalar(slot)
         sources, slots = refs[: len(sizes)], refs[len(sizes) : -1]
@@ -615,7 +616,7 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 def wait_for_chunk(full_smem, slot, parity):
     """Until a copy to the slot is there: the first, third, ... with parity 0, the second, fourth, ... with 1."""
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, full_smem):
         utils.inline_ptx(
             "{ .reg .pred there; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 there, [$0], $1; "

@@ -94,16 +94,18 @@ def on_each_device[**Parameters, Result](
         by_axis = rows > 0 and axis in axes and leaves[places[0]].shape[0] % mesh.shape[axis] == 0
         divided, whole = PartitionSpec(axis) if by_axis else PartitionSpec(), PartitionSpec()
 
+        computed: Callable = function  # of arguments put together again
+
         def local(arrays):
             given = list(leaves)
             for index, array in zip(places, arrays, strict=True):
                 given[index] = array
             args, kwargs = jax.tree.unflatten(tree, given)
-            found = function(*args, **kwargs)  # type: ignore[call-arg]
+            found = computed(*args, **kwargs)
             if results is None:
                 return found, ()
-            sums = found[results:]  # type: ignore[index]
-            return found[:results], jax.lax.psum(sums, axis) if by_axis else sums  # type: ignore[index]
+            sums = found[results:]
+            return found[:results], jax.lax.psum(sums, axis) if by_axis else sums
 
         by_rows, sums = jax.shard_map(
             local,

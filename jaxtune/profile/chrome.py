@@ -239,7 +239,8 @@ class _Forward:
 
     def of(self, node: _Call) -> _Call | None:
         number = node.args.get("Sequence number")
-        return self._calls.get((self._threads.get(node.args.get("Fwd thread id")), number))  # type: ignore[arg-type]
+        thread = self._threads.get(node.args.get("Fwd thread id"))
+        return None if number is None else self._calls.get((thread, number))
 
 
 def _bare(operator: str) -> str:

@@ -38,7 +38,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _text(console: Console) -> str:
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

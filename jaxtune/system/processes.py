@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import ipaddress
 import itertools
 import json
@@ -90,8 +91,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         ) from None
     if not first():
         terminal.be_silent()
-    with contextlib.suppress(AttributeError):  # a process that JAX ends takes what is still in a buffer with it
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a process that JAX ends takes what is still in a buffer with it
+        sys.stdout.reconfigure(line_buffering=True)
     _Run.watcher = threading.Thread(target=_watch, name="others", daemon=True)
     _Run.watcher.start()
 

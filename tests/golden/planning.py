@@ -114,7 +114,7 @@ def _records(model: str) -> Iterator[tuple[str, dict]]:
     path, load_in, adapter, common = MODELS[model]
     for device, budget, rows, length, settings in CASES[model]:
         config = TrainConfig(
-            model=ModelConfig(path=path, load_in=load_in),  # type: ignore[arg-type]
+            model=ModelConfig(path=path, load_in=load_in),
             data=DataConfig(train="none", length=length),
             adapter=adapter,
             rows_per_step=rows,

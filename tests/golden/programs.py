@@ -86,7 +86,7 @@ def _asked(case: Case, mesh: MeshConfig) -> tuple[TrainConfig, TokenDataset]:
     """What a case asks for, for so many devices that share so many times the rows, and these."""
     devices = mesh.data * mesh.fsdp
     config = TrainConfig(
-        model=ModelConfig(path=case.model, load_in=case.load_in),  # type: ignore[arg-type]
+        model=ModelConfig(path=case.model, load_in=case.load_in),
         data=DataConfig(train="made here", length=case.length),
         adapter=case.adapter,
         rows_per_step=case.rows * devices,

@@ -245,7 +245,7 @@ def test_a_config_built_in_python_is_checked_too():
     assert config.output == "runs/default"
     assert TrainConfig(model=model, data=data, output="~/a").output == os.path.expanduser("~/a")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 3  # type: ignore[misc]
+        config.seed = 3
 
 
 def test_recipes_are_found_by_name_and_refused_by_name(tmp_path):

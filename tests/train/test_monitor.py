@@ -37,7 +37,7 @@ class Machine:
         )
         logger = SimpleNamespace(log=lambda step, values: self.lines.append({"step": step, **values}))
         progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
-        self.monitor = Monitor(self.run, logger, progress, lambda latest: latest["done"], lambda: self.now)  # type: ignore
+        self.monitor = Monitor(self.run, logger, progress, lambda latest: latest["done"], lambda: self.now)
 
     def fetch(self, latest):
         self.now = max(self.now, latest["done"])

@@ -97,9 +97,9 @@ def ours(model_folder: Path, data, output: Path, packed: bool, steps: int = STEP
         output=str(output),
     )
     trainer = Trainer(model, None, config, train_rows=data)
-    trainer.batches = trainer.engine.batches = batches  # type: ignore[assignment]
+    trainer.batches = trainer.engine.batches = batches
     trainer.train()
-    return tuple(np.asarray([line[key] for line in trainer.history]) for key in ("loss", "grad_norm"))  # type: ignore[return-value]
+    return tuple(np.asarray([line[key] for line in trainer.history]) for key in ("loss", "grad_norm"))
 
 
 class StepBatches:

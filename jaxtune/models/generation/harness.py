@@ -8,8 +8,6 @@
 What it scores are the model's own logits: adapters are on, weights in four bits stay so.
 """
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import functools
@@ -221,5 +219,9 @@ def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.A
         jnp.pad(array, ((0, padding), *((0, 0),) * (array.ndim - 1))).reshape(-1, chunk, *array.shape[1:])
         for array in (rows, targets.reshape(-1))
     ]
-    found = jax.lax.map(one, tuple(parts))
-    return tuple(part.reshape(-1)[: len(rows)].reshape(tokens.shape) for part in found)  # type: ignore[return-value]
+
+    def whole(part):
+        return part.reshape(-1)[: len(rows)].reshape(tokens.shape)
+
+    logprobs, greedy = jax.lax.map(one, tuple(parts))
+    return whole(logprobs), whole(greedy)

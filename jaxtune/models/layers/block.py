@@ -107,7 +107,8 @@ class Block(nnx.Module):
     def matrices(self) -> list[tuple[str, str, Any]]:
         """(mixer or mlp, dotted name in it, Linear or ExpertLinear) of every matrix, in the order they multiply."""
         named = (name for segment in self.segments() for name in segment.matrices)
-        return [(*name.split(".", 1), matrix_of(self, name)) for name in named]  # type: ignore[misc]
+        parted = ((name, name.partition(".")) for name in named)
+        return [(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
 
     def step(self, layer_input: jax.Array, state, at: jax.Array, context: Context):
         """One token a row, for generation: (layer_output [B, 1, hidden], the mixer's next state)."""

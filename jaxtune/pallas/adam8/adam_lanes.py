@@ -4,9 +4,6 @@ The copies are written out here: of the five parts of a chunk one lane asks for 
 shapes, with 64-bit addresses.
 """
 
-# MLIR's Python bindings and Pallas' refs have no useful annotations.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
     SCALAR,
     ir_add,
@@ -38,7 +36,7 @@ from jaxtune.pallas.lanes import (
 def _elementwise(arrays, refs, layout, dtype, function):
     """function(elements, refs) of each element of `arrays`, all in `layout`."""
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(*(layout for _ in arrays), *(plgpu.RefType() for _ in refs)),
         return_type=plgpu.ShapeDtypeStruct(arrays[0].shape, dtype, layout),
     )
@@ -58,7 +56,7 @@ def _elementwise(arrays, refs, layout, dtype, function):
 def looked_up(codes, table_smem, layout):
     """float32 of the table at uint8 codes; table_smem: float32[256, 32], of lanes.fill_banks."""
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout)
     )
     def look_up(_, codes, table_smem):
@@ -125,7 +123,7 @@ def store_chunk(array, ref, number, layout):
 
     The start is computed in 64 bits: number times size may be beyond int32."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, array, number, ref):
         element = ir.MemRefType(ref.type).element_type
         rows, columns = array.shape

@@ -8,9 +8,6 @@ A warpgroup goes from chunk to chunk. While it computes one from registers, bulk
 memory, which no store to the same arrays holds up.
 """
 
-# Pallas' annotations know neither its own transforms nor pipelines that carry values.
-# pyright: reportAbstractUsage=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import functools

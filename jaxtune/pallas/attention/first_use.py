@@ -55,7 +55,7 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
             for op, chosen in blocks.items():
                 stack.enter_context(tuning.forced(op, chosen))
             got = jax.jit(lambda *arrays: run(module, *arrays))(*arrays)
-        exact = dispatch.exactly(lambda *arrays: run(reference, *arrays))
+        exact = dispatch.exactly(functools.partial(run, reference))
         want = exact(*(array.astype(jnp.float32) for array in arrays))
         return got, want
 
@@ -119,4 +119,5 @@ def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarra
         for row in range(rows)
         for number in range(max(1, most - row % 3))
     ]
-    return tuple(np.array(found).T)  # type: ignore[return-value]
+    row_of, starts, tokens_of = np.array(found).T
+    return row_of, starts, tokens_of

@@ -1,8 +1,5 @@
 """The bodies of the backward kernels (see mosaic_parts.py)."""
 
-# Pallas' annotations know neither its own transforms nor loops that carry values.
-# pyright: reportAbstractUsage=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import functools

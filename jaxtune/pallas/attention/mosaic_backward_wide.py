@@ -6,9 +6,6 @@ the second needs of the first, the weights (times the slope of the soft cap), go
 two slots: the first is up to two steps ahead, and its exponentials run beside the other one's products.
 """
 
-# Pallas' annotations know neither its own transforms nor loops that carry values.
-# pyright: reportAbstractUsage=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import functools

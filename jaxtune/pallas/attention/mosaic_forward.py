@@ -1,10 +1,8 @@
 """The body of the forward kernel (see mosaic_parts.py)."""
 
-# Pallas' annotations know neither its own transforms nor loops that carry values.
-# pyright: reportAbstractUsage=false, reportArgumentType=false
-
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -118,7 +116,7 @@ def forward_kernel(
             buffer = of * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
             return buffer, buffer
 
-        def fetch(turn, item, of=wg):
+        def fetch(turn, item, of: jax.Array | int = wg):
             row, head, base = side.place(item, of)
             buffer, barrier = room(of, turn)
             here, full = pl.ds(base, own), own_full.at[barrier]

@@ -7,9 +7,6 @@ values) is double-buffered and the bringing warpgroup runs ahead across items, s
 behind the work of its neighbours: on packed rows an item has two to ten steps, and they cost as much as the steps.
 """
 
-# Pallas' annotations know neither its own transforms nor loops that carry values.
-# pyright: reportAbstractUsage=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -20,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import mosaic_types
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
@@ -61,8 +60,7 @@ class Blocks:
 
 def smem(shape, dtype):
     """Shared memory that the tensor cores and the copy engine can read, and warpgroups without bank conflicts."""
-    width = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def rows_of(value, shape):

@@ -4,9 +4,6 @@ Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` are the layout's 
 kept in units of log2. A CAP or WINDOW of 0 is none.
 """
 
-# Triton's annotations do not know its own tensors, and the compiler wants the @triton.jit functions as they stand.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

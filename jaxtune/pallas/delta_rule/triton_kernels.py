@@ -6,9 +6,6 @@ float32[B, heads, CHUNKS * CHUNK]; matrices of a chunk [B, heads, CHUNKS, CHUNK,
 3.7 compile that wrongly for Hopper.
 """
 
-# Triton's annotations do not know its own tensors, and the compiler wants the @triton.jit functions as they stand.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -175,7 +175,7 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
     bounds = (NF4.table[:-1] + NF4.table[1:]) / np.float32(2)
     # The number of bounds below: an element on a bound takes the lower entry.
     nibbles = sum((scaled > bound).astype(jnp.uint8) for bound in bounds)
-    pairs = nibbles.reshape(-1, 2)  # type: ignore[union-attr]
+    pairs = jnp.reshape(nibbles, (-1, 2))
     codes = ((pairs[:, 0] << 4) | pairs[:, 1])[: -(-size // 2)]
     if not double_quant:
         return NF4(codes, absmax, None, None, None, shape, dtype.name)

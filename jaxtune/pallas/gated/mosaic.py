@@ -4,9 +4,6 @@ Bound by memory: a lane reads 16 bytes of each array, and writes as many of each
 memory busy is how many warps a multiprocessor holds, for a lane needs few registers.
 """
 
-# Pallas' annotations do not know its own references.
-# pyright: reportArgumentType=false
-
 from __future__ import annotations
 
 import functools

@@ -10,9 +10,6 @@ must name shared memory. Without `.shared::cta` it waits for all traffic of the 
 product took 1.79 ms for 1.18 (Qwen3-30B-A3B's gate/up, H200).
 """
 
-# MLIR's Python bindings and Pallas' refs have no useful annotations.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import jax.numpy as jnp
@@ -24,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
     SCALAR,
     ir_add,
@@ -56,7 +54,7 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
         return tokens_ref[pl.ds(first, rows)]
     layout = _layout(rows)
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((8 * rows,), jnp.int32, layout)
     )
     def load(_, first, tokens_ref):
@@ -86,7 +84,7 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
         return
     parts = columns // _COLUMNS
 
-    @plgpu.inline_mgpu(arg_types=(_layout(rows), SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
+    @mosaic_types.inline_mgpu(arg_types=(_layout(rows), SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
     def copy(_, tokens, first_column, x_ref, target):
         count, width = ir.MemRefType(x_ref.type).shape
         first, piece = ir_shift_right(ir_thread(), 3), arith.andi(ir_thread(), ir_const(7))
@@ -127,7 +125,7 @@ def begin(barriers_ref, interpreted: bool):
     if interpreted:  # where copies do not lag
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, barriers_ref):
         (words,) = ir.MemRefType(barriers_ref.type).shape
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, ir_thread(), ir_const(0))):
@@ -145,7 +143,7 @@ def tell(barriers_ref, slot, interpreted: bool):
     if interpreted:
         return
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()))
     def tell(_, slot, barriers_ref):
         at = _barrier(barriers_ref, ir_scalar(slot))
         utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", at, has_side_effects=True)
@@ -159,7 +157,7 @@ def wait(barriers_ref, slot, parity, interpreted: bool):
     if interpreted:
         return
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, barriers_ref):
         utils.inline_ptx(
             "{ .reg .pred there; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 there, [$0], $1; "

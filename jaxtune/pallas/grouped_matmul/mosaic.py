@@ -7,9 +7,6 @@ is even over SMs whatever the sizes of the groups. Items go by bands of rows, so
 and weights in L2. An adapter's product is a few more steps along K, of its own two operands.
 """
 
-# Pallas' annotations know neither its own transforms nor barriers.
-# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -21,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import gpu_kernel, persistent, tuning
+from jaxtune.pallas import gpu_kernel, mosaic_types, persistent, tuning
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
@@ -30,7 +27,7 @@ from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
 _WARPGROUPS = 2  # that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
 _STEP = 64  # along K: 128 bytes, a row of the swizzle
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +179,7 @@ def _kernel(
         if gathered:
             gather.begin(rows_there, written_out)
         if decoder is not None and gpu_kernel.interpreter() is not None:
-            plgpu.barrier_wait(ready)
+            plgpu.barrier_wait(ready)  # type: ignore[arg-type]
 
         def item(index, carry):
             at, expert, *tokens = carry
@@ -298,7 +295,7 @@ def _kernel(
             decoder.decode(packed_refs, w_ref, ready, program, programs)
         else:
             decoder.written_out(packed_refs, w_ref)
-            plgpu.barrier_arrive(ready)
+            plgpu.barrier_arrive(ready)  # type: ignore[arg-type]
 
     def others():
         lax.cond(wg == _WARPGROUPS, bring, decode)

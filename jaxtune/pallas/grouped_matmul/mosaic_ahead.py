@@ -30,9 +30,6 @@ So on a mesh of several devices the default decodes first (`NOT_PROVED`). It wou
 multiprocessors than there are less NCCL's blocks, or in a cooperative launch before which the collectives have ended.
 """
 
-# Pallas' annotations know neither its own barriers nor its refs.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import dataclasses

@@ -7,9 +7,6 @@ Persistent, as mosaic.py: item i, an expert and some columns of the wide side, g
 warpgroup brings 64 rows at a time, and goes on to the next item while the other stores the last one.
 """
 
-# Pallas' annotations know neither its own transforms nor barriers.
-# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools
@@ -20,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch, gpu_kernel, persistent
+from jaxtune.pallas import dispatch, gpu_kernel, mosaic_types, persistent
 from jaxtune.pallas.grouped_matmul import gather, reference
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
 
@@ -28,7 +25,7 @@ _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma
 # Columns of an item, the first that divide the wide side's, and steps on their way: two programs fit a multiprocessor.
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of 16 bits
+_TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # of 16 bits
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
@@ -139,8 +136,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
 
 def _smem(shape, dtype):
-    minor = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, minor)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:

@@ -5,9 +5,6 @@ full float32. Here a program adds up a run of numbers of one expert's tiles, whi
 tile to the last.
 """
 
-# Pallas' annotations do not know its own refs.
-# pyright: reportArgumentType=false
-
 from __future__ import annotations
 
 import functools

@@ -11,9 +11,6 @@ warpgroup scales and adds in float32, 128 columns at a time, while the other one
 ahead. An adapter's product is the first step, of its own two operands in 16 bits.
 """
 
-# Pallas' annotations know neither its own transforms nor barriers.
-# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -25,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import dispatch, gpu_kernel, persistent
+from jaxtune.pallas import dispatch, gpu_kernel, mosaic_types, persistent
 
 _WARPGROUPS = 2  # that compute
 _OWN = 64  # rows of each
@@ -290,8 +287,7 @@ def _kernel(
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    tiling = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(row_bytes)))
+    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
 def product(

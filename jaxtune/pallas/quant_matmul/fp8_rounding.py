@@ -7,9 +7,6 @@ fp8_product.rounded. Rows that are sorted by expert take the factors of theirs, 
 are.
 """
 
-# Pallas' annotations do not know its own references.
-# pyright: reportArgumentType=false
-
 from __future__ import annotations
 
 import functools

@@ -1,8 +1,5 @@
 """The body of the Triton kernel of products of codes; fp8_triton.py says what it does and calls it."""
 
-# Triton's annotations do not know its own tensors, and the compiler wants the @triton.jit functions as they stand.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

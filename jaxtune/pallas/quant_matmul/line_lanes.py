@@ -1,8 +1,5 @@
 """What line_matmul.py does lane by lane; see lanes.py."""
 
-# MLIR's Python bindings and Pallas' refs have no useful annotations.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import functools
@@ -15,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 
+from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
     SCALAR,
     ir_add,
@@ -44,7 +42,7 @@ def _fragment_row():
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     """Copies a 32-bit source_ref [256] into each of the columns first to first + 31 of table_smem, uint32[256, 64]."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         for start in range(0, 256 * 8, 128 * warpgroups):
@@ -75,7 +73,7 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, togeth
         ),
     ]
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
+    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
     def load(_, first_row, first_line, absmax_ref, *nested_ref):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
         line = arith.andi(ir_thread(), ir_const(3))
@@ -110,7 +108,7 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
     if offset is not None:
         arrays, layouts = [*arrays, offset], [*layouts, SCALAR]
 
-    @plgpu.inline_mgpu(arg_types=(*layouts, plgpu.RefType(), plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(*layouts, plgpu.RefType(), plgpu.RefType()))
     def keep(_, kept, *rest):
         f32 = ir.F32Type.get()
         *nested, scales_smem, table_smem = rest
@@ -160,7 +158,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(
             layout,
             plgpu.RefType(transforms),
@@ -251,7 +249,7 @@ def keep_line_sums(acc, partial_smem, first):
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(layout, plgpu.RefType(), SCALAR))
     def keep(_, acc, partial_smem, first):
         f32 = ir.F32Type.get()
         _, tokens, stride = ir.MemRefType(partial_smem.type).shape
@@ -277,7 +275,7 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
     programs, in their order; by all. totals_smem: 32-bit, at least [tokens, rows], which is overwritten.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
     def store(_, partial_smem, totals_smem, out_ref, split, first_row):
         f32 = ir.F32Type.get()
         out_type = ir.MemRefType(out_ref.type)

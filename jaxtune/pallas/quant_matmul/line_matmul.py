@@ -10,9 +10,6 @@ Programs that share rows are a cluster, and read each other's sums. These are ad
 program, then the parts of the columns.
 """
 
-# Pallas' annotations know neither its own transforms nor barriers.
-# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -26,14 +23,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import lanes
+from jaxtune.pallas import lanes, mosaic_types
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 from jaxtune.pallas.quant_matmul import line_lanes
 
 LINE = 256  # elements: their codes are a line of memory
 _SPAN = 4  # lines whose scales are decoded together
 _WARPS = 4
-_TRANSFORMS = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+_TRANSFORMS = mosaic_types.tiled(jnp.uint8)
 _SMEM_BYTES = 227 * 1024  # of a program, at most
 
 

@@ -7,9 +7,6 @@ Of one token it is that of row_matmul.py. Where a measurement of the GPU says so
 that of line_matmul.py.
 """
 
-# Pallas' annotations know neither its own transforms nor pipelines that carry values.
-# pyright: reportAbstractUsage=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import dataclasses

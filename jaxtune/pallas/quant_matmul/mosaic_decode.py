@@ -4,9 +4,6 @@ products that decode ahead of themselves (grouped_matmul/mosaic_ahead.py).
 A chunk is `lines` lines of 512 bytes of codes, 1,024 numbers each, whatever rows of the weight they are.
 """
 
-# Pallas' annotations know neither its own layouts nor its refs.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -61,8 +58,9 @@ class Chunks:
     def of(weight: Stored, dtype, whole: int) -> Chunks:
         """whole: numbers that a chunk must divide, a multiple of SMALLEST, such as those of an expert."""
         lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
+        assert isinstance(weight, FourBit | MXFP4)
         powers = isinstance(weight, MXFP4)
-        table = (mxfp4.TABLE if powers else weight.table).tobytes()
+        table = (mxfp4.TABLE if isinstance(weight, MXFP4) else weight.table).tobytes()
         return Chunks(lines, weight.size // (lines * SMALLEST), table, powers, jnp.dtype(dtype))
 
     @property
@@ -76,6 +74,7 @@ class Chunks:
 
     def operands(self, weight: Stored) -> list[jax.Array]:
         """What a kernel gets: codes and scales by chunk, the table, and of quantised absmax the rest."""
+        assert isinstance(weight, FourBit | MXFP4)
         scales, *nested = [weight.scales] if isinstance(weight, MXFP4) else absmax_operands(weight)
         table = jnp.asarray(np.frombuffer(self.table, np.float32))
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]

@@ -208,7 +208,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = (owners, scales, kernels, as_stored)
-    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, static)  # type: ignore
+    outputs: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, added, static)
     finished = []
     for out, row_scale, bias in zip(outputs, row_scales, biases, strict=True):
         out = out.reshape(*x.shape[:-1], out.shape[-1])

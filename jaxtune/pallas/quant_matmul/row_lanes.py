@@ -1,8 +1,5 @@
 """What row_matmul.py does lane by lane; see lanes.py."""
 
-# MLIR's Python bindings and Pallas' refs have no useful annotations.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
     SCALAR,
     ir_add,
@@ -57,7 +55,7 @@ def _block(wg, slices: int):
 def own_x(x_ref, wg, slices: int):
     """uint32[128 x 16]: what a lane multiplies its codes by. x_ref: [columns], 16-bit."""
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _X)
     )
     def load(_, wg, x_ref):
@@ -79,7 +77,7 @@ def own_x(x_ref, wg, slices: int):
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
     """float32[128]: the nested absmax of the block that a lane decodes the scale of."""
 
-    @plgpu.inline_mgpu(
+    @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128,), jnp.float32, _ONE)
     )
     def load(_, chunk, wg, nested_ref):
@@ -112,7 +110,7 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
     given = (codes, absmax, table, *maps, partial)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
-    @plgpu.inline_mgpu(arg_types=(_X, SCALAR, SCALAR, SCALAR, *types, *(plgpu.RefType() for _ in given)))
+    @mosaic_types.inline_mgpu(arg_types=(_X, SCALAR, SCALAR, SCALAR, *types, *(plgpu.RefType() for _ in given)))
     def run(_, x, place, slot, wg, *rest):
         values, (codes, absmax, table, *maps, partial) = rest[: len(types)], rest[len(types) :]
         f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
@@ -194,7 +192,7 @@ def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: 
     By eight lanes a pair of rows, which add up slices first and then quads.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
     def store(_, partial_smem, out_ref, count, program, programs, wg):
         f32 = ir.F32Type.get()
         places, warps, _, _ = ir.MemRefType(partial_smem.type).shape
@@ -222,6 +220,7 @@ def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: 
             with utils.when(writes):
                 chunk = ir_add(ir_scalar(program), arith.muli(place, ir_scalar(programs)))
                 target = ir_address(out_ref, ir_add(ir_mul(chunk, pairs), pair), ir_i32())
-                llvm.store(ir_narrow(*sums, dtype), target)
+                first, second = sums
+                llvm.store(ir_narrow(first, second, dtype), target)
 
     store(partial_smem, out_ref, count, program, programs, wg)

@@ -11,9 +11,6 @@ weight: the table is filled by all, while a first copy is on its way; a warpgrou
 others, 0.14 us each.
 """
 
-# Pallas' annotations know neither its own transforms nor barriers.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import dataclasses

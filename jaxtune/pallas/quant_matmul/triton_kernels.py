@@ -4,9 +4,6 @@ The bytes are bitsandbytes' own (formats.py): 32 bytes of codes, two a byte, sha
 an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between.
 """
 
-# Triton's annotations do not know its own tensors, and the compiler wants the @triton.jit functions as they stand.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 import triton
 import triton.language as tl
 

@@ -7,9 +7,6 @@ On an H200, 16,384 tokens of gpt-oss-20b and Qwen3-30B-A3B: `spread` takes 0.15 
 0.33, a kernel that gathered row by row as much), its bytes 0.12 and 0.17.
 """
 
-# Pallas' annotations know neither its own transforms nor barriers.
-# pyright: reportAbstractUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import functools

@@ -6,9 +6,6 @@ which are summed along rows. What is between them, sums over blocks and the grou
 On an H200, 16,384 tokens: 0.033 ms for 32 experts, 4 a token (XLA's 0.028), 0.034 for 128 and 8 (0.056).
 """
 
-# Pallas' annotations know neither its own layouts nor its refs.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
-
 from __future__ import annotations
 
 import functools

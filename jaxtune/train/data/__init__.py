@@ -110,8 +110,11 @@ class TokenDataset:
 
     def split(self, eval_rows: int) -> tuple[TokenDataset, TokenDataset]:
         """(train, eval), with `eval_rows` documents for evaluation; see Documents.held_out."""
-        sides = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
-        return tuple(dataclasses.replace(self, documents=self.documents.select(side)) for side in sides)  # type: ignore[return-value]
+        train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
+        return self._of(train), self._of(held_out)
+
+    def _of(self, documents: np.ndarray) -> TokenDataset:
+        return dataclasses.replace(self, documents=self.documents.select(documents))
 
 
 def prepare(

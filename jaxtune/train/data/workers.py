@@ -379,7 +379,8 @@ class _Process:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.process.stdin.close()  # type: ignore[union-attr]  # its sign to leave
+            if self.process.stdin is not None:
+                self.process.stdin.close()  # its sign to leave
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
         self.kill()
@@ -390,7 +391,8 @@ class _Process:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+                if pipe is not None:
+                    pipe.close()
 
 
 def _pickled(rows: list[Row]) -> bytes:

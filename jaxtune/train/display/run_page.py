@@ -235,7 +235,8 @@ def _asked(samples: Any) -> list[tuple[str, str, str]]:
     """(question, expected, given) of the samples that have them."""
     found = [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
     keys = ("question", "expected", "given")
-    return [tuple(str(sample[key]) for key in keys) for sample in found if all(key in sample for key in keys)]  # type: ignore[misc]
+    whole = [sample for sample in found if all(key in sample for key in keys)]
+    return [(str(sample["question"]), str(sample["expected"]), str(sample["given"])) for sample in whole]
 
 
 def _number(value: float) -> str:

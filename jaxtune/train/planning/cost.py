@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -484,7 +485,7 @@ def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
         names = tuple(residual.name for residual in nnx.merge(graph, trainable, frozen).residuals())
         # Not the jitted function: what it traces here must not be found again by a run on another device.
-        one_layer = layer_forward.__wrapped__  # type: ignore[attr-defined]
+        one_layer = inspect.unwrap(layer_forward)
         return one_layer(graph, spec, names, trainable, frozen, x, layout, None)[1]
 
     with dispatch.unchecked():

@@ -21,7 +21,7 @@ from jaxtune.pallas.dispatch import compile_for
 class _PinnedHost(SingleDeviceSharding):
     """A device that is not there knows no memories, so JAX drops the kind that a sharding is made with."""
 
-    memory_kind = property(lambda self: "pinned_host")  # type: ignore[assignment]
+    memory_kind = property(lambda self: "pinned_host")
 
 
 @dataclasses.dataclass(frozen=True)
