@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,6 +154,101 @@ def test_no_file_is_too_long():
         name = path.relative_to(ROOT).as_posix()
         most = MAX_KERNEL_LINES if name.startswith("jaxtune/pallas/") else MAX_LINES
         assert len(path.read_text(encoding="utf-8").splitlines()) <= most, name
+
+
+# How often the whole tree may turn a tool off, or take a value's type for granted. These numbers may only fall.
+MAX_UNFORMATTED = 20  # statements that the formatter leaves alone
+MAX_UNCHECKED = 25  # lines, or files, that a type checker leaves alone
+MAX_CASTS = 1  # calls of typing.cast
+MAX_ANYS = 1208  # names `Any` in jaxtune
+MAX_FUNCTION_LINES = 80  # kernels apart
+LONGER = {
+    "benchmarks/train/step.py:measure": 88,
+    "jaxtune/compat/trainer.py:config": 92,
+    "jaxtune/models/adapters/adapter_files.py:load_adapter": 84,
+    "jaxtune/models/files/reading.py:read_tensors": 81,
+    "jaxtune/models/generation/generate.py:generate": 117,
+    "jaxtune/models/stack.py:layer_backward": 96,
+    "jaxtune/train/data/__init__.py:prepare": 112,
+    "jaxtune/train/planning/cost.py:step_cost": 92,
+    "jaxtune/train/program/step.py:update": 98,
+    "jaxtune/train/run.py:steps": 83,
+    "tests/models/test_hf.py:test_what_is_not_of_the_text_model_is_saved_again": 85,
+}  # functions that are longer still: how many lines each may have
+UNFORMATTED = re.compile(r"#\s*fmt:\s*(skip|off)")
+UNCHECKED = re.compile(r"#\s*(type:\s*ignore|pyright:)")
+
+
+def comments(source: str, pattern: re.Pattern[str]) -> list[int]:
+    """Lines whose comment matches the pattern."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.start[0] for token in tokens if token.type == tokenize.COMMENT and pattern.search(token.string)]
+
+
+def casts(source: str) -> list[int]:
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if ast.unparse(call.func) in ("cast", "typing.cast")]
+
+
+def anys(source: str) -> list[int]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.start[0] for token in tokens if token.type == tokenize.NAME and token.string == "Any"]
+
+
+def long_functions(source: str) -> list[tuple[int, str, int]]:
+    """(line, name, lines) of functions over the limit."""
+    functions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    found = [(node.lineno, node.name, (node.end_lineno or 0) - node.lineno + 1) for node in functions]
+    return [function for function in found if function[2] > MAX_FUNCTION_LINES]
+
+
+def sources(*folders: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of the Python files in folders of the project."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+EVERYWHERE = ("jaxtune", "tests", "scripts", "benchmarks", "docs", "examples")
+
+
+@pytest.mark.parametrize(
+    ("most", "find", "folders"),
+    [
+        pytest.param(MAX_UNFORMATTED, lambda text: comments(text, UNFORMATTED), EVERYWHERE, id="fmt"),
+        pytest.param(MAX_UNCHECKED, lambda text: comments(text, UNCHECKED), EVERYWHERE, id="type: ignore"),
+        pytest.param(MAX_CASTS, casts, EVERYWHERE, id="cast"),
+        pytest.param(MAX_ANYS, anys, ("jaxtune",), id="Any"),
+    ],
+)
+def test_tools_are_seldom_turned_off(most, find, folders):
+    found = [f"{name}:{line}" for name, text in sources(*folders) for line in find(text)]
+    assert len(found) <= most, f"{len(found)} where at most {most} may be; one of them is new:\n" + "\n".join(found)
+
+
+def test_no_function_is_too_long():
+    found = []
+    for name, text in sources(*EVERYWHERE):
+        if name.startswith("jaxtune/pallas/"):
+            continue
+        for line, function, length in long_functions(text):
+            most = LONGER.get(f"{name}:{function}", MAX_FUNCTION_LINES)
+            if length > most:
+                found.append(f"{name}:{line}: {function} has {length} lines; at most {most}: split it by what it does")
+    assert not found, "\n".join(found)
+
+
+def test_what_fights_with_tools_is_found():
+    skipped, ignored = "x = 1  # fmt: " + "skip", "y = 2  # type: " + "ignore[misc]"
+    source = "\n".join([skipped, ignored, "# pyright: " + "basic", 'z = "# fmt: off"', ""])
+    assert comments(source, UNFORMATTED) == [1] and comments(source, UNCHECKED) == [2, 3]
+    assert casts("a = cast(int, b)\nc = typing.cast(int, d)\ne = tl.cast(f)") == [1, 2]
+    assert anys("from typing import Any\nx: Any = 'Any'\nmany = Anything") == [1, 2]
+    body = "    x = 1\n" * MAX_FUNCTION_LINES
+    assert long_functions(f"def f():\n{body}") == [(1, "f", MAX_FUNCTION_LINES + 1)]
+    assert not long_functions(f"def f():\n{body[:-10]}")
 
 
 IMPORTED = """

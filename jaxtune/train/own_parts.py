@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from jaxtune.train.config import OptimConfig, ScheduleConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
@@ -65,7 +66,7 @@ def require_nothing_beside(
 
 
 def identities(
-    trainable: Any,
+    trainable: nnx.State,
     total_steps: int,
     optimizer: optax.GradientTransformation | None,
     schedule: optax.Schedule | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import optax
@@ -84,17 +83,30 @@ def planned(
     trains: bool,
 ) -> tuple[TrainConfig, jax.sharding.Mesh, Planner | ForwardPlanner]:
     """(config with the mesh chosen, the mesh, the planner of its steps or, unless it `trains`, of a forward pass)."""
-    of_step: dict[str, Any] = dict(
-        length=batches.length,
+    config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
+    length, reference_runs = batches.length, objective.reference_runs
+    chosen, why = mesh_of(
+        config,
+        lambda: model.prepared,
+        length=length,
         keeps_model=model.keeps_model,
-        reference_runs=objective.reference_runs,
+        reference_runs=reference_runs,
         optimizer=optimizer,
     )
-    config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
-    chosen, why = mesh_of(config, lambda: model.prepared, **of_step)
     mesh = partition.make_mesh(chosen.data, chosen.fsdp)
     config = dataclasses.replace(config, mesh=chosen)
     config.require_rows_for(mesh.size)
-    if trains:
-        return config, mesh, Planner(model.prepared, config, device=mesh.local_devices[0], note=why, **of_step)
-    return config, mesh, ForwardPlanner(model.prepared, config, batches.length, mesh.local_devices[0])
+    device = mesh.local_devices[0]
+    if not trains:
+        return config, mesh, ForwardPlanner(model.prepared, config, length, device)
+    planner = Planner(
+        model.prepared,
+        config,
+        device=device,
+        note=why,
+        length=length,
+        keeps_model=model.keeps_model,
+        reference_runs=reference_runs,
+        optimizer=optimizer,
+    )
+    return config, mesh, planner
