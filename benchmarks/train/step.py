@@ -157,6 +157,28 @@ def rate(arrivals: list[float]) -> float:
     return statistics.median((late - early) / (j - i) for (i, early), (j, late) in pairs)
 
 
+def profiled(folder: str, step, state, sums) -> None:
+    """A trace of some steps: (number, state, sums) -> (state, sums, metrics), which are the last ones of theirs."""
+    with jax.profiler.trace(folder):
+        for number in range(PROFILED_STEPS):
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                state, sums, latest = step(number, state, sums)
+        float(latest["loss"])
+
+
+def compared(shape: dict, options) -> dict:
+    """What a run was asked for, by which runs are compared."""
+    return {
+        "shape": options.shape,
+        "vocab_size": shape["vocab_size"],
+        "load_in": options.load_in,
+        "compute": options.compute,
+        "scales": options.scales,
+        "adapter_rank": options.rank,
+        "rows": options.rows,
+    }
+
+
 def measure(options) -> dict:
     shape = SHAPES[options.shape]
     started = time.perf_counter()
@@ -191,11 +213,7 @@ def measure(options) -> dict:
         waiting = latest["loss"]
     float(waiting)
     if options.profile:  # which slows a step
-        with jax.profiler.trace(options.profile):
-            for number in range(PROFILED_STEPS):
-                with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                    state, sums, latest = step(number, state, sums)
-            float(latest["loss"])
+        profiled(options.profile, step, state, sums)
     step_seconds = rate(arrivals)
     counts = [c for _, c in loaded]
     flops = statistics.mean(trainer.flops(c["lengths"]) for c in counts)
@@ -207,13 +225,7 @@ def measure(options) -> dict:
     return {
         "benchmark": "train/step",
         **environment(),
-        "shape": options.shape,
-        "vocab_size": shape["vocab_size"],
-        "load_in": options.load_in,
-        "compute": options.compute,
-        "scales": options.scales,
-        "adapter_rank": options.rank,
-        "rows": options.rows,
+        **compared(shape, options),
         "mesh_data": trainer.mesh.shape["data"],
         "mesh_fsdp": trainer.mesh.shape["fsdp"],
         "length": options.length,

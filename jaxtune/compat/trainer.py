@@ -230,13 +230,7 @@ class SFTTrainer(Reports):
         args, source = self.args, self.model.module.source
         lengths = [length for length in (args.max_length, args.max_seq_length) if length is not None]
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        strategies = {"steps": "steps", "no": "no", "epoch": "epoch"}
-        saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), strategies)
-        evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), strategies)
-        if evaluates != "no" and "eval" not in self._rows:
-            raise ValueError(f"SFTConfig: eval_strategy = {evaluates!r} needs eval_dataset")
-        if args.load_best_model_at_end and evaluates == "no":
-            raise ValueError("SFTConfig: load_best_model_at_end = True needs eval_strategy = 'steps' or 'epoch'")
+        saves, evaluates = self._strategies()
         # Rows must be tokenised before an epoch's steps can be counted.
         epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
         self._order()
@@ -256,7 +250,6 @@ class SFTTrainer(Reports):
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
-        optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         stored: Any = stored_in(self.model.module)
         return TrainConfig(
             model=ModelConfig(
@@ -286,15 +279,7 @@ class SFTTrainer(Reports):
             router_aux_loss_coef=args.router_aux_loss_coef,
             max_grad_norm=args.max_grad_norm or None,
             neftune_noise_alpha=args.neftune_noise_alpha,
-            optim=OptimConfig(
-                name=optimizer,
-                learning_rate=args.learning_rate,
-                weight_decay=args.weight_decay,
-                beta1=args.adam_beta1,
-                beta2=args.adam_beta2,
-                eps=args.adam_epsilon,
-                momentum=0.0,
-            ),
+            optim=self._optim(),
             schedule=schedule_config(args, steps),
             memory=MemoryConfig(plan=residuals),
             checkpoint=CheckpointConfig(
@@ -310,6 +295,30 @@ class SFTTrainer(Reports):
             ),
             metrics=metrics_config(args, log_every),
             output=os.fspath(args.output_dir),
+        )
+
+    def _strategies(self) -> tuple[str, str]:
+        """When to save and when to evaluate: steps, epoch or no."""
+        args, known = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
+        saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), known)
+        evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), known)
+        if evaluates != "no" and "eval" not in self._rows:
+            raise ValueError(f"SFTConfig: eval_strategy = {evaluates!r} needs eval_dataset")
+        if args.load_best_model_at_end and evaluates == "no":
+            raise ValueError("SFTConfig: load_best_model_at_end = True needs eval_strategy = 'steps' or 'epoch'")
+        return saves, evaluates
+
+    def _optim(self) -> OptimConfig:
+        args = self.args
+        optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
+        return OptimConfig(
+            name=optimizer,
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            beta1=args.adam_beta1,
+            beta2=args.adam_beta2,
+            eps=args.adam_epsilon,
+            momentum=0.0,
         )
 
     @functools.cached_property

@@ -71,9 +71,35 @@ class _Static:
         return index >= len(self.layers) - self.whole_weights
 
 
+def _scope(segment: Segment) -> contextlib.AbstractContextManager:
+    return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
+
+
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
-    with jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext():
+    with _scope(segment):
         return segment.run(block, context, *values)
+
+
+def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -> tuple[tuple, Callable]:
+    """(outputs, their derivative)"""
+
+    def run(trainable, *values):
+        return tuple(_run(segment, block_of(trainable), context, values))
+
+    return jax.vjp(run, trainable, *inputs)
+
+
+def _together(order, held, doutputs, total):
+    """The same, none of them before the others; the sum of weights' gradients only where those come first."""
+    if order.weights_first:
+        return optimization_barrier((held, doutputs, total))
+    return *optimization_barrier((held, doutputs)), total
+
+
+def _differentiable(names, gradients) -> dict[str, jax.Array]:
+    """The gradients of those values that have one: not of integers."""
+    named = zip(names, gradients, strict=True)
+    return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
@@ -188,14 +214,7 @@ def layer_backward(
     def block_of(trainable):
         return nnx.merge(graph, trainable, frozen)
 
-    def pullback_of(segment, context, inputs):
-        """(outputs, their derivative)"""
-
-        def run(trainable, *values):
-            return tuple(_run(segment, block_of(trainable), context, values))
-
-        return jax.vjp(run, trainable, *inputs)
-
+    pullback_of = functools.partial(_pullback, block_of, trainable)
     pullbacks = {}
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
@@ -216,29 +235,20 @@ def layer_backward(
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
                 # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
                 held = {name: values[name] for name in segment.reads if name not in order.shared}
-                if order.weights_first:
-                    held, doutputs, total = optimization_barrier((held, doutputs, total))
-                else:
-                    held, doutputs = optimization_barrier((held, doutputs))
+                held, doutputs, total = _together(order, held, doutputs, total)
                 inputs = start(stage, [dense(held.get(name, values[name])) for name in segment.reads])
                 context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
-                    with jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext():
-                        dtrainable, dinputs = segment.backward(
-                            block_of, trainable, context, tuple(inputs), outputs, doutputs
-                        )
+                    with _scope(segment):
+                        found = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
+                    dtrainable, dinputs = found
                 else:
                     pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
-                found = {
-                    name: value
-                    for name, value in zip(segment.reads, dinputs, strict=True)
-                    if value.dtype != jax.dtypes.float0
-                }
-                for name, value in finish(stage, found).items():
+                for name, value in finish(stage, _differentiable(segment.reads, dinputs)).items():
                     gradients[name] = gradients[name] + value if name in gradients else value
         return total, gradients[LAYER_INPUT], copies.arrays, collectives.gathered, collectives.scattered
 

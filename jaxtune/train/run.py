@@ -152,14 +152,10 @@ class Run:
                     break
             if saver.enabled:
                 saver.save(done, state)
-            if monitor.skipped_in_row:
-                progress.print(
-                    f"warning: the last {monitor.skipped_in_row} updates were skipped, as their numbers were not finite"
-                )
-            if self.evaluation.after_last(done) and self.held_out() is not None:
-                good = math.isfinite(evaluate(done))
-            else:
-                good = self._is_finite(at(done), sums, state, frozen)
+            if skipped := monitor.skipped_in_row:
+                progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
+            evaluated = self.evaluation.after_last(done) and self.held_out() is not None
+            good = math.isfinite(evaluate(done)) if evaluated else self._is_finite(at(done), sums, state, frozen)
             saver.poll(done, state)
             saver.finish(good)
             if not good:

@@ -182,6 +182,20 @@ def test_text_part_of_a_multimodal_model(whole, spelling, tmp_path):
     from_pretrained(tmp_path / "out")
 
 
+def with_a_vision_tower(text: dict) -> dict:
+    """The config.json of a model that has a text model of this one."""
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": {key: value for key, value in text.items() if key not in ("architectures", "eos_token_id")},
+        "vision_config": {"depth": 2},
+        "image_token_id": 99,
+        "eos_token_id": [1, 2],
+        "dtype": "float32",
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     """A vision tower and layers that predict further tokens, in their own dtypes; the config they belong to; also of a
@@ -194,17 +208,7 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     outer = text
     if name == "qwen3_5":
         beside["model.visual.patch_embed.proj.bias"] = rng.normal(size=5).astype(ml_dtypes.bfloat16)
-        inner = {key: value for key, value in text.items() if key not in ("architectures", "eos_token_id")}
-        outer = {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "model_type": "qwen3_5",
-            "text_config": inner,
-            "vision_config": {"depth": 2},
-            "image_token_id": 99,
-            "eos_token_id": [1, 2],
-            "dtype": "float32",
-            "tie_word_embeddings": text["tie_word_embeddings"],
-        }
+        outer = with_a_vision_tower(text)
 
     def change(content):
         if name == "qwen3_5":

@@ -255,16 +255,21 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     _check_tied(folder, model, arrays)
     arrays = _current_experts(folder, config, variables, arrays)
     _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
-    base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
-    for place, variable in nnx.to_flat_state(nnx.state(adapted)):
-        if isinstance(variable, Frozen):
-            place = (*place[:-1], "weight") if place[-1] == "original" else place
-            variable.set_value(base[place].get_value())
+    _share_base(model, adapted)
     for key, variable in variables.items():
         variable.set_value(jnp.asarray(arrays[key], jnp.float32))
     if over is not None and over.qat is not None:
         adapted = rounded_by(adapted, over.qat)
     return generate.with_end_token_ids(adapted, () if over is None else over.eos_token_ids)
+
+
+def _share_base(model: Decoder, adapted: Decoder) -> None:
+    """Puts the arrays of `model` into the places that they have in a model of shapes with an adapter over it."""
+    base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
+    for place, variable in nnx.to_flat_state(nnx.state(adapted)):
+        if isinstance(variable, Frozen):
+            place = (*place[:-1], "weight") if place[-1] == "original" else place
+            variable.set_value(base[place].get_value())
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:

@@ -32,6 +32,14 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
+def _read_packed(entry, dtype: str) -> tuple[Stored, Digest]:
+    if isinstance(entry, quant.PackedEntry):
+        return quant.read_packed(entry)
+    if isinstance(entry, fp8_files.FP8Entry):
+        return fp8_files.read_fp8(entry, dtype)
+    return expert_files.read_packed_experts(entry)
+
+
 def read_tensors(
     entries: Mapping[str, shards.TensorEntry],
     dtype: str,
@@ -56,12 +64,7 @@ def read_tensors(
 
     def load(name, entry):
         if isinstance(entry, PACKED):
-            if isinstance(entry, quant.PackedEntry):
-                packed, digest = quant.read_packed(entry)
-            elif isinstance(entry, fp8_files.FP8Entry):
-                packed, digest = fp8_files.read_fp8(entry, dtype)
-            else:
-                packed, digest = expert_files.read_packed_experts(entry)
+            packed, digest = _read_packed(entry, dtype)
             packed = partition.put(packed, where(name, packed))
             return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
         if isinstance(entry, expert_files.MXFP4Entry):

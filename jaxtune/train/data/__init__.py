@@ -173,19 +173,7 @@ def prepare(
     Raises:
         ValueError: the data cannot be trained on; the message names the key, the place or the token, and the fix.
     """
-    if (format in (PREFERENCE, LABELLED)) != pairs:
-        raise ValueError(
-            f"data.format = {format!r}: "
-            + (
-                "rows of this form are for preference objectives: set objective=dpo, orpo, simpo or kto"
-                if not pairs
-                else "a preference objective takes rows with chosen and rejected: leave data.format out"
-            )
-        )
-    if on_bad_row not in ON_BAD_ROW:
-        raise ValueError(f"data.on_bad_row must be one of {', '.join(ON_BAD_ROW)}, got {on_bad_row!r}")
-    if overflow not in OVERFLOW_POLICIES:
-        raise ValueError(f"data.overflow must be one of {', '.join(OVERFLOW_POLICIES)}, got {overflow!r}")
+    _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:
         resolve_template(tokenizer, template)
     options = {
@@ -229,6 +217,22 @@ def prepare(
         documents, summary, cached = open_or_build(folder / key, chunks, say)
     _refuse_unusable(documents, summary, tokenizer, options, vocab_size, ", ".join(source.name for source in sources))
     return TokenDataset(documents, summary, length, packing, overflow, cached, options["mask_spans"] or ())
+
+
+def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
+    if (format in (PREFERENCE, LABELLED)) != pairs:
+        raise ValueError(
+            f"data.format = {format!r}: "
+            + (
+                "rows of this form are for preference objectives: set objective=dpo, orpo, simpo or kto"
+                if not pairs
+                else "a preference objective takes rows with chosen and rejected: leave data.format out"
+            )
+        )
+    if on_bad_row not in ON_BAD_ROW:
+        raise ValueError(f"data.on_bad_row must be one of {', '.join(ON_BAD_ROW)}, got {on_bad_row!r}")
+    if overflow not in OVERFLOW_POLICIES:
+        raise ValueError(f"data.overflow must be one of {', '.join(OVERFLOW_POLICIES)}, got {overflow!r}")
 
 
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:

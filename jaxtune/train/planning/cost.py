@@ -227,10 +227,7 @@ def step_cost(
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
-    if optimizer is None:
-        schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
-        optimizer = make_optimizer(config.optim, schedule)
-    states = jax.eval_shape(optimizer.init, masters)
+    states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
     storage = weight_storage(config.optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(masters)))
     kept = jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
@@ -255,10 +252,7 @@ def step_cost(
     # Parts stay beside what is whole where somebody else holds them.
     more = 1.0 if keeps_model else 1 - 1 / fsdp
     head = model.head_variable
-    head_trains = isinstance(head, nnx.Param)
-    head_size = math.prod(head.shape)
-    head_loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
-    head_copy = 0.0 if head_trains and storage != "bf16" else 2.0 * fills_up(shape.vocab_size, dtype)
+    head_bytes, head_gradient_bytes = _head_costs(head, shape.vocab_size, dtype, storage)
     return StepCost(
         rows=config.rows_per_step,
         length=length,
@@ -274,9 +268,9 @@ def step_cost(
         kinds=tuple({id(kind): kind for kind in kinds}.values()),
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
-        head_bytes=head_size * (head_loss * head_trains + head_copy),
-        head_gradient_bytes=head_size * (2.0 if storage == "bf16" else head_loss) if head_trains else 0.0,
-        head_trains=head_trains,
+        head_bytes=head_bytes,
+        head_gradient_bytes=head_gradient_bytes,
+        head_trains=isinstance(head, nnx.Param),
         trained=nbytes(masters) / 4,
         trained_here=share * nbytes(masters) / 4,
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
@@ -288,20 +282,32 @@ def step_cost(
         shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
         dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         exchange=_exchange(kept, frozen, data, fsdp),
-        whole_layer_bytes=max(
-            sum(
-                partition.divided_sizes(tree["layers"][i], fsdp)[0]
-                for tree in (kept, frozen)
-                if i in tree.get("layers", {})
-            )
-            for i in range(len(kinds))
-        ),
+        whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), fsdp),
         whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), fsdp)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
         resident_around_bytes=more * around,
         whole_gradient_bytes=0.0 if fsdp == 1 else _whole_gradient_bytes(model, storage),
     )
+
+
+def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
+    return make_optimizer(config.optim, schedule)
+
+
+def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tuple[float, float]:
+    """Bytes beside the head's weight while the loss runs, and those of its gradient."""
+    trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
+    loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
+    copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(vocab_size, dtype)
+    return size * (loss * trains + copy), size * (2.0 if storage == "bf16" else loss) if trains else 0.0
+
+
+def _whole_layer_bytes(trees, layers: int, fsdp: int) -> float:
+    """Of the largest layer, what a device receives to have its divided weights whole."""
+    held = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
+    return max(sum(partition.divided_sizes(part, fsdp)[0] for part in parts) for parts in held)
 
 
 def packed_slack(frozen) -> float:

@@ -320,11 +320,7 @@ class StepProgram:
             largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
             tensors = (state.trainable, state.opt_state, sums.gradients)
             if self.bound is not None:
-                assert self.schedule is not None  # the bound is of an optimizer that has its rate from it
-                rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
-                highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
-                reach = highest.astype(jnp.float32) * (1.0 + rate * self.bound.decay) + rate * self.bound.direction
-                finite &= reach <= largest
+                finite &= self._reach(self.bound, state) <= largest
             else:
                 wide, _ = moved(*tensors, finite=True)
                 finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
@@ -348,32 +344,13 @@ class StepProgram:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
-            skip = (~finite).astype(jnp.int32)
-            loss_scale, good_steps = state.loss_scale, state.good_steps
-            if self.scale_loss:
-                grow = finite & (good_steps + 1 >= _GROWTH_STEPS)
-                loss_scale = jnp.where(finite, jnp.where(grow, loss_scale * 2, loss_scale), loss_scale / 2)
-                loss_scale = jnp.clip(loss_scale, 1.0, 2.0**24)
-                good_steps = jnp.where(finite & ~grow, good_steps + 1, 0)
-            new = TrainState(
-                trainable=trainable,
-                opt_state=opt_state,
-                step=state.step + 1,
-                skipped=state.skipped + skip,
-                skipped_in_row=(state.skipped_in_row + 1) * skip,
-                loss_scale=loss_scale,
-                good_steps=good_steps,
-                dropout_key=state.dropout_key,
-            )
-            metrics = {
-                "loss": sums.loss / count,
+            new = self._next(state, trainable, opt_state, finite)
+            metrics = self._means(sums, count) | {
                 "grad_norm": norm,
-                "count": sums.count,
-                "own": self.objective.metrics({"loss": sums.loss, "count": sums.count} | sums.own),
                 "finite": finite,
                 "skipped": new.skipped,
                 "skipped_in_row": new.skipped_in_row,
-                "loss_scale": loss_scale,
+                "loss_scale": new.loss_scale,
                 "grad_norms": jnp.sqrt(squares),
             }
             if self.schedule is not None:
@@ -381,6 +358,41 @@ class StepProgram:
             if sums.routers is not None:
                 metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
             return new, jax.tree.map(jnp.zeros_like, given), metrics
+
+    def _means(self, sums: Sums, count: jax.Array) -> dict:
+        """What metrics say of the loss."""
+        return {
+            "loss": sums.loss / count,
+            "count": sums.count,
+            "own": self.objective.metrics({"loss": sums.loss, "count": sums.count} | sums.own),
+        }
+
+    def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
+        """The state after a step, which is skipped where its numbers are not finite."""
+        skip = (~finite).astype(jnp.int32)
+        loss_scale, good_steps = state.loss_scale, state.good_steps
+        if self.scale_loss:
+            grow = finite & (good_steps + 1 >= _GROWTH_STEPS)
+            loss_scale = jnp.where(finite, jnp.where(grow, loss_scale * 2, loss_scale), loss_scale / 2)
+            loss_scale = jnp.clip(loss_scale, 1.0, 2.0**24)
+            good_steps = jnp.where(finite & ~grow, good_steps + 1, 0)
+        return TrainState(
+            trainable=trainable,
+            opt_state=opt_state,
+            step=state.step + 1,
+            skipped=state.skipped + skip,
+            skipped_in_row=(state.skipped_in_row + 1) * skip,
+            loss_scale=loss_scale,
+            good_steps=good_steps,
+            dropout_key=state.dropout_key,
+        )
+
+    def _reach(self, bound: UpdateBound, state: TrainState) -> jax.Array:
+        """The highest weight that an update can make."""
+        assert self.schedule is not None  # the bound is of an optimizer that has its rate from it
+        rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
+        highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
+        return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
         """The new float32 weights in the dtypes of the `old` ones, which are tensors `stream`, stream + 1, ... ."""
