@@ -43,7 +43,7 @@ from jaxtune.train.folder.record import digest, is_digest_of, require_same_setti
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.planning import choice, cost, devices, search
+from jaxtune.train.planning import choice, cost, devices, fitting, search
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
 from jaxtune.train.program.program_cache import use_program_cache
@@ -416,9 +416,9 @@ def show_plan(config: TrainConfig, console: Console) -> None:
     try:
         forecast, _ = search.next_plan(parts, config, device, room)
     except choice.PlanError as error:
-        fixes = choice.fitting_settings(shape, config, device, budget_bytes)
+        fixes = fitting.fitting_settings(shape, config, device, budget_bytes)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
-    longest = choice.longest_row(parts, config, device, budget_bytes)
+    longest = fitting.longest_row(parts, config, device, budget_bytes)
     report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)
     console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
 

@@ -1,4 +1,10 @@
-"""The Trainer: one run, from a model and rows to a trained model."""
+"""The Trainer: one run, from a model and rows to a trained model.
+
+Making one reads the rows and, by setup.py, makes the rule of updates, the step's programs, the mesh and the planner.
+`train` takes the output folder, goes on from its last checkpoint if there is one, compiles the step
+(program/programs.py), makes the steps (run.py), and hands over the trained model.
+What is said of a run, and its checkpoints, follow below.
+"""
 
 from __future__ import annotations
 

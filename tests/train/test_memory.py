@@ -32,7 +32,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.display import report
-from jaxtune.train.planning import choice, devices
+from jaxtune.train.planning import choice, devices, fitting
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
@@ -340,9 +340,9 @@ def test_when_nothing_fits_three_settings_that_would(parts_8b):
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
         choose(step_cost(abstract_model(SHAPE, config), config), config, H200, 12e9)
     assert str(error.value).count(" GB;") == 2 and "frozen weights 16.06 GB" in str(error.value)
-    found = choice.fitting_settings(SHAPE, config, H200, 12e9)
+    found = fitting.fitting_settings(SHAPE, config, H200, 12e9)
     assert len(found) == 2 and found[0] == "model.load_in=nf4"
-    tight = choice.fitting_settings(SHAPE, config_8b(), H200, 7.2e9)
+    tight = fitting.fitting_settings(SHAPE, config_8b(), H200, 7.2e9)
     assert len(tight) == 3
     lengths = [int(text.split("=")[1]) for text in tight if text.startswith("data.length")]
     shorter = config_8b(data=DataConfig(train="rows", length=lengths[0]))
@@ -351,7 +351,7 @@ def test_when_nothing_fits_three_settings_that_would(parts_8b):
 
 def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     config = config_8b()
-    longest = choice.longest_row(parts_8b, config, H200, 24e9)
+    longest = fitting.longest_row(parts_8b, config, H200, 24e9)
     assert longest % 1024 == 0 and longest > 16384
     one = config_8b(rows_per_step=1, micro_batches=1)
     choose(dataclasses.replace(parts_8b, rows=1, length=longest), one, H200, 24e9)
@@ -364,7 +364,7 @@ def test_whether_a_row_fits_is_known_of_most_without_choosing(parts_8b):
     for device in (H200, dataclasses.replace(H200, host_bytes=2e9), find_device("NVIDIA GB10")):
         for length in (8192, 32768, 65536, 131072, 262144, 524288):
             row = dataclasses.replace(parts_8b, rows=1, length=length)
-            sure.append(choice._surely_fits(row, config, device, 24e9))
+            sure.append(fitting._surely_fits(row, config, device, 24e9))
             try:
                 choose(row, config, device, 24e9, choice.CHUNK_LOGITS[-1:])
                 assert sure[-1] is not False

@@ -28,7 +28,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
-from jaxtune.train.planning import choice, cost
+from jaxtune.train.planning import choice, cost, fitting
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
@@ -230,7 +230,7 @@ def test_8b_without_an_adapter():
     parts = cost.step_cost(cost.abstract_model(shape, config), config)
     with pytest.raises(choice.PlanError):
         choice.choose(parts, config, device, 80e9)
-    found = choice.fitting_settings(shape, config, device, 80e9)
+    found = fitting.fitting_settings(shape, config, device, 80e9)
     assert "optim.offload=true" in found
     offloaded = dataclasses.replace(config, optim=OptimConfig(offload=True))
     other = cost.step_cost(cost.abstract_model(shape, offloaded), offloaded)

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import optax
 
-from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Residual
 from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, Placement, ResidualPlan
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
-from jaxtune.train.planning.devices import Device, card_gb
+from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import (
     GAPS,
     Forecast,
@@ -119,18 +117,20 @@ def choose(
             f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory "
             f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use optim.name=adamw_8bit, or unset it"
         )
-    device = _beside_states(parts, device)
+    device = beside_states(parts, device)
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
         # No more logits at a time than there are tokens, and no more sizes than make a difference.
-        chunks = sorted({max(1, min(int(_tokens(parts, micro)), count // parts.vocab_size)) for count in chunk_logits})
+        chunks = sorted(
+            {max(1, min(int(tokens_of(parts, micro)), count // parts.vocab_size)) for count in chunk_logits}
+        )
         if fixed is not None:
             found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
         else:
-            for tile in dict.fromkeys((None, _tile_tokens(parts, config))):
-                table = _best_layers(parts, _tokens(parts, micro), device, tile)
+            for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
+                table = _best_layers(parts, tokens_of(parts, micro), device, tile)
                 for held in _residents(parts, resident):
                     relatives = _Relatives(parts, [one for one in unlike if _run_alike(one, micro, tile)], table[0])
                     pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, held, relatives)
@@ -141,7 +141,7 @@ def choose(
     return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
 
 
-def _beside_states(parts: StepCost, device: Device) -> Device:
+def beside_states(parts: StepCost, device: Device) -> Device:
     """The device with as much of its host's memory as residuals may take."""
     return dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
 
@@ -175,7 +175,7 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
     return with_(resident=min(found.plan.residuals.resident + more, layers - 1))
 
 
-def _tile_tokens(parts: StepCost, config: TrainConfig) -> int | None:
+def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
     """The largest tile of at most _TILE_TOKENS that divides a long row; None for other rows, and with dropout."""
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
@@ -264,7 +264,7 @@ def _best_pairs(
     return found
 
 
-def _tokens(parts: StepCost, micro: int) -> float:
+def tokens_of(parts: StepCost, micro: int) -> float:
     """Of a micro-batch, on one device."""
     return parts.rows / micro / parts.devices * parts.length
 
@@ -285,7 +285,7 @@ def _best_pair(
     mixtures that are left out, unless none fits."""
     count = parts.num_layers
     plans, of = table
-    head = head_forecast(parts, chunk_tokens, _tokens(parts, micro), device)
+    head = head_forecast(parts, chunk_tokens, tokens_of(parts, micro), device)
     kept, hosted, leaving, arriving = of.kept, of.hosted, GAPS * of.leaving, of.arriving
     seconds = of.forward + of.backward
     at_loss, at_forward, at_backward = gathered_bytes(parts, 0, resident)
@@ -383,118 +383,3 @@ class PlanError(ValueError):
         if fixes:
             text += " What would fit: " + "; ".join(fixes) + "."
         super().__init__(text)
-
-
-def fitting_settings(
-    shape,
-    config: TrainConfig,
-    device: Device,
-    budget_bytes: float,
-    wanted: int = 3,
-    optimizer: optax.GradientTransformation | None = None,
-    reference_runs: int = 0,
-) -> list[str]:
-    """Changes of the config, each enough alone, under which a plan fits; the gentlest first. optimizer,
-    reference_runs: as in step_cost."""
-
-    def changed(section: str, **values) -> TrainConfig:
-        return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
-
-    options: list[tuple[str, TrainConfig]] = []
-    if config.micro_batches is not None or config.memory.plan is not None:
-        free = dataclasses.replace(changed("memory", plan=None), micro_batches=None)
-        options.append(("memory.plan=null micro_batches=null (the planner chooses)", free))
-    if config.optim.name == "adamw" and optimizer is None:
-        options.append(("optim.name=adamw_8bit", changed("optim", name="adamw_8bit")))
-    adam = config.optim.name in ("adamw", "adamw_8bit") and optimizer is None
-    if adam and config.adapter is None and not config.optim.offload and config.max_grad_norm is not None:
-        options.append(("optim.offload=true", changed("optim", offload=True)))
-    if config.adapter is not None and config.model.load_in is None:
-        options.append(("model.load_in=nf4", changed("model", load_in="nf4")))
-    if config.adapter is not None and config.adapter.target_parameters:
-        alone = "adapter.target_parameters=null (no adapters on experts)"
-        options.append((alone, changed("adapter", target_parameters=None)))
-    length = config.data.length // 2
-    while length >= 256:
-        options.append((f"data.length={length}", changed("data", length=length)))
-        length //= 2
-    if config.adapter is None:
-        from jaxtune.train.config import AdapterConfig
-
-        adapted = dataclasses.replace(config, adapter=AdapterConfig())
-        options.append(("adapter={r: 16}", adapted))
-        if config.model.from_config is None:
-            model = dataclasses.replace(config.model, load_in="nf4")
-            options.append(("adapter={r: 16} model.load_in=nf4", dataclasses.replace(adapted, model=model)))
-    found: list[str] = []
-    models: dict[tuple, Decoder] = {}
-
-    def parts_of(option: TrainConfig) -> StepCost:
-        key = (option.model, repr(option.adapter))
-        if key not in models:
-            models[key] = abstract_model(shape, option)
-        of_step: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
-        return step_cost(models[key], option, **of_step)
-
-    for text, option in options:
-        key = text.split("=")[0]
-        if len(found) < wanted and not any(other.split("=")[0] == key for other in found):
-            try:
-                choose(parts_of(option), option, device, budget_bytes)
-            except ValueError:
-                continue
-            found.append(text)
-    if len(found) < wanted:
-        found.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
-    return found
-
-
-def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
-    """Whether some plan of one micro-batch fits, where it need not be chosen to know: one plan for all layers does, or
-    the least bytes of layers under any plans are too many. None: one must look.
-
-    Bytes on the host have a price in bytes on the device (a Lagrange multiplier): what mixtures that the host has room
-    for keep is, at any price, no less than the least of both together, less what that room costs.
-    """
-    count, device = parts.num_layers, _beside_states(parts, device)
-    chunk = max(1, min(int(_tokens(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
-    head, _ = head_forecast(parts, chunk, _tokens(parts, 1), device)
-    plans, room = layer_plans(parts, device.link > 0), budget - parts.fixed_bytes(1) - parts.cast_bytes
-    room -= min(gathered_bytes(parts, 0))
-    sure: bool | None = False
-    for tile in dict.fromkeys((_tile_tokens(parts, config), None)):
-        of = layer_forecasts(parts, plans.placed, _tokens(parts, 1), device, tile)
-        own = np.maximum(np.maximum(head, of.work_forward) + of.hosted, of.work + parts.head_gradient_bytes)
-        alike = count * of.kept + np.maximum(own, of.hosted + of.work_forward + GAPS * of.leaving)
-        plan = plans[int(np.where(count * of.hosted <= device.host_bytes, alike, np.inf).argmin())]
-        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk)
-        if forecast(parts, uniform, device).peak_bytes <= budget:
-            return True
-        prices = np.array([[0.0], [0.5], [1.0], [2.0]])
-        layer = of.kept + prices * of.hosted
-        least = (count - 1) * layer.min(1) + (layer + own).min(1) - prices[:, 0] * device.host_bytes
-        sure = None if least.max() <= room else sure
-    return sure
-
-
-def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
-    """The longest single row, in tokens, a multiple of `step`, with which some plan fits; 0 if none does."""
-
-    def fits(length: int) -> bool:
-        row = dataclasses.replace(parts, rows=parts.devices, length=length)
-        one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
-        if config.memory.plan is None and (sure := _surely_fits(row, one, device, budget_bytes)) is not None:
-            return sure
-        try:
-            choose(row, one, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
-        except PlanError:
-            return False
-        return True
-
-    low, high = 0, 1
-    while high < 4096 and fits(high * step):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step

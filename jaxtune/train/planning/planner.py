@@ -15,8 +15,9 @@ from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.display.report import plan_lines
 from jaxtune.train.planning import devices
-from jaxtune.train.planning.choice import PlanError, fitting_settings
+from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.fitting import fitting_settings
 from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.plan import StepPlan
