@@ -3,10 +3,14 @@
     python -m pytest tests -p tests.remembered
 
 A test's key is a digest of the files that it can read: its own, whatever those import of this repository, file by file,
-the data beside them, pytest's settings, the real test data if the test takes them, the versions that are installed and
-the instructions of the processor. Of a package that loads its names when they are asked for, what is asked for counts;
+the data beside them, pytest's settings, the real test data if the test takes them, the versions that are installed,
+the instructions of the processor, and the environment variables that change what JAX, XLA, hypothesis or a test here
+does. Of a package that loads its names when they are asked for, what is asked for counts;
 of the family modules, a test with a parameter `name` that is a family counts its own. A test of a file that starts
 programs, imports by name or looks for files counts every file.
+
+A test of signals, processes, threads or races passes at one moment and can fail at the next, with the same files. It is
+never remembered.
 
 The keys of passed tests stand in $JAXTUNE_CI_CACHE, and without it nothing is remembered. JAXTUNE_PARITY=all runs all.
 What is not run is deselected, and said at the end: a skip would have to be allowed.
@@ -21,7 +25,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,16 @@ ROOT = Path(__file__).resolve().parent.parent
 _FAMILIES = ROOT / "jaxtune" / "models" / "families"
 _NO_FAMILY = ("__init__.py", "common.py")
 _DAYS = 30
+
+# Which of these variables are set, and to what, belongs to the key.
+_VARIABLES = ("HYPOTHESIS_PROFILE", "XLA_", "JAX_", "JAXTUNE_")
+# But these are places. What lies there is of the key where it counts, or is made anew with the same content.
+_PLACES = {"JAX_COMPILATION_CACHE_DIR", "JAXTUNE_CACHE", "JAXTUNE_CI_CACHE", "JAXTUNE_TEST_DATA", "JAXTUNE_TUNING_DIR"}
+_NOT_OF_THE_KEY = {*_PLACES, "JAXTUNE_PARITY"}
+
+# What runs beside a test, or interrupts it: a test with one of these words is never remembered.
+_TIMED = {"signal", "signals", "threading", "multiprocessing", "concurrent", "asyncio", "workers", "launch"}
+_TIMED |= {"Popen", "fork", "kill", "killpg", "executable"}
 
 
 @functools.cache
@@ -57,7 +71,7 @@ def _for_type_checkers(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
-def _imported(nodes: list[ast.stmt]) -> Iterator[tuple[str, str | None]]:
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str | None]]:
     """(module, name taken from it) of every import below `nodes`; None where the module itself is imported."""
     for node in (inner for outer in nodes for inner in ast.walk(outer)):
         if isinstance(node, ast.Import):
@@ -148,13 +162,17 @@ def _of_tests(file: Path) -> bool:
 
 
 @functools.cache
-def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
-    """Every file that a test of `test_file` can read; family: of whose modules it needs that one's alone."""
+def _own_files(test_file: Path) -> frozenset[Path]:
+    """A file of tests, the conftests above it, and what they import."""
     folders = (ROOT, *(Path(p) for p in sys.path if Path(p).is_relative_to(ROOT / "tests")))
     conftests = {file for folder in test_file.parents if (file := folder / "conftest.py").is_file()}
-    found = reachable(test_file, folders)
-    for file in conftests & _everything():
-        found |= reachable(file, folders)
+    return frozenset().union(*(reachable(file, folders) for file in {test_file} | (conftests & _everything())))
+
+
+@functools.cache
+def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
+    """Every file that a test of `test_file` can read; family: of whose modules it needs that one's alone."""
+    found = _own_files(test_file)
     of_tests = {file for file in found if _of_tests(file)}
     if any(_by_name(file) for file in of_tests):
         found |= _everything()
@@ -164,6 +182,69 @@ def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
     # The folder of all tests is that of every conftest; a test that stands in it reads what it likes.
     beside = {file.parent for file in of_tests} - {ROOT / "tests"} | {test_file.parent}
     return found | _data(frozenset(beside))
+
+
+def _words(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names, attributes, what imports name, and the names of scripts, anywhere below `nodes`."""
+    found = set()
+    for node in (inner for outer in nodes for inner in ast.walk(outer)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".py"):
+            found.add(Path(node.value).name)
+    for module, name in _imported(nodes):
+        found |= {*module.split("."), name or ""}
+    return found
+
+
+@functools.cache
+def _meanings(file: Path) -> dict[str, set[str]]:
+    """{name at the top of a file: the words of the statements that define or import it}."""
+    found: dict[str, set[str]] = {}
+    for node in _tree(file).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            named = {node.name: _words([node])}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            of = getattr(node, "module", None) or ""
+            named = {
+                alias.asname or alias.name.split(".")[0]: {*of.split("."), *alias.name.split(".")}
+                for alias in node.names
+            }
+        else:
+            stored = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+            named = {inner.id: _words([node]) for inner in stored if isinstance(inner.ctx, ast.Store)}
+        for name, words in named.items():
+            found[name] = found.get(name, set()) | words
+    return found
+
+
+@functools.cache
+def _of_scripts() -> dict[str, set[str]]:
+    """{name of a file of the tests: all of its words}, for the scripts that tests start by their names."""
+    return {file.name: _words([_tree(file)]) for file in _everything() if file.suffix == ".py" and _of_tests(file)}
+
+
+def timed(test_file: Path, names: Iterable[str]) -> bool:
+    """Whether a test has a signal, a process or a thread of its own, by the names of the test and its fixtures: any of
+    the words that give these names their meanings, in the files of the tests that it imports, at any remove."""
+    files = [file for file in _own_files(test_file) if _of_tests(file)]
+    todo, seen = [*names], {*names}
+    while todo:
+        name = todo.pop()
+        if name in _TIMED:
+            return True
+        words = set().union(_of_scripts().get(name, ()), *(_meanings(file).get(name, ()) for file in files))
+        todo.extend(words - seen)
+        seen |= words
+    return False
+
+
+def environment() -> str:
+    """The variables of the environment that change what a test finds, with their values."""
+    chosen = {name for name in os.environ if name.startswith(_VARIABLES)} - _NOT_OF_THE_KEY
+    return json.dumps({name: os.environ[name] for name in sorted(chosen)})
 
 
 @functools.cache
@@ -197,10 +278,15 @@ def _family(item: pytest.Item) -> str | None:
     return FAMILIES[CONFIGS[name]["model_type"]].__name__.rsplit(".", 1)[1]
 
 
-def key(item: pytest.Item) -> str:
+def key(item: pytest.Item, environment: str) -> str | None:
+    """None for a test that is never remembered."""
+    fixtures = getattr(item, "fixturenames", ())
+    of_classes = (node.name for node in item.listchain() if isinstance(node, pytest.Class))
+    if timed(Path(item.path), [getattr(item, "originalname", None) or item.name, *of_classes, *fixtures]):
+        return None
     files = _key_of_files(Path(item.path), _family(item))
-    data = _real_data() if "test_data" in getattr(item, "fixturenames", ()) else ""
-    return hashlib.sha256(f"{item.nodeid} {files} {data}".encode()).hexdigest()[:32]
+    data = _real_data() if "test_data" in fixtures else ""
+    return hashlib.sha256(f"{item.nodeid} {files} {data} {environment}".encode()).hexdigest()[:32]
 
 
 class Memory:
@@ -230,6 +316,7 @@ class Plugin:
 
     def __init__(self, memory: Memory, run_all: bool):
         self.memory, self.run_all = memory, run_all
+        self.environment = environment()  # before a module of the tests adds to it
         self.known: set[str] = set()
         self.passed: set[str] = set()
         self.failed: set[str] = set()
@@ -238,11 +325,14 @@ class Plugin:
     def pytest_collection_modifyitems(self, config, items):
         kept, known = [], []
         for item in items:
-            item.user_properties.append(("key", key(item)))
-            remembered = kept and key(item) in self.memory.days and not self.run_all
-            (known if remembered else kept).append(item)
+            of = key(item, self.environment)
+            item.user_properties.append(("key", of))
+            if of is not None and kept and of in self.memory.days and not self.run_all:
+                known.append(item)
+                self.known.add(of)
+            else:
+                kept.append(item)
         if known:
-            self.known = {key(item) for item in known}
             items[:] = kept
             config.hook.pytest_deselected(items=known)
 

@@ -113,3 +113,94 @@ def test_what_passed_is_run_again_only_if_a_file_of_it_changed(suite):
     assert code == 1 and "1 failed, 1 passed" in said and "2 tests were not run" in said
     assert "1 failed, 3 passed" in run(JAXTUNE_PARITY="all")[1]
     assert "1 failed, 3 passed" in run(JAXTUNE_CI_CACHE="")[1]
+
+
+# Each has, in some way, what can come at another moment the next time: directly, by a fixture, by a helper of this or
+# of another file, by a script that it starts, or by an import under another name.
+TIMED = {
+    "helpers.py": """
+import subprocess, sys
+from threading import Thread
+def started(): return subprocess.run([sys.executable, "-c", ""])
+def apart(): return Thread(target=print)
+def quiet(): return 1
+""",
+    "conftest.py": """
+import os, pytest, signal
+@pytest.fixture
+def stopped(): return os.getpid()
+@pytest.fixture
+def interrupted(stopped): signal.getsignal(signal.SIGTERM)
+""",
+    "script.py": "import signal\nsignal.getsignal(signal.SIGTERM)\n",
+    "test_moments.py": """
+import os
+import concurrent.futures as tasks
+import signal as of_system
+import subprocess
+from helpers import apart, quiet, started
+TASKS = tasks.ThreadPoolExecutor
+def inner(): return of_system.SIGTERM
+def outer(): return inner()
+class TestGroup:
+    def start(self): return subprocess.Popen(["true"])
+    def test_timed_method(self): assert self.start().wait() == 0
+def test_timed_directly(): os.kill(os.getpid(), 0)
+def test_timed_by_a_helper(): outer()
+def test_timed_by_a_helper_of_another_file(): started()
+def test_timed_by_a_thread_of_another_file(): apart()
+def test_timed_by_a_fixture(interrupted): pass
+def test_timed_by_a_name_of_the_file(): assert TASKS
+def test_timed_by_a_script(): assert os.path.basename("there/script.py")
+def test_timed_by_an_import_within():
+    import multiprocessing
+    assert multiprocessing
+def test_plain(): quiet()
+def test_plain_with_a_fixture(stopped): pass
+def test_plain_program(): subprocess.run(["true"])
+""",
+}
+
+
+def test_a_test_of_signals_processes_or_threads_is_never_remembered(suite):
+    folder, run = suite
+    for name, text in TIMED.items():
+        (folder / "tests" / name).write_text(text)
+    for name in ("test_one.py", "test_two.py"):
+        (folder / "tests" / name).unlink()
+    assert "12 passed" in run("--override-ini=pythonpath=tests")[1]
+    code, said = run("--override-ini=pythonpath=tests", "-vv")
+    ran = {line.split("::")[-1].split()[0] for line in said.splitlines() if "PASSED" in line}
+    wanted = {word.split("(")[0] for word in TIMED["test_moments.py"].split() if word.startswith("test_timed")}
+    assert code == 0 and len(wanted) == 9 and ran == wanted and "3 tests were not run" in said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HYPOTHESIS_PROFILE", "deep"),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=2"),
+        ("JAX_ENABLE_X64", "1"),
+        ("JAX_PLATFORMS", "cuda,cpu"),
+        ("JAXTUNE_LONG_KILLS", "1"),
+    ],
+)
+def test_the_environment_is_of_the_key_and_where_things_lie_is_not(name, value, monkeypatch):
+    for one in [one for one in os.environ if one.startswith(("HYPOTHESIS", "XLA", "JAX"))]:
+        monkeypatch.delenv(one)
+    before = remembered.environment()
+    for place in ("JAX_COMPILATION_CACHE_DIR", "JAXTUNE_CACHE", "JAXTUNE_CI_CACHE", "JAXTUNE_TEST_DATA"):
+        monkeypatch.setenv(place, "/elsewhere")
+    monkeypatch.setenv("JAXTUNE_PARITY", "all")
+    assert remembered.environment() == before
+    monkeypatch.setenv(name, value)
+    assert remembered.environment() != before
+
+
+def test_what_passed_in_another_environment_is_run_again(suite):
+    _, run = suite
+    plain = {"XLA_FLAGS": "", "JAX_ENABLE_X64": ""}
+    assert "4 passed" in run(**plain)[1]
+    assert "3 tests were not run" in run(**plain, JAX_COMPILATION_CACHE_DIR="/elsewhere")[1]
+    for changed in ({"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}, {"JAX_ENABLE_X64": "1"}, {"HYPOTHESIS_PROFILE": "deep"}):
+        assert "4 passed" in run(**plain | changed)[1]
