@@ -7,7 +7,7 @@ F32, F16 and BF16 are numbers. In Q8_0 and Q4_0 each 32 numbers of a row share a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,40 +20,77 @@ from jaxtune.pallas.formats.division import divide
 
 BLOCK = 32  # numbers of a row that share a scale in q8_0 and q4_0
 LARGEST_F16 = 65504.0
-_CHUNK = 1 << 26  # numbers that are encoded at a time
-_SAMPLED_ROWS = 16
+# Numbers that are encoded at a time. The encoders are compiled for these alone, whatever the shapes of the tensors.
+_RUNS = (1 << 24, 1 << 22, 1 << 16)
+_SAMPLED_BLOCKS = 2048  # of a run
+_PART = 1 << 30  # numbers of a tensor of which runs are cut: their places are 32-bit integers
 
 
-def chunks(array: Any) -> Iterator[Any]:
-    """The array cut along its first axis into parts of about _CHUNK numbers."""
-    rows = max(1, _CHUNK // (array.size // len(array)))
+def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray]]:
+    """Encodes an array [..., columns] of floats in the type `kind`, in runs that lie one after the other in a file. Of
+    each a function fetches the bytes, uint8[n] in host memory; a thread may call it while the device does the next.
+
+    Every value is compared with what its bytes stand for; for some blocks gguf's own reader says what that is.
+
+    Raises:
+      ArithmeticError: by that function: values that are not finite, too large for f16, or further off than the type's
+        rounding.
+    """
+    array = jnp.asarray(array)
+    for part in _parts(array):
+        for at, size, own in _runs(part.size):
+            blocks = _cut(part, at, size, own)
+            coded = _encoded(blocks, kind)
+            answers = _checked(blocks, coded, kind)
+            places = np.linspace(0, -(-own // BLOCK) - 1, min(_SAMPLED_BLOCKS, size // BLOCK)).astype(np.int32)
+            yield functools.partial(_fetched, name, kind, coded, own, answers, _sampled(blocks, coded, places))
+            del blocks, coded
+
+
+def _parts(array: jax.Array) -> Iterator[jax.Array]:
+    """The array, cut along its first axis into parts of about _PART numbers."""
+    rows = max(1, _PART // (array.size // len(array)))
     for at in range(0, len(array), rows):
         yield array if rows >= len(array) else array[at : at + rows]
 
 
-def encode(name: str, array: Any, kind: str) -> np.ndarray:
-    """The bytes, uint8[n] in host memory, that a file has of an array [..., columns] of floats in the type `kind`.
+def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
+    """(where it begins, its size, how many numbers of it are there) of each run of so many numbers: the largest, then
+    the smallest of which four hold what is left."""
+    at = 0
+    while at < numbers:
+        size = min((size for size in _RUNS if 4 * size > numbers - at), default=max(_RUNS))
+        own = min(size, numbers - at)
+        yield at, size, own
+        at += own
 
-    Every value is compared with what its bytes stand for; for some rows gguf's own reader says what that is.
 
-    Raises:
-      ArithmeticError: values that are not finite, too large for f16, or further off than the type's rounding.
-    """
-    array = jnp.asarray(array)
-    array = array.reshape(-1, array.shape[-1])
-    coded = _encoded(array, kind)
-    finite, fits, near = jax.device_get(_checked(array, coded, kind))
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _cut(array: jax.Array, at: int, size: int, own: int) -> jax.Array:
+    """`own` of the array's numbers from `at`, and zeros up to `size`: [size / BLOCK, BLOCK]."""
+    run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
+    return jnp.pad(run, (0, size - own)).reshape(-1, BLOCK)
+
+
+@jax.jit
+def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return blocks[places], coded[places]
+
+
+def _fetched(
+    name: str, kind: str, coded: jax.Array, own: int, answers: Sequence[jax.Array], sampled: Sequence[jax.Array]
+) -> np.ndarray:
+    """The bytes of a run's first `own` numbers."""
+    finite, fits, near = jax.device_get(answers)
     if not finite:
         raise ArithmeticError(f"gguf: {name} holds values that are not finite")
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
-    rows = np.unique(np.linspace(0, len(array) - 1, _SAMPLED_ROWS).astype(int))
-    sampled = partition.on_host(array[rows]).astype(np.float32)
-    host = partition.on_host(coded)
-    del array, coded
-    if not near or not _reader_agrees(sampled, np.ascontiguousarray(host[rows]), kind):
+    wide, read = (partition.on_host(each) for each in sampled)
+    if not near or not _reader_agrees(wide.astype(np.float32), np.ascontiguousarray(read), kind):
         raise ArithmeticError(f"gguf: {name}: {kind} is further from the model's values than it rounds")
-    return np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+    found = np.ascontiguousarray(partition.on_host(coded)).reshape(-1).view(np.uint8)
+    return found[: found.size * own // (len(coded) * BLOCK)]
 
 
 @functools.partial(jax.jit, static_argnums=1)

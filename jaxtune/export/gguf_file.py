@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxtune.system.files import writing
 # What weights can be kept in -> (gguf's name of it, the number of general.file_type).
 OUTTYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}
 _ALIGNMENT = 32  # of where tensors begin, in bytes
+_FETCHED_AHEAD = 3  # runs of numbers on their way to the host while the device makes and encodes the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,25 +81,34 @@ def write(
     tensors = all_tensors(sources)
     kinds = {tensor.name: stored_type(tensor, outtype) for tensor in tensors}
     header = _header(file, architecture, fields, tensors, kinds)
-    written = {}
+    sums: dict[str, list[byte_files.Sums]] = {}
+    waiting: deque[tuple[str, Future[np.ndarray]]] = deque()  # as they lie in the file
     with (
         writing(file, size_bytes(tensors, outtype)),
         terminal.progress(f"writing {file.name}", size_bytes(tensors, outtype)) as advanced,
         byte_files.Writer(file, advanced) as out,
+        ThreadPoolExecutor(_FETCHED_AHEAD, thread_name_prefix="jaxtune-fetch") as pool,
     ):
+
+        def write_one() -> None:
+            name, fetched = waiting.popleft()
+            if name not in sums:
+                _fill(out)
+            sums.setdefault(name, []).append(out.append(fetched.result()))
+
         out.append(header)
-        _fill(out)
         for source in sources:
             value = source.make()
             for tensor in source.tensors:
-                sums = []
-                for part in gguf_blocks.chunks(_planned(tensor, tensor.of(value))):
-                    sums.append(out.append(gguf_blocks.encode(tensor.name, part, kinds[tensor.name])))
-                    del part
-                written[tensor.name] = Stored(tensor.shape, kinds[tensor.name], tuple(sums))
-                _fill(out)
+                for fetch in gguf_blocks.encode(tensor.name, _planned(tensor, tensor.of(value)), kinds[tensor.name]):
+                    waiting.append((tensor.name, pool.submit(fetch)))
+                    if len(waiting) > _FETCHED_AHEAD:
+                        write_one()
             del value
-    return written
+        while waiting:
+            write_one()
+        _fill(out)
+    return {tensor.name: Stored(tensor.shape, kinds[tensor.name], tuple(sums[tensor.name])) for tensor in tensors}
 
 
 def _planned(tensor: Tensor, array: Any) -> Any:

@@ -75,6 +75,9 @@ def interleaved(array: Any, heads: int) -> Any:
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
+_interleaved = jax.jit(interleaved, static_argnums=1)  # one program in place of three
+
+
 def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
     """Heads of a projection whose rows are reordered; None of any other tensor."""
     match = _QUERY_OR_KEY.search(name)
@@ -123,7 +126,7 @@ def _dense_tensor(
 
     def of(value: jax.Array) -> jax.Array:
         value = value.astype(jnp.float32) + offset if offset else value
-        return value if heads is None else interleaved(value, heads)
+        return value if heads is None else _interleaved(value, heads)
 
     plain = len(shape) == 1 or name.endswith((".mlp.gate.weight", ".mlp.router.weight", "_expert_gate.weight"))
     return Tensor(names(name), shape, of, plain)

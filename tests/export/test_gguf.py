@@ -252,6 +252,10 @@ def test_bfloat16_is_kept_bit_for_bit_and_f16_refuses_what_it_cannot_hold(tmp_pa
         written(model, tmp_path, "f16")
 
 
+def encoded(array, kind) -> np.ndarray:
+    return np.concatenate([fetch() for fetch in gguf_blocks.encode("x", array, kind)])
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
 def test_an_encoder_that_errs_is_caught(kind, monkeypatch):
     """By what its bytes stand for, and by what gguf's reader says that they do."""
@@ -262,7 +266,7 @@ def test_an_encoder_that_errs_is_caught(kind, monkeypatch):
     for checked in (gguf_blocks._checked, lambda *_: (True, True, True)):
         monkeypatch.setattr(gguf_blocks, "_checked", checked)
         with pytest.raises(ArithmeticError, match=f"{kind} is further from the model's values than it rounds"):
-            gguf_blocks.encode("x", array, kind)
+            encoded(array, kind)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
@@ -279,16 +283,35 @@ def test_bytes_are_those_of_gguf(kind, dtype):
     wide[90:95] = 1.5
     array = jnp.asarray(np.clip(wide, -6e4, 6e4), dtype)
     theirs = gguf.quants.quantize(np.asarray(array, np.float32), gguf.GGMLQuantizationType[kind])
-    np.testing.assert_array_equal(gguf_blocks.encode("x", array, kind), theirs.reshape(-1).view(np.uint8))
+    np.testing.assert_array_equal(encoded(array, kind), theirs.reshape(-1).view(np.uint8))
 
 
 def test_large_tensors_are_encoded_in_parts(tmp_path, monkeypatch):
     reader, _ = written(made("qwen3_moe"), tmp_path, "q8_0")
     whole = {tensor.name: tensor.data.tobytes() for tensor in reader.tensors}
-    monkeypatch.setattr(gguf_blocks, "_CHUNK", 1000)
+    monkeypatch.setattr(gguf_blocks, "_RUNS", (2048, 64))
+    monkeypatch.setattr(gguf_blocks, "_PART", 5000)
     monkeypatch.setattr(byte_files, "CHUNK_BYTES", 300)
     reader, _ = written(made("qwen3_moe"), tmp_path, "q8_0")
     assert {tensor.name: tensor.data.tobytes() for tensor in reader.tensors} == whole
+
+
+def test_encoders_are_compiled_for_no_shape_of_a_model(tmp_path):
+    """Compiling them again for each shape took longer than encoding an 8B."""
+    encoders = (gguf_blocks._encoded, gguf_blocks._checked, gguf_blocks._sampled)
+    written(made("llama"), tmp_path, "q8_0")
+    programs = [encoder._cache_size() for encoder in encoders]
+    written(made("llama", hidden_size=96, intermediate_size=160, vocab_size=64), tmp_path, "q8_0")
+    assert [encoder._cache_size() for encoder in encoders] == programs
+
+
+def test_a_value_that_is_not_finite_ends_the_writing(tmp_path):
+    """Whichever run of whichever tensor it is in, and whatever is on its way to the host then."""
+    model = made("qwen2")
+    weight = model.layers[0].mlp.down_proj.weight
+    weight.set_value(weight.get_value().at[-1, -1].set(jnp.nan))
+    with pytest.raises(ArithmeticError, match=r"blk\.0\.ffn_down\.weight holds values that are not finite"):
+        written(model, tmp_path, "q8_0")
 
 
 def exported(model, path, tokenizer) -> tuple[dict, tuple[str, ...]]:
