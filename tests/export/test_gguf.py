@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -360,7 +361,7 @@ def test_name_by_which_line_breaks_after_marks_are_dropped(tmp_path, tokenizer):
         assert any("general.name" in note for note in notes) == (name != path)
 
 
-@pytest.mark.parametrize("where", ["tensor", "key", "type", "magic"])
+@pytest.mark.parametrize("where", ["tensor", "key", "type", "place", "magic"])
 def test_a_flipped_bit_is_noticed_and_nothing_is_left(where, tmp_path, monkeypatch, tokenizer):
     model = made("qwen2")
     real = gguf_file.write
@@ -372,6 +373,7 @@ def test_a_flipped_bit_is_noticed_and_nothing_is_left(where, tmp_path, monkeypat
             "tensor": len(data) - 200,
             "key": data.index(b"qwen2.block_count") + 22,
             "type": data.index(b"blk.0.attn_q.weight") + 24,
+            "place": data.index(b"blk.0.attn_q.weight") + 43,
             "magic": 0,
         }[where]
         data[at] ^= 1
@@ -383,6 +385,19 @@ def test_a_flipped_bit_is_noticed_and_nothing_is_left(where, tmp_path, monkeypat
     with pytest.raises(ArithmeticError, match="read back"):
         api.export_model(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["right"]
+
+
+def test_bytes_are_read_back_while_the_reader_goes_over_the_keys(tmp_path, monkeypatch):
+    """Over Llama 3's vocabulary it takes seconds, of one core."""
+    began, reader, check = threading.Event(), gguf_file._reader, byte_files.is_as_written
+
+    def waiting_reader(file):
+        assert began.wait(20)
+        return reader(file)
+
+    monkeypatch.setattr(gguf_file, "_reader", waiting_reader)
+    monkeypatch.setattr(byte_files, "is_as_written", lambda *rest: began.set() or check(*rest))
+    written(made("qwen2"), tmp_path)
 
 
 # ---- adapters
