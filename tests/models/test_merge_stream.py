@@ -119,7 +119,7 @@ def test_an_export_has_one_matrix_on_the_device(to, tmp_path, monkeypatch):
         from jaxtune.export import gguf_blocks
 
         # A few runs are on their way to the host beside the matrix: small ones, beside matrices as small as these.
-        monkeypatch.setattr(gguf_blocks, "_RUNS", (4096, 256))
+        monkeypatch.setattr(gguf_blocks, "_RUNS", (512, 64))
         from tests.export.conftest import byte_tokenizer
 
         tokenizer = byte_tokenizer()
