@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtune.train.config import TrainConfig
     from jaxtune.train.trainer import Trainer
 
-__version__ = "0.1.0"
+from jaxtune.system.version import __version__
 
 __all__ = [
     "Decoder",

@@ -33,6 +33,7 @@ from jaxtune.commands import (
     watch,
 )
 from jaxtune.system import processes, terminal
+from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
 USER_ERROR = 2
@@ -144,7 +145,7 @@ def _print_usage() -> None:
     summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in COMMANDS.items()}
     say("usage: jaxtune COMMAND ...\n")
     common.print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])
-    say("\n'jaxtune COMMAND --help' says more, 'jaxtune --version' which version this is.")
+    say(f"\n'{spelled('COMMAND --help')}' says more, '{spelled('--version')}' which version this is.")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_a_fault_keeps_its_traceback(recipe, runs, monkeypatch, capsys):
     assert "rows.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["-m", "jaxtune.train"], ["-m", "jaxtune.cli", "train"]])
+@pytest.mark.parametrize("command", [["-m", "jaxtune.train"], ["-m", "jaxtune", "train"]])
 def test_train_help_lists_recipes_and_every_key(command):
     result = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600

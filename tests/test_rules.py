@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import io
 import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "jaxtune").rglob("*.py"))
 MAX_LINES = 500
 MAX_KERNEL_LINES = 700
-VERSION = "jaxtune.__version__"
 
 # What each room may import of ours; imports go one way.
 MAY_IMPORT = {
@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "pallas": ("jaxtune.pallas", "jaxtune.system"),
     "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.system"),
     "profile": ("jaxtune.profile", "jaxtune.system"),
-    "train": ("jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.system", VERSION),
+    "train": ("jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.system"),
     "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.export", "jaxtune.system"),
 }
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.
@@ -230,6 +230,56 @@ def test_no_function_is_too_long():
             if length > most:
                 found.append(f"{name}:{line}: {function} has {length} lines; at most {most}: split it by what it does")
     assert not found, "\n".join(found)
+
+
+PRIVATE = ("jax._src", "jaxlib")
+MAY_BE_PRIVATE = {"jaxtune.system.private_jax", "jaxtune.system.private_mlir"}
+
+
+def private_uses(source: str, module: str) -> list[str]:
+    """What a module imports of JAX that is not public, one line each; `import jaxlib`, for its version, is public."""
+    if module in MAY_BE_PRIVATE:
+        return []
+    found = imports(ast.parse(source), module, False)
+    used = [(name, line) for name, line in found if name != "jaxlib" and any(within(name, one) for one in PRIVATE)]
+    return [f"{module}:{line} imports {name}: jaxtune/system/private_jax.py does that" for name, line in used]
+
+
+def test_what_is_private_to_jax_is_in_one_place():
+    found = [use for path in MODULES for use in private_uses(path.read_text(encoding="utf-8"), module_name(path))]
+    assert not found, "\n".join(found)
+    for source in ("from jax._src import core", "def f():\n    from jaxlib.mlir import ir", "import jax._src.config"):
+        assert private_uses(source, "jaxtune.models.hf") and not private_uses(source, "jaxtune.system.private_jax")
+
+
+def import_graph(sources: dict[str, str], packages: Iterable[str] = ()) -> dict[str, set[str]]:
+    """{module: the modules of ours that it imports}, at any level of its code, and for a checker of types alone."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = {name for name, _ in imports(ast.parse(source), module, module in packages)}
+        # `from a import b` is of the module a.b, or of a name of the module a.
+        graph[module] = {name if name in sources else name.rpartition(".")[0] for name in names} & {*sources} - {module}
+    return graph
+
+
+def first_circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    sources = {module_name(path): path.read_text(encoding="utf-8") for path in MODULES}
+    packages = {module_name(path) for path in MODULES if path.name == "__init__.py"}
+    circle = first_circle(import_graph(sources, packages))
+    assert not circle, " imports ".join(reversed(circle))
+    late = {
+        "a": "def f():\n    import b",
+        "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import f",
+    }
+    assert first_circle(import_graph(late)) and not first_circle(import_graph({"a": "import b", "b": ""}))
 
 
 def test_what_fights_with_tools_is_found():

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from jaxtune.commands import common
+from jaxtune.system import invocation
 from jaxtune.system.terminal import say
 from jaxtune.train.signals import StopSignal, handled
 
@@ -62,7 +63,7 @@ class _Processes:
             [
                 sys.executable,
                 "-m",
-                "jaxtune.cli",
+                "jaxtune",
                 "train",
                 *arguments,
                 f"--coordinator={address}",
@@ -71,9 +72,9 @@ class _Processes:
             ]
             for index in range(count)
         ]
+        common = os.environ | {invocation.VARIABLE: invocation.prefix_of(sys.orig_argv)}
         self._environments = [
-            dict(os.environ) if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index]}
-            for index in range(count)
+            common if gpus is None else common | {"CUDA_VISIBLE_DEVICES": gpus[index]} for index in range(count)
         ]
 
     def run(self) -> int:

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from jaxtune.system.invocation import spelled
+
 # The oldest driver for CUDA 12 and for CUDA 13 (NVIDIA's compatibility tables).
 _DRIVERS = {"cuda13": 580, "cuda12": 525}
 _LEAST_DISK_GB, _SLOW_SHARE = 20, 0.5
@@ -197,5 +199,5 @@ def _attention() -> Finding:
     took = time.monotonic() - begun
     what = f"attention: forward and backward within {max(errors):.1e} of float32's (0.02 is allowed), in {took:.1f} s"
     if not max(errors) < 0.02:
-        return Finding("wrong", what, "please report it with the output of: jaxtune info --kernels")
+        return Finding("wrong", what, f"please report it with the output of: {spelled('info --kernels')}")
     return Finding("ok", what)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.system import processes
+from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
 
@@ -32,7 +33,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
         raise ValueError(
             f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}; "
-            "'jaxtune train --help' says what each is for"
+            f"'{spelled('train --help')}' says what each is for"
         )
     from jaxtune.train.config.file import load_config
 

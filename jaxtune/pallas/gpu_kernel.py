@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
-from jaxlib.mlir import ir
 
 from jaxtune.pallas import dispatch, meshes
+from jaxtune.system.private_mlir import ir
 
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 _interpret: Any = None

@@ -14,10 +14,9 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
 
 from jaxtune.pallas import mosaic_types
+from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm, vector
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 ROWS_OF_A_WARP = 16  # of the weight, in the small product: the M of mma.m16n8k16

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from jaxtune.system import private_jax
+
 # What these install compiles kernels (JAX, Triton, ptxas among NVIDIA's) or is called for them (cuDNN, cuBLAS).
 _PACKAGES = ("jax", "triton", "pytorch-triton", "nvidia-")  # and jaxlib, jax-cuda13-plugin, jax-triton, ...
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -22,9 +24,7 @@ def of_kernels() -> tuple[str, ...]:
 
 
 def _loaded() -> list[str]:
-    from jax._src.lib import cuda_versions  # private to JAX, and None without its CUDA plugin
-
-    functions = {name: getattr(cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
+    functions = {name: getattr(private_jax.lib.cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
     return [f"loaded {name} {_version(function)}" for name, function in functions.items() if function is not None]
 
 

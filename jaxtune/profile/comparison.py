@@ -7,10 +7,12 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jaxtune.profile.report import KernelRow, Report, Share, show
+from jaxtune.profile.page import comparison_page
+from jaxtune.profile.report import Report, show
 from jaxtune.profile.scopes import CATEGORIES
+from jaxtune.profile.tables import Change, ComparisonData, KernelRow, ReportData, Share
+from jaxtune.profile.text import comparison_text
 
 # Scopes of programs that name their parts differently meet in these; the first that matches.
 _REGIONS = (
@@ -29,56 +31,14 @@ _UNKNOWN_SPREAD = 0.01
 
 
 @dataclasses.dataclass
-class Change:
-    """One row of both profiles. ms per step; b_ms is scaled to A's tokens where the two differ in them.
-
-    noise_ms: what the steps of the runs differ by themselves. verdict: "same", "faster", "slower", "only in A" or
-    "only in B", of B against A.
-    """
-
-    name: str
-    phase: str
-    a_ms: float
-    b_ms: float
-    diff_ms: float
-    noise_ms: float
-    verdict: str
-    detail: str = ""
-
-
-@dataclasses.dataclass
-class Comparison:
-    """B against A. aligned_by: "scope" where both name their parts alike, else "region"."""
-
-    a: Report
-    b: Report
-    scale: float
-    step: Change
-    categories: list[Change]
-    scopes: list[Change]
-    aligned_by: str
-    kernels: list[Change]
-    sentences: list[str]
-    notes: list[str]
-
-    @property
-    def slower_by(self) -> float:
-        """How much slower B's step is, as a fraction of A's; 0 where it is not, or not beyond the noise."""
-        return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        out = dataclasses.asdict(self) | {"slower_by": self.slower_by}
-        return out | {"a": self.a.to_dict(), "b": self.b.to_dict()}
+class Comparison(ComparisonData):
+    """What `compare` found, which can be read as text or as a page."""
 
     def to_text(self, width: int = 120) -> str:
-        from jaxtune.profile.text import comparison_text
-
         return comparison_text(self, width)
 
     def to_html(self) -> str:
         """One self-contained page."""
-        from jaxtune.profile.page import comparison_page
-
         return comparison_page(self)
 
     def __str__(self) -> str:
@@ -153,13 +113,13 @@ def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
     return [] if row is None else [ms * scale for ms in row.per_step_ms]
 
 
-def _categories(a: Report, b: Report, scale: float) -> list[Change]:
+def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
     of_a, of_b = ({row.name: row for row in r.categories} for r in (a, b))
     names = [name for name in CATEGORIES if name in of_a or name in of_b]
     return [_change(n, "", _scaled(of_a.get(n), 1.0), _scaled(of_b.get(n), scale), a.step_ms) for n in names]
 
 
-def _named_alike(a: Report, b: Report) -> bool:
+def _named_alike(a: ReportData, b: ReportData) -> bool:
     """Whether most of each side's time stands in scopes that the other has too."""
     names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
     for report, others in ((a, names_b), (b, names_a)):
@@ -170,8 +130,8 @@ def _named_alike(a: Report, b: Report) -> bool:
     return True
 
 
-def _scopes(a: Report, b: Report, scale: float, by_scope: bool) -> list[Change]:
-    def grouped(report: Report, factor: float) -> dict[tuple[str, str], list[float]]:
+def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[Change]:
+    def grouped(report: ReportData, factor: float) -> dict[tuple[str, str], list[float]]:
         out: dict[tuple[str, str], list[float]] = {}
         for row in report.scopes:
             key = (row.name if by_scope else region(row.name), row.phase)
@@ -188,14 +148,14 @@ def _add(total: list[float] | None, values: list[float]) -> list[float]:
     return values if total is None else [x + y for x, y in zip(total, values, strict=True)]
 
 
-def _kernels(a: Report, b: Report, scale: float) -> list[Change]:
+def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
     """Kernels that do the same on both sides, the largest difference first.
 
     A product is told by its scope and shape, whatever kernel the library chose; another kernel by its name without
     the number that the compiler gave it.
     """
 
-    def grouped(report: Report, factor: float):
+    def grouped(report: ReportData, factor: float):
         times: dict[tuple, list[float]] = {}
         names: dict[tuple, set[str]] = collections.defaultdict(set)
         for row in report.kernels:
@@ -229,7 +189,7 @@ def _identity(row: KernelRow) -> str:
 # ---- in words
 
 
-def _sentences(comparison: Comparison) -> list[str]:
+def _sentences(comparison: ComparisonData) -> list[str]:
     """The step first, then each category that changed, the largest difference first."""
     a, b, step = comparison.a, comparison.b, comparison.step
     if step.verdict == "same":
@@ -254,7 +214,7 @@ def _sentences(comparison: Comparison) -> list[str]:
     return out
 
 
-def _one_sided(comparison: Comparison) -> list[str]:
+def _one_sided(comparison: ComparisonData) -> list[str]:
     """What one side does and the other does not: it runs the forward again for the backward."""
     a, b = (
         scale * sum(row.ms for row in report.scopes if row.phase == "recompute")
@@ -265,7 +225,7 @@ def _one_sided(comparison: Comparison) -> list[str]:
     return [f"Only {'A' if a else 'B'} runs the forward again for the backward (recompute): {max(a, b):.2f} ms a step."]
 
 
-def _where(comparison: Comparison, change: Change) -> str:
+def _where(comparison: ComparisonData, change: Change) -> str:
     """The kernel, or the part of the model, that most of a category's change stands in."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxtune.profile.data_sheets import data_sheet
 from jaxtune.system.files import atomic_write
+from jaxtune.system.invocation import spelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,9 @@ def known_ceilings(device: str) -> Ceilings | None:
         try:
             return Ceilings(**json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{file} is damaged ({error}): delete it, then run `jaxtune profile ceilings`") from None
+            raise ValueError(
+                f"{file} is damaged ({error}): delete it, then run `{spelled('profile ceilings')}`"
+            ) from None
     sheet = data_sheet(device)
     if sheet is None:
         return None

@@ -6,19 +6,16 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtune.profile.scopes import CATEGORIES
+from jaxtune.profile.tables import Change, ComparisonData, ReportData, Share
 from jaxtune.profile.text import headline, percent
-
-if TYPE_CHECKING:
-    from jaxtune.profile.comparison import Change, Comparison
-    from jaxtune.profile.report import Report, Share
 
 _HERE = Path(__file__).parent
 
 
-def report_page(report: Report) -> str:
+def report_page(report: ReportData) -> str:
     losses = [loss.text for loss in report.losses[:3]]
     kernels = {
         "sort": "ms",
@@ -62,7 +59,7 @@ def report_page(report: Report) -> str:
     return _page("Where the time of a step goes", [("", report)], report.notes, body, kernels)
 
 
-def comparison_page(comparison: Comparison) -> str:
+def comparison_page(comparison: ComparisonData) -> str:
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -99,7 +96,7 @@ def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
 
 def _page(
     title: str,
-    sides: Sequence[tuple[str, Report]],
+    sides: Sequence[tuple[str, ReportData]],
     notes: Iterable[str],
     body: Iterable[str],
     kernels: dict[str, Any],
@@ -208,7 +205,7 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
     return table.replace("<tbody></tbody>", f"<tbody>{''.join(lines)}</tbody>")
 
 
-def _transfers(report: Report) -> str:
+def _transfers(report: ReportData) -> str:
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms together, "
@@ -233,7 +230,7 @@ def _transfers(report: Report) -> str:
     return _table("Transfers and waits", head, rows, "transfers") + text
 
 
-def _memory(report: Report) -> str:
+def _memory(report: ReportData) -> str:
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

@@ -11,124 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.profile.device import Ceilings, known_ceilings
+from jaxtune.profile.page import report_page
 from jaxtune.profile.reading import read
-from jaxtune.profile.roofline import LAUNCH_GAP_NS, Loss, floor_ns, losses
+from jaxtune.profile.roofline import LAUNCH_GAP_NS, floor_ns, losses
 from jaxtune.profile.scopes import CATEGORIES, readable
+from jaxtune.profile.tables import Idle, KernelRow, ReportData, Share, Transfer
+from jaxtune.profile.text import report_text
 from jaxtune.profile.timeline import TRANSFERS, charge, gaps, length, union
 from jaxtune.profile.trace import Event, Trace
+from jaxtune.system.invocation import spelled
 
 _MS = 1e-6
 _TOP_BUFFERS = 12
 
 
 @dataclasses.dataclass
-class Share:
-    """Time of a category or scope. ms is the mean over steps; per_step_ms holds each."""
-
-    name: str
-    ms: float
-    share: float
-    per_step_ms: list[float]
-    phase: str = ""
-
-
-@dataclasses.dataclass
-class KernelRow:
-    """Calls of one kernel from one scope with one shape. count and ms are per step.
-
-    tflops and tbps: achieved; 0 where shapes do not tell. of_ceiling: least time on this device over the time taken;
-    0 where unknown. bound: "compute" or "memory", by which ceiling the least time comes from.
-    """
-
-    name: str
-    category: str
-    scope: str
-    phase: str
-    shape: str
-    count: float
-    ms: float
-    per_step_ms: list[float]
-    tflops: float = 0.0
-    tbps: float = 0.0
-    bound: str = ""
-    of_ceiling: float = 0.0
-
-
-@dataclasses.dataclass
-class Transfer:
-    """Copies over the host link, or collectives, per step: how much of the time in which they ran was under compute."""
-
-    name: str
-    count: float
-    ms: float
-    hidden_ms: float
-    exposed_ms: float
-    gb: float
-    gb_per_s: float
-    waits: list[dict[str, Any]]
-
-    @property
-    def hidden(self) -> float:
-        """The share of its time that ran under compute."""
-        return self.hidden_ms / self.ms if self.ms else 0.0
-
-    @property
-    def longest_wait(self) -> str:
-        return f"{self.waits[0]['ms']:.2f} ms, {self.waits[0]['op']}" if self.waits else ""
-
-
-@dataclasses.dataclass
-class Idle:
-    """Time in which nothing ran, per step: short gaps between launches, and longer waits."""
-
-    ms: float
-    launch_gaps: float
-    launch_gap_ms: float
-    wait_ms: float
-    longest: list[dict[str, Any]]
-
-
-@dataclasses.dataclass
-class Report:
-    """What `show` found. Times are ms of device time per step, means over the captured steps."""
-
-    path: str
-    framework: str
-    device: str
-    num_devices: int
-    versions: dict[str, str]
-    meta: dict[str, Any]
-    notes: list[str]
-    steps_ms: list[float]
-    step_ms: float
-    tokens_per_step: int | None
-    categories: list[Share]
-    scopes: list[Share]
-    kernels: list[KernelRow]
-    transfers: list[Transfer]
-    idle: Idle
-    peak_memory_bytes: int
-    buffers: list[dict[str, Any]]
-    flops_per_step: float
-    ceilings: Ceilings | None
-    losses: list[Loss]
-    timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, without the timeline (the page holds it)."""
-        out = dataclasses.asdict(self)
-        del out["timeline"]
-        return out
+class Report(ReportData):
+    """What `show` found, which can be read as text or as a page."""
 
     def to_text(self, width: int = 120) -> str:
-        from jaxtune.profile.text import report_text
-
         return report_text(self, width)
 
     def to_html(self) -> str:
         """One self-contained page."""
-        from jaxtune.profile.page import report_page
-
         return report_page(self)
 
     def __str__(self) -> str:
@@ -187,7 +92,7 @@ def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
     if trace.unmatched_ns > 0.02 * busy:
         notes.append(f"{trace.unmatched_ns / busy:.0%} of the kernel time was not found in the HLO")
     if ceilings is None and trace.device.lower() != "cpu":
-        notes.append(f"no ceilings known for {trace.device}: run `jaxtune profile ceilings` on it")
+        notes.append(f"no ceilings known for {trace.device}: run `{spelled('profile ceilings')}` on it")
     return notes
 
 

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from jaxtune.profile.tables import ComparisonData, ReportData
 from jaxtune.system import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from jaxtune.profile.comparison import Comparison
-    from jaxtune.profile.report import Report
 
 _SHOWN = 15
 _WIDE = 110  # columns of a terminal in which the kernels' shapes have room too
@@ -59,7 +57,7 @@ def _short(shape: str) -> str:
     return " ".join(parts) + (f" > {results[0]}" if results else "")
 
 
-def headline(report: Report) -> list[str]:
+def headline(report: ReportData) -> list[str]:
     """The lines above every table: what was recorded where, what it ran (if its meta says so), and the step."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
@@ -79,7 +77,7 @@ def headline(report: Report) -> list[str]:
     return [f"{report.path}: {where}, {versions or report.framework}", *ran, line]
 
 
-def report_text(report: Report, width: int) -> str:
+def report_text(report: ReportData, width: int) -> str:
     console = _console(width)
     for line in headline(report):
         console.print(line)
@@ -160,7 +158,7 @@ def report_text(report: Report, width: int) -> str:
     return _text(console)
 
 
-def comparison_text(comparison: Comparison, width: int) -> str:
+def comparison_text(comparison: ComparisonData, width: int) -> str:
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
         console.print(f"{name}: " + "\n   ".join(headline(report)))

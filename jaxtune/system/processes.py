@@ -143,7 +143,7 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
         return None
     count, index, local_index, local_count = found
     given = coordinator
-    from jax._src.clusters import ClusterEnv  # JAX's own knowledge of where a cluster's first process is
+    from jaxtune.system.private_jax import ClusterEnv
 
     try:
         coordinator, *_ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -188,7 +188,7 @@ def _client() -> Any:
     """Of the service; None in a run of one process."""
     if "jax" not in sys.modules:
         return None
-    from jax._src import distributed  # has no public name
+    from jaxtune.system.private_jax import distributed
 
     return distributed.global_state.client
 
@@ -197,7 +197,7 @@ def count() -> int:
     """Processes of the run."""
     if _client() is None:
         return 1
-    from jax._src import distributed
+    from jaxtune.system.private_jax import distributed
 
     return distributed.global_state.num_processes
 
@@ -206,7 +206,7 @@ def index() -> int:
     """Which of them this is, from 0."""
     if _client() is None:
         return 0
-    from jax._src import distributed
+    from jaxtune.system.private_jax import distributed
 
     return distributed.global_state.process_id
 

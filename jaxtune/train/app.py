@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import shlex
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.models.reward import reward_model
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write, require_makeable
+from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train import host_memory
 from jaxtune.train.config import TrainConfig
@@ -425,9 +425,6 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     """(what for, command line): what a person wants after a run, to be typed in the folder that the run began in."""
-    interpreter = Path(sys.executable)
-    here = interpreter.is_relative_to(Path.cwd())
-    python = shlex.quote(str(interpreter.relative_to(Path.cwd()))) if here else "python"
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:
@@ -440,14 +437,14 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
                 raw = " --raw"  # asked as it was trained
             if scored:
                 question = str(example.prompt) if raw else (example.messages or [])[-2]["content"]
-        ask = f"{python} -m jaxtune.cli generate {shlex.quote(str(trained[0]))}{raw} --prompt {shlex.quote(question)}"
-        commands.append(("ask the trained model", ask))
+        ask = f"generate {shlex.quote(str(trained[0]))}{raw} --prompt {shlex.quote(question)}"
+        commands.append(("ask the trained model", spelled(ask)))
     if (profile := output / "profile").is_dir():
-        shown = f"{python} -m jaxtune.cli profile show {shlex.quote(str(profile))}"
+        shown = spelled(f"profile show {shlex.quote(str(profile))}")
         commands.append(("where the time of the profiled steps went", shown))
     if Path(config.model.path or "").is_relative_to(Path(__file__).parents[1]):  # the packaged model: a first run
-        train = f"{python} -m jaxtune.train"
-        commands.append(("train a model of the hub on rows of your own", f"{train} lora-0.5b data.train=rows.jsonl"))
-        plan = f"{train} qlora-8b --plan plan.device='RTX 4090'"
+        train = spelled("train lora-0.5b data.train=rows.jsonl")
+        commands.append(("train a model of the hub on rows of your own", train))
+        plan = spelled("train qlora-8b --plan plan.device='RTX 4090'")
         commands.append(("what an 8B model needs on a GPU, and how fast it would be", plan))
     return commands

@@ -23,6 +23,7 @@ from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
 from jaxtune.system.files import remove_unfinished
+from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
 from jaxtune.train import own_parts, setup
 from jaxtune.train.callbacks import Callback
@@ -227,7 +228,7 @@ class Trainer:
             del trainable
             saved = checkpointer.latest() == self.steps_done
             if delivery is not None:
-                remedy = "export.merged=false leaves the merge to `jaxtune export` on a machine with more memory"
+                remedy = f"export.merged=false leaves the merge to `{spelled('export')}` on a machine with more memory"
                 with stop.at_once() if saved else contextlib.nullcontext(), phase("export", remedy):
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
             if processes.first():

@@ -60,7 +60,7 @@ def test_launch_listens_to_its_own_host_alone_and_saves_at_a_hang_up(tmp_path):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
     }
-    command = [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=2", str(make_folder(tmp_path))]
+    command = [sys.executable, "-m", "jaxtune", "launch", "--processes=2", str(make_folder(tmp_path))]
     command += [f"output={output}", "steps=200000", "optim.learning_rate=1e-5"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launch:
         os.set_blocking(launch.stdout.fileno(), False)

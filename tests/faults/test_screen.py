@@ -51,7 +51,7 @@ def start(*arguments: str, by: tuple[str, ...] = (), **options) -> subprocess.Po
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
     }
-    return subprocess.Popen([*by, sys.executable, "-m", "jaxtune.cli", *arguments], env=environment, **options)
+    return subprocess.Popen([*by, sys.executable, "-m", "jaxtune", *arguments], env=environment, **options)
 
 
 def without(what: str) -> tuple[str, ...]:

@@ -136,7 +136,8 @@ def test_it_learns_to_answer(tmp_path):
     assert all(command in printed for command in commands)
     configs = []
     for command in commands[1:]:
-        recipe, *overrides = (word for word in shlex.split(command)[3:] if word != "--plan")
+        words = [word for word in shlex.split(command) if word != "--plan"]
+        recipe, *overrides = words[words.index("train") + 1 :]
         configs.append(load_config(recipe, overrides, rows_needed="--plan" not in command))
     assert configs[0].data.train == "rows.jsonl"
     assert configs[1].plan.device == "RTX 4090" and " --plan " in commands[2]
@@ -166,4 +167,4 @@ def test_what_is_said_after_a_run(tmp_path):
     assert len(app.next_commands(own, tmp_path)) == 1
     (tmp_path / "profile").mkdir()
     (_, command) = app.next_commands(own, tmp_path)[1]
-    assert command.endswith(f"-m jaxtune.cli profile show {tmp_path / 'profile'}")
+    assert command.endswith(f"jaxtune profile show {tmp_path / 'profile'}")

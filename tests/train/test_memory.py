@@ -410,7 +410,7 @@ def test_every_device_of_the_list_can_be_named_as_its_owner_does(name, monkeypat
 def test_a_device_that_is_here_and_unknown_is_planned_for_and_said_to_be(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     device = find_device(kind, 15e9)
-    assert device.memory_bytes == 15e9 and "`jaxtune profile ceilings` measures them" in device.note
+    assert device.memory_bytes == 15e9 and "jaxtune profile ceilings` measures them" in device.note
     with pytest.raises(ValueError, match="not a device that is known"):
         find_device(kind)
 

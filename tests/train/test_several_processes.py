@@ -118,7 +118,7 @@ def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
     """Through the SLURM script, with an srun that starts two tasks of one host."""
     output, tools = tmp_path / "run", tmp_path / "tools"
     tools.mkdir()
-    (tools / "jaxtune").write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxtune.cli "$@"\n')
+    (tools / "jaxtune").write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxtune "$@"\n')
     (tools / "srun").write_text(
         "#!/bin/bash\n"
         "while [[ $1 == --* ]]; do shift; done\n"
@@ -161,7 +161,7 @@ def test_two_processes_evaluate_what_one_does(alone, capsys):
     capsys.readouterr()
     assert cli.main(score) == 0
     want = json.loads(capsys.readouterr().out)
-    (code, said), (other_code, nothing) = run_together([["-m", "jaxtune.cli", *score]] * 2)
+    (code, said), (other_code, nothing) = run_together([["-m", "jaxtune", *score]] * 2)
     assert (code, other_code) == (0, 0), said + nothing
     got = json.loads(said[said.index("{") :])
     assert (got["weights"], got["eval_targets"]) == (want["weights"], want["eval_targets"])
@@ -190,7 +190,7 @@ def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(reci
 
 def test_processes_that_are_started_differently_are_refused(recipe, tmp_path):
     """Each would train its own weights, and nobody would see it."""
-    run = ["-m", "jaxtune.cli", "train", str(recipe), f"output={tmp_path}", "mesh.data=2"]
+    run = ["-m", "jaxtune", "train", str(recipe), f"output={tmp_path}", "mesh.data=2"]
     ended = run_together([run, [*run, "optim.learning_rate=0.02"]])
     for code, words in ended:
         assert code == 2, words
@@ -207,7 +207,7 @@ def test_a_template_and_an_adapter_may_lie_elsewhere_on_each_host(recipe, alone,
         data = settings["data"] | {"template": str(tmp_path / host / f"{host}.jinja"), "length": 64}
         changes = dict(adapter={"path": str(tmp_path / host / "adapter")}, data=data, output=str(tmp_path / "run"))
         (tmp_path / f"{host}.yaml").write_text(yaml.safe_dump(settings | changes | {"mesh": {"data": 2}, "steps": 2}))
-        commands.append(["-m", "jaxtune.cli", "train", str(tmp_path / f"{host}.yaml"), "checkpoint.every_steps=1"])
+        commands.append(["-m", "jaxtune", "train", str(tmp_path / f"{host}.yaml"), "checkpoint.every_steps=1"])
     said = run_together(commands)
     assert [code for code, _ in said] == [0, 0], said
     shutil.rmtree(tmp_path / "run" / "merged")
@@ -272,7 +272,7 @@ def test_four_processes_divide_a_base_and_rows_and_go_on_when_one_was_killed(rec
     codes = [code for code, _ in ended]
     assert codes.pop(2) == -9 and not {0, 75} & set(codes), ended
     done = subprocess.run(
-        [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=4", str(recipe), f"output={output}", *wanted],
+        [sys.executable, "-m", "jaxtune", "launch", "--processes=4", str(recipe), f"output={output}", *wanted],
         env=environment(),
         capture_output=True,
         text=True,
@@ -302,7 +302,7 @@ def test_preferences_and_qat_are_those_of_one_process(tmp_path):
 
 def test_launch_ends_with_the_code_of_the_first_that_failed(recipe):
     done = subprocess.run(
-        [sys.executable, "-m", "jaxtune.cli", "launch", "--processes=2", str(recipe), "stps=2"],
+        [sys.executable, "-m", "jaxtune", "launch", "--processes=2", str(recipe), "stps=2"],
         env=environment(),
         capture_output=True,
         text=True,

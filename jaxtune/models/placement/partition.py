@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax._src import config as jax_config  # has no public way to choose a partitioner for one program
 from jax.lax import optimization_barrier
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtune.pallas.formats import Stored
+from jaxtune.system import private_jax
 
 DATA, FSDP = "data", "fsdp"
 ROWS, WHOLE = PartitionSpec((DATA, FSDP)), PartitionSpec()
@@ -96,7 +96,7 @@ def compiling(mesh: Mesh) -> Iterator[None]:
     Without Shardy: to take such a program in and give it out again, it takes as long as all that follows. 32 layers of
     Llama-3.3-70B on two devices, on two shared cores: XLA's passes 130 s with it and 67 s without, to the same memory.
     """
-    with jax.set_mesh(mesh), jax_config.use_shardy_partitioner(False):
+    with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
 

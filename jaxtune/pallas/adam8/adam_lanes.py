@@ -11,8 +11,6 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
@@ -31,6 +29,7 @@ from jaxtune.pallas.lanes import (
     ir_vector,
     ir_words,
 )
+from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):

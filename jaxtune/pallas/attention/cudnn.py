@@ -4,7 +4,7 @@ cuDNN has no segment ids; it has a packed ("THD") path that takes the starts and
 row. Measured on an H200 with cuDNN 9.19: exact up to 32 documents a row, its dq wrong at 64. So it serves rows that
 are one document, and packed rows for which the layout promises at most 32; first_use.py checks it at that number on
 the GPU that is there.
-The call is private to JAX (jax._src.cudnn): this file is the only place that knows it.
+The call is private to JAX (jaxtune.system.private_jax): this file is the only place that makes it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import jax.numpy as jnp
 
 from jaxtune.pallas.attention.layout import PackedLayout
+from jaxtune.system.private_jax import fused_attention_stablehlo as cudnn
 
 MAX_DOCUMENTS = 32
 
@@ -75,21 +76,19 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
-    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
-
     unused = jnp.zeros(0, query.dtype)
     if layout.max_documents == 1:
-        mask, arrays = MaskType.CAUSAL, (unused, unused, unused, unused)
+        mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)
     else:
         lengths, offsets = _documents(layout)
-        mask, arrays = MaskType.PADDING_CAUSAL, (lengths, lengths, offsets, offsets)
+        mask, arrays = cudnn.MaskType.PADDING_CAUSAL, (lengths, lengths, offsets, offsets)
     static = dict(
         scale=scale,
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
         mask_type=mask,
-        layout=AttentionLayout.BTNH.value,
+        layout=cudnn.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
     return (unused, *arrays, unused, unused), static
@@ -105,8 +104,6 @@ def _real(layout, array):
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """See api.attention_forward."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if layout.max_documents == 1:
@@ -118,8 +115,6 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """See api.attention_backward."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     arrays, static = _call_arguments(layout, query, scale, window)
     if layout.max_documents == 1:
         stats = lse

@@ -18,8 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
@@ -36,6 +34,7 @@ from jaxtune.pallas.lanes import (
     ir_thread,
     ir_vector,
 )
+from jaxtune.system.private_mlir import arith, ir, llvm
 
 _EVERY = 16  # a lane's rows are so far apart
 _PIECE = 16  # bytes

@@ -9,8 +9,6 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
@@ -30,6 +28,7 @@ from jaxtune.pallas.lanes import (
     ir_vector,
     ir_words,
 )
+from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():

@@ -7,8 +7,6 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
@@ -29,6 +27,7 @@ from jaxtune.pallas.lanes import (
     ir_vector,
     ir_words,
 )
+from jaxtune.system.private_mlir import arith, ir, llvm, nvvm
 
 SLICE = 1024  # elements of a row that a warp takes: 512 bytes of codes, 16 blocks
 _HALF = SLICE // 2

@@ -18,6 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import not_quantized, parameters, qat_spec
 from jaxtune.models.residual_plan import Placement
+from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data import Batches, TokenDataset
@@ -169,8 +170,8 @@ def precision_notes(
     if path and config.objective.name in ("dpo", "kto"):
         notes.append(
             f"{config.objective.name}: the reference is the model with its adapter off, and not with adapter.path = "
-            f"{path!r} as it is now; for that merge it first (jaxtune export {path} FOLDER), set model.path=FOLDER, "
-            "adapter.path=null"
+            f"{path!r} as it is now; for that merge it first ({spelled(f'export {path} FOLDER')}), "
+            "set model.path=FOLDER, adapter.path=null"
         )
     return notes
 

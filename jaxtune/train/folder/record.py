@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtune import __version__
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write, fingerprints
+from jaxtune.system.version import __version__
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, TrainConfig
 from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
 from jaxtune.train.data import TokenDataset

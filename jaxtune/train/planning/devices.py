@@ -15,6 +15,7 @@ from pathlib import Path
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, refusal
 from jaxtune.profile.device import known_ceilings
 from jaxtune.system import processes
+from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 
 # Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned
@@ -151,7 +152,7 @@ def find_device(
         )
         note = "not measured: its data sheet, at the shares that an H200 reaches"
         if sheet is None:
-            note = f"unknown, so speeds are an {_STAND_IN}'s; `jaxtune profile ceilings` measures them once"
+            note = f"unknown, so speeds are an {_STAND_IN}'s; `{spelled('profile ceilings')}` measures them once"
         elif sheet is data_sheet("H200"):
             note = "measured"
     if sheet is not None and sheet.link_gbps == 0:

@@ -22,6 +22,7 @@ from jaxtune.models.files.quant import parameters
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
+from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
@@ -143,7 +144,7 @@ def phases_of(
                 "export",
                 weights + trained + start + merging,
                 start + host,
-                "export.merged=false, then `jaxtune export` on a machine with more memory",
+                f"export.merged=false, then `{spelled('export')}` on a machine with more memory",
             )
         )
     return found

@@ -21,10 +21,9 @@ import time
 from pathlib import Path
 
 import jax
-from jax._src import compilation_cache
-from jax._src.compilation_cache_interface import CacheInterface
 
 from jaxtune.system.files import atomic_write
+from jaxtune.system.private_jax import CacheInterface, compilation_cache
 
 logger = logging.getLogger(__name__)
 
