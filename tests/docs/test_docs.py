@@ -123,7 +123,7 @@ def test_the_readme_is_short_and_has_every_command():
 
 
 def test_the_readmes_models_are_those_of_its_recipes():
-    rows = re.findall(r"^\| ([\w./-]+)(?:, all parameters)? \| (\d+) GB \(([\w ]+)\) \| `([\w.-]+)` \|$", README, re.M)
+    rows = re.findall(r"^\| ([\w./-]+)(?:, all parameters)? \| (\d+) GB \(([\w ]+)\)(?: \(1\))? \| `([\w.-]+)` \|$", README, re.M)
     recipes = packaged_recipes()
     assert {recipe for *_, recipe in rows} == recipes.keys() - {"quickstart"}
     for model, memory, _, recipe in rows:
@@ -131,6 +131,19 @@ def test_the_readmes_models_are_those_of_its_recipes():
         config = load_config(recipe, [], rows_needed=False)
         assert config.model.path == model
         assert (config.adapter is None) == (f"| {model}, all parameters |" in README and recipe.startswith("full"))
+
+
+def test_the_cards_that_the_readme_marks_are_those_on_record():
+    """Of recipes as packaged: every phase, from training to the export, ended as it should on a card of that size."""
+    marked = re.findall(r"(\d+) GB \([\w ]+\) \(1\) \| `([\w.-]+)` \|$", README, re.M)
+    record = json.loads((ROOT / "benchmarks" / "results" / "cards.json").read_text(encoding="utf-8"))
+    whole = [
+        (str(life["card_gib"]), life["recipe"])
+        for life in record["lives"].values()
+        if not life["overrides"] and "export" in life["phases"]
+        if not any("problem" in phase for phase in life["phases"].values())
+    ]
+    assert sorted(marked) == sorted(whole) != []
 
 
 def test_the_quickstarts_time_is_one_in_readme_and_info():
