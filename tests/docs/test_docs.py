@@ -123,7 +123,9 @@ def test_the_readme_is_short_and_has_every_command():
 
 
 def test_the_readmes_models_are_those_of_its_recipes():
-    rows = re.findall(r"^\| ([\w./-]+)(?:, all parameters)? \| (\d+) GB \(([\w ]+)\)(?: \(1\))? \| `([\w.-]+)` \|$", README, re.M)
+    rows = re.findall(
+        r"^\| ([\w./-]+)(?:, all parameters)? \| (\d+) GB \(([\w ]+)\)(?: \(1\))? \| `([\w.-]+)` \|$", README, re.M
+    )
     recipes = packaged_recipes()
     assert {recipe for *_, recipe in rows} == recipes.keys() - {"quickstart"}
     for model, memory, _, recipe in rows:
