@@ -24,7 +24,6 @@ from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
@@ -317,7 +316,6 @@ class FastLanguageModel:
                     f"{where}: full_finetuning = True, but {model_name} is an adapter: give its base model"
                 )
             module, adapter = jaxtune.load_adapter(module, model_name), AdapterConfig(path=os.fspath(model_name))
-            tokenizer = load_tokenizer(Path(model_name)) or tokenizer  # with the template that it was trained with
             module = with_end_tokens(module, tokenizer)
         if tokenizer is None:
             raise ValueError(f"{where}: {model_name} has no tokenizer files: put them into the model's folder")

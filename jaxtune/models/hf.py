@@ -194,20 +194,23 @@ def from_pretrained(
     """
     if base_of(path) is not None:
         model, tokenizer = load_base(path, dtype, load_in, max_length)
-        return load_adapter(model, path), load_tokenizer(Path(path).expanduser()) or tokenizer
-    return _loaded(Pretrained(path, dtype or _DTYPE, _format(load_in), max_length))
+        return load_adapter(model, path), tokenizer
+    pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length)
+    return _loaded(pretrained, (pretrained.folder,))
 
 
 def load_base(
     adapter: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """(the base of an adapter's folder, as the adapter was trained over it; its tokenizer). Arguments and errors as in
-    from_pretrained."""
-    base, over = base_of(adapter), trained_over.read(Path(adapter).expanduser()) or TrainedOver()
+    """(the base of an adapter's folder, as the adapter was trained over it; the tokenizer of the adapter's folder, with
+    the template that it was trained with, or else the base's). Arguments and errors as in from_pretrained."""
+    folder = Path(adapter).expanduser()
+    base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
     assert base is not None
     wanted = over.load_in if load_in is None else _format(load_in)
     skipped = over.skip_modules if wanted == over.load_in else ()
-    model, tokenizer = _loaded(Pretrained(base, dtype or over.dtype or _DTYPE, wanted, max_length, skipped))
+    pretrained = Pretrained(base, dtype or over.dtype or _DTYPE, wanted, max_length, skipped)
+    model, tokenizer = _loaded(pretrained, (folder, pretrained.folder))
     if over.compute == "fp8" and wanted == over.load_in:
         model = quant.compute_in_fp8(model)
     return model, tokenizer
@@ -217,9 +220,14 @@ def _format(load_in: str | None) -> str | None:
     return None if load_in == "stored" else load_in
 
 
-def _loaded(pretrained: Pretrained) -> tuple[Decoder, Any]:
+def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
+    """(the model, the first tokenizer that there is in these folders)"""
+
+    def first() -> Any:
+        return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
+
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
-        tokenizer = pool.submit(load_tokenizer, pretrained.folder)
+        tokenizer = pool.submit(first)
         return pretrained.load(), tokenizer.result()
 
 

@@ -381,6 +381,27 @@ def test_generation_config_and_tokenizer_travel(folder, tmp_path):
     assert again.source.generation_config == model.source.generation_config
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_an_adapter_comes_with_its_own_tokenizer_or_else_its_base_s_and_one_is_read(own, folder, tmp_path, monkeypatch):
+    """Reading one takes seconds."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    for name, where in (("base", folder), *((("own", tmp_path / "adapter"),) if own else ())):
+        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, name: 1}, unk_token="<unk>"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(where)
+    model = get_peft_model(from_pretrained(folder)[0], r=2)
+    jaxtune.save_adapter(model, tmp_path / "saved")
+    shutil.copytree(tmp_path / "saved", tmp_path / "adapter", dirs_exist_ok=True)
+    real, read = hf.load_tokenizer, []
+    monkeypatch.setattr(hf, "load_tokenizer", lambda where: ((found := real(where)) and read.append(where)) or found)
+    for load in (from_pretrained, hf.load_base):
+        read.clear()
+        _, found = load(tmp_path / "adapter")
+        assert read == [tmp_path / "adapter" if own else folder]
+        assert ("own" in found.get_vocab(), "base" in found.get_vocab()) == (own, not own)
+
+
 # ---- memory
 
 _MEMORY = """
