@@ -1,0 +1,132 @@
+"""Print some functions, classes and modules of jaxtune, drawn by lot, as a reader sees them who knows no code behind.
+
+    python scripts/reader_sample.py --seed N [--room jaxtune/profile] [--count 10]
+
+An item is printed with its signature, its docstring and the comment lines directly above it, without its body. A class
+is printed with its fields, their comments and the signatures of its methods; a module with the names that it defines.
+Private items are drawn as well; functions inside of functions are not. If somebody who knows JAX cannot say from such
+an item what it takes, what it gives and why it exists, its words need mending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that can be drawn: a module, a class, a function or a method."""
+
+    place: str  # path from the root of the repository, and the line
+    kind: str  # "module", "class" or "function"
+    name: str  # with the names of the classes around it
+    text: str  # what a reader is shown
+
+
+def comment_above(lines: list[str], first: int) -> list[str]:
+    """The comment lines that end directly above line `first` (counted from 1)."""
+    start = first - 1
+    while start > 0 and lines[start - 1].lstrip().startswith("#"):
+        start -= 1
+    return lines[start : first - 1]
+
+
+def first_line(node: Definition) -> int:
+    """The line of a definition's first decorator, or of its `def` or `class` where it has none."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def header(lines: list[str], node: Definition) -> list[str]:
+    """A definition from its first decorator to the colon of its signature, without docstring and body."""
+    first, body = first_line(node), node.body[0]
+    if body.lineno == node.lineno:  # `def f(x): return x`
+        return [*lines[first - 1 : node.lineno - 1], lines[node.lineno - 1][: body.col_offset].rstrip()]
+    head = lines[first - 1 : body.lineno - 1]
+    while head and (not head[-1].strip() or head[-1].lstrip().startswith("#")):
+        head.pop()
+    return head
+
+
+def docstring(lines: list[str], node: ast.Module | Definition) -> list[str]:
+    """The lines of a definition's docstring, quotes included; no line where it has none."""
+    if ast.get_docstring(node) is None:
+        return []
+    return lines[node.body[0].lineno - 1 : node.body[0].end_lineno]
+
+
+def fields(lines: list[str], node: ast.ClassDef) -> list[str]:
+    """What stands in a class beside its docstring: fields with their comments, and the methods' signatures."""
+    shown: list[str] = []
+    statements = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    for statement in statements:
+        if isinstance(statement, Definition):
+            shown += header(lines, statement)
+        else:
+            shown += comment_above(lines, statement.lineno)
+            shown += lines[statement.lineno - 1 : statement.end_lineno]
+    return shown
+
+
+def definitions(body: list[ast.stmt], outer: str = "") -> list[tuple[str, Definition]]:
+    """(dotted name, node) of the classes, functions and methods below a module, in the order of the file."""
+    found: list[tuple[str, Definition]] = []
+    for statement in body:
+        if isinstance(statement, Definition):
+            name = outer + statement.name
+            found.append((name, statement))
+            if isinstance(statement, ast.ClassDef):
+                found += definitions(statement.body, f"{name}.")
+        elif isinstance(statement, ast.If | ast.Try):  # definitions under a condition
+            found += definitions(statement.body, outer)
+    return found
+
+
+def items_of(path: Path, root: Path) -> list[Item]:
+    """Everything that can be drawn from one Python file: the module first."""
+    source = path.read_text(encoding="utf-8")
+    tree, lines, place = ast.parse(source), source.splitlines(), path.relative_to(root).as_posix()
+    found = definitions(tree.body)
+    names = [name for name, _ in found if "." not in name]
+    shown = [*docstring(lines, tree), "", textwrap.fill("defines: " + (", ".join(names) or "nothing"), 116)]
+    items = [Item(f"{place}:1", "module", place, "\n".join(shown).strip())]
+    for name, node in found:
+        parts = comment_above(lines, first_line(node)) + header(lines, node) + docstring(lines, node)
+        kind = "function"
+        if isinstance(node, ast.ClassDef):
+            kind, parts = "class", parts + fields(lines, node)
+        items.append(Item(f"{place}:{node.lineno}", kind, name, textwrap.dedent("\n".join(parts)).strip()))
+    return items
+
+
+def draw(seed: int, count: int, folder: Path, root: Path = ROOT) -> list[Item]:
+    """`count` different items below `folder`, a folder or a file, the same ones for the same seed and files."""
+    paths = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
+    items = [item for path in paths for item in items_of(path, root)]
+    if not items:
+        raise SystemExit(f"--room {folder}: no Python file there")
+    return random.Random(seed).sample(items, min(count, len(items)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the items drawn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="the same seed draws the same items")
+    parser.add_argument("--room", type=Path, default=Path("jaxtune"), help="draw below this folder, or from this file")
+    parser.add_argument("--count", type=int, default=10, help="how many items to draw")
+    options = parser.parse_args(arguments)
+    for number, item in enumerate(draw(options.seed, options.count, ROOT / options.room), 1):
+        print(f"---- {number}. {item.kind} {item.name}   {item.place}\n\n{item.text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
